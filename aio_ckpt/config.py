@@ -1,0 +1,111 @@
+"""``EngineConfig``: every setting of the engine, its default and its range."""
+
+from __future__ import annotations
+
+import math
+import string
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from aio_ckpt.errors import ConfigError
+
+__all__ = ["BusyPolicy", "DirectIO", "EngineConfig", "FailurePolicy", "Staging", "VerifyPolicy"]
+
+Staging = Literal["auto", "pinned", "shm", "pageable"]
+DirectIO = Literal["auto", "on", "off"]
+BusyPolicy = Literal["wait", "skip", "raise"]
+VerifyPolicy = Literal["load", "never"]
+FailurePolicy = Literal["raise", "log"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; checked when made, never changed afterwards.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the field and what is allowed.
+    """
+
+    workers: int = 4
+    """Writes (and, at load, reads) in flight at once."""
+
+    staging: Staging = "auto"
+    """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
+    ``auto`` is ``pinned`` where CUDA is present, else ``pageable``."""
+
+    direct_io: DirectIO = "auto"
+    """O_DIRECT: ``auto`` probes each file with a real aligned write and falls back, ``on`` refuses to
+    fall back, ``off`` never tries."""
+
+    budget_bytes: int | None = None
+    """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
+
+    max_in_flight: int = 1
+    """Saves captured and not yet settled, at most."""
+
+    when_busy: BusyPolicy = "wait"
+    """What ``save()`` does when ``max_in_flight`` saves are pending."""
+
+    stall_timeout_secs: float = 600.0
+    """A save without one byte or message of progress for so long fails; never a limit on the total."""
+
+    keep_last: int | None = None
+    """Newest committed steps to keep; None deletes nothing."""
+
+    keep_every: int | None = None
+    """Steps divisible by this are kept for ever, beside ``keep_last``."""
+
+    verify: VerifyPolicy = "load"
+    """Check the sums of every byte that a load reads, or never."""
+
+    on_failure: FailurePolicy = "raise"
+    """A save that failed unawaited: raised once by the next ``save()`` or ``close()``, or only logged."""
+
+    step_dir: str = "step_{step:09d}"
+    """Name of a committed directory; must contain ``{step}`` once."""
+
+    stale_after_secs: float = 600.0
+    """A pending directory of another host whose heartbeat is older is taken for dead."""
+
+    drain_timeout_secs: float = 60.0
+    """How long ``close()`` and interpreter exit wait for pending saves."""
+
+    trusted_objects: bool = False
+    """Allow objects that only unpickling with code can read back. Loading such a checkpoint runs its code."""
+
+    debug: bool = False
+    """Poison released arena bytes with 0xCB, so that a use after release shows in the data."""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "max_in_flight", "budget_bytes", "keep_last", "keep_every"):
+            self._check_count(name)
+        for name in ("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"):
+            self._check_seconds(name)
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        fields = [field for _, field, _, _ in string.Formatter().parse(self.step_dir) if field is not None]
+        if fields != ["step"] or "/" in self.step_dir or self.step_dir.startswith("."):
+            raise ConfigError(f"step_dir={self.step_dir!r}: give one path component with one {{step}} field")
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None and name not in ("workers", "max_in_flight"):
+            return
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
+
+    def _check_seconds(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{name}={value!r}: give a finite number of seconds above 0")
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "staging": get_args(Staging),
+    "direct_io": get_args(DirectIO),
+    "when_busy": get_args(BusyPolicy),
+    "verify": get_args(VerifyPolicy),
+    "on_failure": get_args(FailurePolicy),
+}

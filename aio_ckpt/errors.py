@@ -1,0 +1,169 @@
+"""The exception tree.
+
+Every error of this package is an :class:`AioCkptError` and also the builtin that it refines, so that
+``except OSError`` or ``except FileNotFoundError`` in a trainer keeps working. None is a bare
+``BaseException``. A message names the thing that is wrong and, after a colon or a dash, how to mend it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AioCkptError",
+    "BudgetExceededError",
+    "BusyError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "DuplicateNameError",
+    "EmptyStateError",
+    "EngineClosedError",
+    "EngineForkedError",
+    "FormatVersionError",
+    "MissingNameError",
+    "PeerFailedError",
+    "PlanChangedError",
+    "ReadError",
+    "RootError",
+    "SaveCancelledError",
+    "SourceChangedError",
+    "StallError",
+    "StepOrderError",
+    "TemplateMismatchError",
+    "UnexpectedNameError",
+    "UnsafeObjectError",
+    "UnsupportedLeafError",
+    "WriteError",
+    "WrongThreadError",
+]
+
+
+class AioCkptError(Exception):
+    """Root of the tree.
+
+    ``target_modified`` is True when the error came after a load had begun to fill the caller's tensors,
+    so that the template may hold a mix of old and new values.
+    """
+
+    target_modified: bool = False
+
+
+class ConfigError(AioCkptError, ValueError):
+    """A setting of ``EngineConfig`` is out of range; names the field, the value and what is allowed."""
+
+
+# -- the state that was given ---------------------------------------------------------------------
+
+
+class EmptyStateError(AioCkptError, ValueError):
+    """The state holds no leaf at all."""
+
+
+class DuplicateNameError(AioCkptError, ValueError):
+    """Two leaves have names that are equal as text (``0`` and ``'0'``, ``'a.b'`` and ``a`` -> ``b``)."""
+
+
+class UnsupportedLeafError(AioCkptError, TypeError):
+    """A leaf, key or container that no checkpoint can hold (sparse, meta, quantized, odd subclass)."""
+
+
+class UnsafeObjectError(AioCkptError, TypeError):
+    """An object that could be read back only by running code; names the leaf and its type."""
+
+
+class SourceChangedError(AioCkptError, RuntimeError):
+    """A tensor's memory was freed or resized before or while it was captured."""
+
+
+class TemplateMismatchError(AioCkptError, ValueError):
+    """The template given to ``load`` disagrees with the checkpoint in kind, shape or dtype."""
+
+
+class MissingNameError(AioCkptError, KeyError):
+    """The template names leaves that the checkpoint lacks."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its argument, which hides line breaks
+        return str(self.args[0]) if self.args else ""
+
+
+class UnexpectedNameError(AioCkptError, ValueError):
+    """With ``strict=True``: the checkpoint holds leaves that the template lacks."""
+
+
+# -- steps and checkpoints ------------------------------------------------------------------------
+
+
+class StepOrderError(AioCkptError, ValueError):
+    """The step does not exceed every committed and pending step."""
+
+
+class CheckpointNotFoundError(AioCkptError, FileNotFoundError):
+    """No committed checkpoint, or not the one asked for."""
+
+
+class CorruptCheckpointError(AioCkptError, ValueError):
+    """Bytes on disk do not match their sums or sizes; names the file and, where known, the tensor."""
+
+
+class FormatVersionError(AioCkptError, ValueError):
+    """The manifest was written by a newer major version of the format."""
+
+
+# -- the engine -----------------------------------------------------------------------------------
+
+
+class EngineClosedError(AioCkptError, RuntimeError):
+    """The engine was closed or terminated."""
+
+
+class EngineForkedError(EngineClosedError):
+    """The engine was opened by another process: open one of its own in the forked child."""
+
+
+class WrongThreadError(AioCkptError, RuntimeError):
+    """A blocking wait on the engine's own thread, which would never end."""
+
+
+class BusyError(AioCkptError, RuntimeError):
+    """``max_in_flight`` saves are pending and ``when_busy="raise"``."""
+
+
+class BudgetExceededError(AioCkptError, MemoryError):
+    """What must be captured at once is larger than ``budget_bytes``."""
+
+
+class PlanChangedError(AioCkptError, RuntimeError):
+    """What was written is not what was asked for; nothing was committed and the plan cache was dropped."""
+
+
+class SaveCancelledError(AioCkptError, RuntimeError):
+    """The save was cancelled by ``ticket.cancel()`` or ``terminate()``; nothing became visible."""
+
+
+class StallError(AioCkptError, TimeoutError):
+    """No byte and no message of progress for ``stall_timeout_secs``, or the save's own deadline passed."""
+
+
+class PeerFailedError(AioCkptError, RuntimeError):
+    """Another rank failed; names its rank, the stage and the cause."""
+
+    def __init__(self, message: str, *, rank: int, stage: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
+
+
+# -- input and output -----------------------------------------------------------------------------
+
+
+class RootError(AioCkptError, OSError):
+    """The checkpoint root cannot be used: a file, not writable, or locked by another writer."""
+
+
+class WriteError(AioCkptError, OSError):
+    """Writing failed. Keeps ``errno``, ``strerror`` and ``filename`` of the cause; ``stage`` says where."""
+
+    stage: str = "write"
+
+
+class ReadError(AioCkptError, OSError):
+    """Reading failed in the operating system (not a mismatch of sums: :class:`CorruptCheckpointError`)."""
