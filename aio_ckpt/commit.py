@@ -1,0 +1,261 @@
+"""Commit: pending -> durable -> visible; discovery of what is committed; leftovers of dead writers.
+
+Root mode: everything is written and fsynced inside ``.pending-*``, which is then renamed into place, so a
+checkpoint is whole or invisible at any instant. Directory mode: the directory is the caller's; the checkpoint
+exists from the rename of its ``.metadata`` on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError
+from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.storage import Storage
+
+__all__ = [
+    "Committed",
+    "Owner",
+    "StepNames",
+    "abandon_after",
+    "clear_leftovers",
+    "commit_directory",
+    "commit_root",
+    "discover",
+    "make_pending",
+    "retire_directory",
+]
+
+PENDING_PREFIX = ".pending-"
+ABANDONED_PREFIX = ".abandoned-"
+TRASH_PREFIX = ".trash-"
+OWNER_FILE = "writer.json"
+LOCK_FILE = ".aio_ckpt.lock"
+MAX_SMALL_FILE_BYTES = 1 << 30
+
+_LITERAL = re.compile(r"\{step[^}]*\}")
+_FOREIGN_STEP = re.compile(r"(?:step-|iter_|checkpoint-|global_step)(\d+)")
+_log = logging.getLogger("aio_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A committed checkpoint."""
+
+    step: int
+    """Its step."""
+    path: Path
+    """Its directory."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes a pending directory (``writer.json``)."""
+
+    session: str
+    """Identity of the engine."""
+    host: str
+    """Host name."""
+    boot_id: str
+    """Identity of this boot of the host: a pid means nothing after another."""
+    pid: int
+    """Process."""
+    started_unix: float
+    """When the process started: a pid may be reused."""
+    heartbeat_unix: float
+    """When it last said that it lives."""
+
+    @classmethod
+    def of_this_process(cls, session: str) -> Owner:
+        """The owner record of the calling process."""
+        return cls(
+            session=session,
+            host=socket.gethostname(),
+            boot_id=_boot_id(),
+            pid=os.getpid(),
+            started_unix=psutil.Process().create_time(),
+            heartbeat_unix=time.time(),
+        )
+
+    def is_proven_dead(self) -> bool:
+        """Whether this host can prove that the process is gone. An owner on another host never is."""
+        if self.host != socket.gethostname():
+            return False
+        if self.boot_id != _boot_id():
+            return True
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started_unix) > 1.0
+        except psutil.NoSuchProcess:
+            return True
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class StepNames:
+    """Directory names of steps: one pattern for writing, several known ones for discovery."""
+
+    def __init__(self, step_dir: str) -> None:
+        self._step_dir = step_dir
+        before, after = _LITERAL.split(step_dir)
+        self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+
+    def name(self, step: int) -> str:
+        """Directory name of a step."""
+        return self._step_dir.format(step=step)
+
+    def step(self, name: str) -> int | None:
+        """Step of a directory name; None if it is no name of a step."""
+        match = self._own.fullmatch(name) or _FOREIGN_STEP.fullmatch(name)
+        return int(match[1]) if match else None
+
+
+async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none."""
+    found: dict[int, Committed] = {}
+    if not await storage.exists(root):
+        return []
+    for name in sorted(await storage.list_dir(root)):
+        step = names.step(name)
+        if step is None or not await storage.exists(root / name / METADATA_FILE):
+            continue
+        if step not in found or name == names.name(step):
+            found[step] = Committed(step=step, path=root / name)
+    return [found[step] for step in sorted(found)]
+
+
+async def make_pending(storage: Storage, root: Path, *, owner: Owner, number: int) -> Path:
+    """Create the pending directory of save ``number`` of the owner's session."""
+    pending = root / f"{PENDING_PREFIX}{owner.session}-{number}"
+    await storage.make_dir(pending)
+    await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
+    return pending
+
+
+async def commit_root(
+    storage: Storage, *, pending: Path, final: Path, metadata: bytes, root_manifest: bytes, overwrite: bool
+) -> None:
+    """Leader, root mode: make a pending directory whose data is durable durable as a whole, then visible.
+
+    Data files and rank manifests must have been fsynced. The rename never replaces; with ``overwrite`` the two
+    directories are exchanged in one step and the old one is removed when the new one is durable.
+    """
+    await storage.write_file(pending / METADATA_FILE, metadata)
+    await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
+    await storage.remove_file(pending / OWNER_FILE)
+    await storage.sync_dir(pending)
+    replaces = overwrite and await storage.exists(final)
+    move = storage.exchange if replaces else storage.rename
+    await move(pending, final)
+    try:
+        await storage.sync_dir(final.parent)
+    except OSError:
+        # Visible but maybe not durable: the save fails, so it must not stay listed.
+        await move(final, pending)
+        raise
+    if replaces:
+        await storage.remove_tree(pending)
+
+
+async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
+    """Directory mode, before the first byte: put an old ``.metadata`` aside.
+
+    Returns the names of the files that the old checkpoint consists of; ``commit_directory`` removes them once
+    the new one is durable. Files that no manifest of ours names are foreign and stay.
+    """
+    if not await storage.exists(directory / METADATA_FILE):
+        return ()
+    aside = f"{METADATA_FILE}.replaced-{save_id}"
+    await storage.rename(directory / METADATA_FILE, directory / aside)
+    await storage.sync_dir(directory)
+    owned = [aside]
+    if await storage.exists(directory / ROOT_MANIFEST):
+        data = await storage.read_file(directory / ROOT_MANIFEST, max_bytes=MAX_SMALL_FILE_BYTES)
+        try:
+            owned += [entry.name for entry in decode_root(data, name=ROOT_MANIFEST).ranks]
+        except AioCkptError:
+            _log.warning("%s: the old manifest is unreadable; its files stay", directory)
+    return tuple(owned)
+
+
+async def commit_directory(
+    storage: Storage, directory: Path, *, metadata: bytes, root_manifest: bytes, save_id: str, retired: Sequence[str]
+) -> None:
+    """Leader, directory mode: root manifest, then ``.metadata``, each by temporary file, fsync and rename."""
+    for name, data in ((ROOT_MANIFEST, root_manifest), (METADATA_FILE, metadata)):
+        temporary = directory / f"{name}.tmp-{save_id}"
+        await storage.write_file(temporary, data)
+        await storage.replace(temporary, directory / name)
+        await storage.sync_dir(directory)
+    await storage.sync_dir(directory.parent)
+    for name in retired:
+        await storage.remove_file(directory / name)
+
+
+async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:
+    """Rename every committed step after ``step`` to ``.abandoned-*``, newest first; nothing is deleted.
+
+    Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
+
+    Raises:
+        CheckpointNotFoundError: ``step`` is not committed.
+    """
+    committed = await discover(storage, root, names)
+    if step not in [checkpoint.step for checkpoint in committed]:
+        raise CheckpointNotFoundError(
+            f"rollback({step}): no such committed step under {root}; committed are "
+            f"{[checkpoint.step for checkpoint in committed]}"
+        )
+    later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
+    for checkpoint in later:
+        await storage.rename(checkpoint.path, root / f"{ABANDONED_PREFIX}{tag}-{checkpoint.path.name}")
+    await storage.sync_dir(root)
+    return [checkpoint.step for checkpoint in later]
+
+
+async def clear_leftovers(storage: Storage, root: Path) -> list[str]:
+    """Remove trash and the pending directories whose writers are proven dead; returns their names."""
+    cleared = []
+    for name in await storage.list_dir(root):
+        if name.startswith(TRASH_PREFIX) or (
+            name.startswith(PENDING_PREFIX) and await _is_abandoned(storage, root / name)
+        ):
+            await storage.remove_tree(root / name)
+            cleared.append(name)
+    return cleared
+
+
+async def _is_abandoned(storage: Storage, pending: Path) -> bool:
+    if not await storage.exists(pending / OWNER_FILE):
+        return False
+    data = await storage.read_file(pending / OWNER_FILE, max_bytes=MAX_SMALL_FILE_BYTES)
+    try:
+        return msgspec.json.decode(data, type=Owner).is_proven_dead()
+    except msgspec.DecodeError:
+        return False
+
+
+def check_step(step: object, *, newest: int | None, committed: Collection[int], overwrite: bool) -> int:
+    """The step of a save: ``step``, or one after the newest committed or pending.
+
+    Raises:
+        StepOrderError: no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
+    """
+    if step is None:
+        return 1 if newest is None else newest + 1
+    if type(step) is not int or step < 0:
+        raise StepOrderError(f"step={step!r}: give a whole number of at least 0")
+    if newest is None or step > newest or (overwrite and step in committed):
+        return step
+    hint = "overwrite=True replaces it" if step in committed else f"rollback({step}) goes back"
+    raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {hint}")

@@ -1,0 +1,406 @@
+"""Data files on a local file system: concurrent writes and ranged reads, with O_DIRECT where it really works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiofiles
+import anyio
+import numpy as np
+
+from aio_ckpt.errors import AioCkptError, EngineClosedError, ReadError, WriteError
+from aio_ckpt.items import PAGE_BYTES, WriteMode
+from aio_ckpt.portal import Executor, run_blocking, run_owned, watch_submissions
+
+if TYPE_CHECKING:
+    from aiofiles.threadpool.binary import AsyncFileIO
+
+    from aio_ckpt.config import DirectIO
+
+__all__ = [
+    "LocalDataFile",
+    "LocalReadFile",
+    "Probe",
+    "create_data_file",
+    "open_data_file",
+    "probe_read",
+    "probe_write",
+    "translated",
+]
+
+RWF_DONTCACHE = 0x80
+"""Linux 6.14: through the page cache, dropped from it once written. Not in Python's ``os``."""
+
+NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""What file systems answer to an operation they lack."""
+
+Probe = Callable[[int, int], None]
+"""``probe(descriptor, rwf_flags)`` raises OSError unless the file takes such an aligned operation."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def translated(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
+    """Turn OSError into ``kind`` with errno, message and path, keeping the cause."""
+    try:
+        yield
+    except AioCkptError:
+        raise
+    except OSError as error:
+        name = error.filename or str(path)
+        raise kind(error.errno or errno.EIO, error.strerror or str(error), name, None, error.filename2) from error
+
+
+def probe_write(descriptor: int, rwf_flags: int) -> None:
+    """Write one aligned page of zeros at offset 0: an O_DIRECT open that succeeds proves nothing."""
+    with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
+        if os.pwritev(descriptor, [page], 0, rwf_flags) != PAGE_BYTES:
+            raise OSError(errno.EINVAL, "an aligned write fell short")
+
+
+def probe_read(descriptor: int, rwf_flags: int) -> None:
+    """Read one aligned page at offset 0."""
+    with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
+        os.preadv(descriptor, [page], 0, rwf_flags)
+
+
+# -- descriptors and the threads that use them ----------------------------------------------------
+
+
+class _Descriptors:
+    """Open descriptors of one file.
+
+    Invariant: they are closed once, after :meth:`close` was called and the last :meth:`use` has ended. A use
+    ends when its block was left *and* the last thread that it started is done: a descriptor closed under a
+    thread would be another file's by the time the thread gets to it.
+    """
+
+    def __init__(self, executor: Executor, numbers: list[int]) -> None:
+        self._executor = executor
+        self._numbers = numbers
+        self._users: set[object] = set()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[list[Callable[[], object]]]:
+        """Yields a list of what to call when the use has ended, in whatever thread that is."""
+        if self._is_closed:
+            raise OSError(errno.EBADF, "the file was closed")
+        user = object()
+        self._users.add(user)
+        at_end: list[Callable[[], object]] = [functools.partial(self._leave, user)]
+        threads: list[Future[Any]] = []
+        try:
+            with watch_submissions(threads.append):
+                yield at_end
+        finally:
+            if threads:  # one after the other, so that the last to be submitted is the last to end
+                threads[-1].add_done_callback(lambda _: _call_all(at_end))
+            else:
+                _call_all(at_end)
+
+    async def close(self) -> None:
+        """Close, now or when the last use ends."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._users:
+            return
+        try:
+            closing = self._executor.submit(_close_numbers, self._numbers)
+        except EngineClosedError:
+            _close_numbers(self._numbers)
+            return
+        # Shielded: a cancelled await would take the call out of the queue and leave the descriptors open.
+        await asyncio.shield(asyncio.wrap_future(closing))
+
+    def _leave(self, user: object) -> None:
+        self._users.discard(user)
+        if self._is_closed and not self._users:
+            _close_numbers(self._numbers)
+
+
+def _close_numbers(numbers: list[int]) -> None:
+    failure: OSError | None = None
+    while numbers:
+        try:
+            os.close(numbers.pop())
+        except IndexError:  # another thread took the last one
+            break
+        except OSError as error:  # NFS tells late; the others must be closed all the same
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def _call_all(functions: list[Callable[[], object]]) -> None:
+    for function in reversed(functions):
+        function()
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def _aligned_span(address: int, offset: int, nbytes: int) -> int:
+    """How many of the next bytes O_DIRECT takes in one call."""
+    return 0 if (address | offset) % PAGE_BYTES else nbytes - nbytes % PAGE_BYTES
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Created:
+    """A file that was created, before its handles are."""
+
+    path: Path
+    mode: WriteMode
+    base: int
+    """Descriptor through the page cache."""
+    writers: tuple[int, ...]
+    """A descriptor for each concurrent write; none in the mode ``dontcache``."""
+
+    def discard(self) -> None:
+        """Undo the creation."""
+        for number in (self.base, *self.writers):
+            os.close(number)
+        self.path.unlink(missing_ok=True)
+
+
+class LocalDataFile:
+    """``storage.DataFile`` over a pool of unbuffered aiofiles handles, each with a file position of its own.
+
+    Invariant: a handle is in ``_free`` or belongs to one :meth:`write` until the last thread of that write is
+    done, awaited or not: else the next write's seek would race with it.
+    """
+
+    def __init__(self, created: _Created, handles: list[AsyncFileIO], files: _Descriptors, executor: Executor) -> None:
+        self.path = created.path
+        self.mode = created.mode
+        self._base = created.base
+        self._files = files
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._free = handles
+        self._room = anyio.Semaphore(len(handles), fast_acquire=True)
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``offset``; what falls short is continued."""
+        view = data.cast("B") if data.nbytes else data
+        address = _address(view) if view.nbytes else 0
+        with translated(WriteError, self.path), self._files.use() as at_end:
+            handle = await self._take_handle() if self.mode != "dontcache" else None
+            if handle is not None:
+                at_end.append(functools.partial(self._return_handle, handle))
+            done = 0
+            while done < view.nbytes:
+                rest = view[done:]
+                span = self._span_for_handle(address + done, offset + done, rest.nbytes)
+                if handle is not None and span:
+                    await handle.seek(offset + done)
+                    written = await handle.write(rest[:span])
+                else:
+                    written = await self._write_beside(offset + done, rest)
+                if not written:
+                    raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset + done}")
+                done += written
+
+    async def sync(self) -> None:
+        """fdatasync."""
+        with translated(WriteError, self.path), self._files.use():
+            await run_blocking(self._executor, os.fdatasync, self._base)
+
+    async def close(self) -> None:
+        """Close when the last write's thread is done."""
+        with translated(WriteError, self.path):
+            await self._files.close()
+
+    def _span_for_handle(self, address: int, offset: int, nbytes: int) -> int:
+        return _aligned_span(address, offset, nbytes) if self.mode == "direct" else nbytes
+
+    async def _write_beside(self, offset: int, rest: memoryview) -> int:
+        """By position, without a handle: uncached, or what direct I/O cannot take (an unaligned rest)."""
+        flags = RWF_DONTCACHE if self.mode == "dontcache" else 0
+        return await run_blocking(self._executor, os.pwritev, self._base, [rest], offset, flags)
+
+    async def _take_handle(self) -> AsyncFileIO:
+        await self._room.acquire()
+        return self._free.pop()
+
+    def _return_handle(self, handle: AsyncFileIO) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody will write again
+            self._loop.call_soon_threadsafe(self._put_handle, handle)
+
+    def _put_handle(self, handle: AsyncFileIO) -> None:
+        self._free.append(handle)
+        self._room.release()
+
+
+async def create_data_file(
+    path: Path, nbytes: int, *, writers: int, executor: Executor, direct_io: DirectIO, probe: Probe
+) -> LocalDataFile:
+    """Create ``path`` (which must not exist), reserve ``nbytes`` and open ``writers`` handles.
+
+    Raises:
+        WriteError: it exists, there is no room (before a byte is written), or ``direct_io="on"`` and the file
+            takes no direct write. Nothing is left behind.
+    """
+    with translated(WriteError, path):
+        create = functools.partial(_create, path, nbytes, writers=writers, direct_io=direct_io, probe=probe)
+        created = await run_owned(executor, create, dispose=_Created.discard)
+        try:
+            # The handles do not own their descriptors: opening one may be cancelled halfway.
+            handles = [
+                await aiofiles.open(number, "wb", buffering=0, closefd=False, executor=executor)
+                for number in created.writers
+            ]
+        except BaseException:
+            created.discard()
+            raise
+    files = _Descriptors(executor, [created.base, *created.writers])
+    return LocalDataFile(created, handles, files, executor)
+
+
+def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe: Probe) -> _Created:
+    base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    numbers: list[int] = []
+    try:
+        _reserve(base, nbytes)
+        mode = _choose_mode(path, base, direct_io, probe)
+        if nbytes < PAGE_BYTES:
+            os.ftruncate(base, nbytes)  # the probe wrote a page
+        flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
+        for _ in range(0 if mode == "dontcache" else writers):
+            numbers.append(os.open(path, flags))
+    except BaseException:
+        _Created(path, "buffered", base, tuple(numbers)).discard()
+        raise
+    return _Created(path, mode, base, tuple(numbers))
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Allocate ``nbytes``, or only set the length where the file system cannot.
+
+    Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every 4 KiB instead.
+    """
+    if not nbytes:
+        return
+    while _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in NOT_SUPPORTED:
+            os.ftruncate(descriptor, nbytes)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> WriteMode:
+    """Direct if a real write passes, else uncached, else through the page cache."""
+    if direct_io != "off" and _takes_direct(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
+        return "direct"
+    return "buffered" if _refusal(probe, base, RWF_DONTCACHE) else "dontcache"
+
+
+def _takes_direct(path: Path, access: int, probe: Probe, *, is_required: bool) -> bool:
+    number = -1
+    try:
+        number = os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
+        refusal = _refusal(probe, number, 0)
+    except OSError as error:
+        if number >= 0 or error.errno not in NOT_SUPPORTED:
+            raise
+        refusal = error
+    finally:
+        if number >= 0:
+            os.close(number)
+    if refusal is not None and is_required:
+        raise OSError(refusal.errno, f'{refusal.strerror}; direct_io="on" refuses to fall back') from refusal
+    return refusal is None
+
+
+def _refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | None:
+    try:
+        probe(descriptor, rwf_flags)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise  # no room, a broken disk: no other way of writing mends that
+        return error
+    return None
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class LocalReadFile:
+    """``storage.ReadFile`` by positioned reads, each one hop to a thread."""
+
+    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = len(numbers) > 1
+        self._numbers = tuple(numbers)
+        self._executor = executor
+        self._files = _Descriptors(executor, numbers)
+
+    async def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill ``view`` from ``offset``; the bytes read."""
+        if not view.nbytes:
+            return 0
+        with translated(ReadError, self.path), self._files.use():
+            return await run_blocking(self._executor, _read_fully, self._numbers, offset, view.cast("B"))
+
+    async def close(self) -> None:
+        """Close when the last read's thread is done."""
+        with translated(ReadError, self.path):
+            await self._files.close()
+
+
+async def open_data_file(path: Path, *, executor: Executor, direct_io: DirectIO, probe: Probe) -> LocalReadFile:
+    """Open ``path`` for reading, with O_DIRECT if ``probe`` passes on it.
+
+    Raises:
+        ReadError: it is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
+    """
+    with translated(ReadError, path):
+        numbers = await run_owned(executor, _open, path, direct_io, probe, dispose=_close_numbers)
+        return LocalReadFile(path, os.fstat(numbers[0]).st_size, numbers, executor)
+
+
+def _open(path: Path, direct_io: DirectIO, probe: Probe) -> list[int]:
+    """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
+    numbers = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
+    try:
+        if direct_io != "off" and _takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
+            numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+        else:
+            os.posix_fadvise(numbers[0], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    except BaseException:
+        _close_numbers(numbers)
+        raise
+    return numbers
+
+
+def _read_fully(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
+    address = _address(view)
+    done = 0
+    while done < view.nbytes:
+        rest = view[done:]
+        span = _aligned_span(address + done, offset + done, rest.nbytes) if len(numbers) > 1 else 0
+        count = os.preadv(numbers[1] if span else numbers[0], [rest[:span] if span else rest], offset + done)
+        if not count:
+            break
+        done += count
+    return done

@@ -1,0 +1,436 @@
+"""The engine: the state machine that wires capture, pipeline and restore, and the async face."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, TypeVarTuple
+
+from aio_ckpt import commit, tree
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.coordinator import Coordinator, SoloCoordinator
+from aio_ckpt.device import CopyStreams, cuda_is_available
+from aio_ckpt.errors import BusyError, ConfigError, RootError, SaveCancelledError
+from aio_ckpt.inflight import InFlight
+from aio_ckpt.items import LoadReport, SaveReport
+from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
+from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, follow, run_save
+from aio_ckpt.plan import PlanCache, PlannedSave
+from aio_ckpt.portal import Lock, Portal
+from aio_ckpt.restore import LoadOptions, load_state, read_tree
+from aio_ckpt.snapshot import ObjectEncoder, capture, lease_image
+from aio_ckpt.storage import LocalStorage, RootLock, Storage
+from aio_ckpt.ticket import SaveTicket
+
+__all__ = ["CheckpointEngine"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_log = logging.getLogger("aio_ckpt")
+
+_HOUSEKEEPING_THREADS = 4
+"""I/O threads beside the ``workers`` that write: sums, device copies, manifests, discovery."""
+
+_STOP_SECS = 10.0
+"""How long closing waits for threads that are still in a system call."""
+
+
+class CheckpointEngine:
+    """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
+
+    The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
+    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled, at most
+    ``max_in_flight`` are, and its step exceeds every committed and pending one.
+
+    Args:
+        root: directory of the checkpoints; made if it is missing.
+        config: settings; the defaults suit a trainer on a local disk.
+        coordinator: agreement with other ranks; none for a single process.
+        storage: where the bytes go; the local file system unless given.
+
+    Raises:
+        RootError: ``root`` is a file or cannot be made.
+        ConfigError: ``staging="pinned"`` without CUDA.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        coordinator: Coordinator | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        self.root = Path(root).absolute()
+        self.config = config = config or EngineConfig()
+        if config.staging == "pinned" and not cuda_is_available():
+            raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
+        _make_root(self.root)
+        session = uuid.uuid4().hex[:12]
+        self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
+        self._portal.start()
+        self._site = Site(
+            root=self.root,
+            names=commit.StepNames(config.step_dir),
+            owner=commit.Owner.of_this_process(session),
+            storage=storage or LocalStorage(self._portal.executor, config.direct_io),
+            coordinator=coordinator or SoloCoordinator(),
+            executor=self._portal.executor,
+            config=config,
+        )
+        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
+        self._lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=self._portal.executor, debug=config.debug)
+        self._cache = PlanCache(rank=self._site.coordinator.rank)
+        self._encoder = ObjectEncoder(trusted=config.trusted_objects)
+        self._streams = CopyStreams()
+        self._in_flight = InFlight(
+            max_in_flight=config.max_in_flight, when_busy=config.when_busy, on_failure=config.on_failure
+        )
+        self._save_lock = Lock()
+        self._root_lock: RootLock | None = None
+        self._saves = 0
+        self._portal.at_exit(self._drain_at_exit)
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def save(
+        self, state: object, step: int | None = None, *, overwrite: bool = False, deadline_secs: float | None = None
+    ) -> SaveTicket:
+        """Capture ``state`` now and save it in the background.
+
+        When this returns, the caller may change everything it passed. ``await`` the ticket (or call
+        ``ticket.result()``) for a durable, visible checkpoint.
+
+        Args:
+            state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
+            step: must exceed every committed and pending step; default one more than the newest.
+            overwrite: replace the committed checkpoint of this very step, in one exchange.
+            deadline_secs: fail this save if it is not committed by then.
+
+        Raises:
+            StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
+                SourceChangedError: bad input; nothing was touched.
+            BudgetExceededError: the host state alone exceeds ``budget_bytes``.
+            BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
+            RootError: the root is not writable, or another writer holds it.
+            Exception: an earlier save failed and nobody awaited it; raised once.
+        """
+        started = time.perf_counter()
+        self._portal.check_thread("save()")
+        with self._save_lock:
+            self._in_flight.raise_unreported()
+            waited_secs = self._in_flight.wait_for_room()
+            self._learn_steps()
+            if waited_secs is None:
+                skipped_step = self._in_flight.newest_step if step is None else step
+                return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
+            step = self._in_flight.next_step(step, overwrite=overwrite)
+            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
+            planned = self._cache.resolve(flat)
+            self._become_writer()
+            plan_secs = time.perf_counter() - started - waited_secs
+            objects = self._encoder.encode(planned.objects)
+            image = lease_image(
+                planned,
+                len(objects.region),
+                self._lifetime,
+                self.config.staging,
+                timeout_secs=self.config.stall_timeout_secs,
+            )
+            pending = self._in_flight.pending
+            self._saves += 1
+            save = PendingSave(
+                step=step,
+                number=self._saves,
+                requested=flat.names,
+                plan=planned.plan,
+                plan_hit=planned.plan_hit,
+                fingerprint_hit=planned.fingerprint_hit,
+                objects=objects,
+                image=image,
+                progress=CaptureProgress(len(image.chunks)),
+                ticket=self._ticket(step, waited_secs),
+                overwrite=overwrite,
+                deadline_secs=deadline_secs,
+                started=started,
+                plan_secs=plan_secs,
+                previous=pending[-1].settled if pending else None,
+            )
+            self._run(save, planned)
+            save.blocked_secs = time.perf_counter() - started
+            return save.ticket
+
+    async def ready(self) -> None:
+        """Return when ``save()`` would not have to wait for an earlier save."""
+        while not self._in_flight.has_room:
+            pending = self._in_flight.pending
+            if pending:
+                await asyncio.wrap_future(follow(pending[0].settled))
+
+    def wait_ready(self) -> None:
+        """:meth:`ready` for a caller without a loop."""
+        self._portal.check_thread("ready()")
+        while not self._in_flight.has_room:
+            for save in self._in_flight.pending[:1]:
+                save.settled.result()
+
+    def clear_cache(self) -> None:
+        """Forget the cached plan: the next save plans anew."""
+        with self._save_lock:
+            self._cache.clear()
+
+    @property
+    def plan_hits(self) -> int:
+        """Saves that reused the cached layout."""
+        return self._cache.hits
+
+    @property
+    def plan_misses(self) -> int:
+        """Saves that planned anew."""
+        return self._cache.misses
+
+    @property
+    def lifetime(self) -> LifetimeStats:
+        """Arenas and leases held now."""
+        return self._lifetime.stats
+
+    # -- loading --------------------------------------------------------------------------------------
+
+    async def load(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = False,
+        allow_missing: bool = False,
+        fallback: bool = True,
+    ) -> LoadReport:
+        """Fill ``state`` in place from a checkpoint.
+
+        Tensors are filled as they are read and verified; objects, modules, optimizers and other Stateful values
+        are set only after everything was verified.
+
+        Args:
+            state: the template: same names, shapes and dtypes as what was saved.
+            step: which one; None takes the newest that verifies.
+            strict: refuse names of the checkpoint that the template lacks.
+            allow_missing: leave template names that the checkpoint lacks as they are.
+            fallback: with ``step=None``, walk back past checkpoints that do not verify.
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint, or not this step.
+            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each).
+            MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
+        """
+        loading = self.submit_load(state, step, strict=strict, allow_missing=allow_missing, fallback=fallback)
+        return await asyncio.wrap_future(loading)
+
+    def submit_load(
+        self, state: object, step: int | None, *, strict: bool, allow_missing: bool, fallback: bool
+    ) -> Future[LoadReport]:
+        """:meth:`load` for a caller without a loop: its future."""
+        self._portal.check_thread("load()")
+        options = LoadOptions(strict=strict, allow_missing=allow_missing, fallback=fallback)
+        return self._portal.submit(load_state, self._site, state, step, options)
+
+    async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
+        """The nested state of a checkpoint, without a template.
+
+        Args:
+            step: which one; None takes the newest that verifies.
+            only: names of leaves, or of branches above them; the rest is left out.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError: as :meth:`load`.
+        """
+        return await asyncio.wrap_future(self.submit_read(step, only=only))
+
+    def submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
+        """:meth:`read` for a caller without a loop: its future."""
+        self._portal.check_thread("read()")
+        return self._portal.submit(read_tree, self._site, step, only)
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending."""
+        site = self._site
+        found = self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
+        return [checkpoint.step for checkpoint in found]
+
+    def latest_step(self) -> int | None:
+        """Newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def rollback(self, step: int) -> list[int]:
+        """Make ``step`` the newest: later steps are renamed ``.abandoned-*``, never deleted; returns them.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            BusyError: saves are pending: await their tickets first.
+        """
+        with self._save_lock:
+            if self._in_flight.pending:
+                raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
+            self._become_writer()
+            site = self._site
+            abandoned = self._call(
+                commit.abandon_after, site.storage, site.root, site.names, step, str(time.time_ns()), what="rollback()"
+            )
+            self._in_flight.learn_steps(self.steps())
+        return abandoned
+
+    # -- closing --------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        try:
+            await self.close()
+        except Exception:
+            if error is None:
+                raise
+            _log.exception("a save failed while the trainer was failing")  # the trainer's own error comes first
+        return False
+
+    async def close(self) -> None:
+        """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
+        self._in_flight.close()
+        for save in self._in_flight.pending:
+            await asyncio.wrap_future(follow(save.settled))
+        self._shut_down()
+        self._in_flight.raise_unreported()
+
+    def close_blocking(self) -> None:
+        """:meth:`close` for a caller without a loop."""
+        self._in_flight.close()
+        for save in self._in_flight.pending:
+            save.settled.result()
+        self._shut_down()
+        self._in_flight.raise_unreported()
+
+    def close_after(self, error: BaseException | None) -> None:
+        """:meth:`close_blocking` at the end of a block that ended with ``error``, which comes first."""
+        try:
+            self.close_blocking()
+        except Exception:
+            if error is None:
+                raise
+            _log.exception("a save failed while the trainer was failing")
+
+    def terminate(self) -> None:
+        """Abandon pending saves and release everything; nothing of them becomes visible."""
+        self._in_flight.close()
+        for save in self._in_flight.pending:
+            save.ticket.cancel()
+            save.ticket.exception(self.config.stall_timeout_secs)
+        self._shut_down()
+
+    # -- one save, caller's side ----------------------------------------------------------------------
+
+    def _ticket(self, step: int, waited_secs: float) -> SaveTicket:
+        def cancel() -> bool:
+            chosen = [save for save in self._in_flight.pending if save.ticket is ticket]
+            return bool(chosen) and self._call(chosen[0].cancel, what="cancel()")
+
+        ticket = SaveTicket(step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs)
+        return ticket
+
+    def _run(self, save: PendingSave, planned: PlannedSave) -> None:
+        """Start the pipeline, then copy: the first chunks are written while later ones are copied."""
+        issued: Future[object] = Future()
+        save.image.lease.hold_until(issued)
+        self._in_flight.add(save)
+        running = self._portal.submit(run_save, self._site, save)
+        running.add_done_callback(lambda done: self._settle(save, done))
+        try:
+            work = capture(
+                planned,
+                save.image,
+                self._streams,
+                on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
+                stall_timeout_secs=self.config.stall_timeout_secs,
+            )
+        except BaseException as error:
+            issued.set_result(None)
+            self._portal.post(save.progress.fail, error)
+            save.ticket.exception(self.config.stall_timeout_secs)
+            raise
+
+        def finish() -> None:
+            work.finish()
+            save.staged_secs = save.elapsed()
+            save.ticket.staged.resolve(None)
+
+        if work.is_done:
+            finish()
+        else:
+            save.image.lease.hold_until(self._portal.executor.submit(finish))
+        issued.set_result(None)
+
+    def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
+        """The pipeline ended: leave the table, then tell the ticket."""
+        error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
+        if error is not None:
+            self._cache.clear()
+            if not isinstance(error, SaveCancelledError):
+                _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, error)
+        self._in_flight.remove(save, error)
+        save.settled.set_result(None)
+        if error is None:
+            save.ticket.committed.resolve(done.result())
+        else:
+            save.ticket.staged.fail(error)
+            save.ticket.committed.fail(error)
+
+    # -- helpers --------------------------------------------------------------------------------------
+
+    def _learn_steps(self) -> None:
+        if not self._in_flight.knows_steps:
+            self._in_flight.learn_steps(self.steps())
+
+    def _become_writer(self) -> None:
+        """Before the first change under the root: take its lock, clear what dead writers left."""
+        if self._root_lock is None:
+            self._root_lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
+            cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
+            if cleared:
+                _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
+
+    def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
+        return self._portal.call(async_fn, *args, timeout=self.config.stall_timeout_secs, what=what)
+
+    def _shut_down(self) -> None:
+        self._portal.close(_STOP_SECS)
+        self._lifetime.close()
+        if self._root_lock is not None:
+            self._root_lock.release()
+            self._root_lock = None
+
+    def _drain_at_exit(self) -> None:
+        self._in_flight.close()
+        pending = self._in_flight.pending
+        wait([save.settled for save in pending], timeout=self.config.drain_timeout_secs)
+        late = [save.step for save in pending if not save.settled.done()]
+        if late:
+            _log.error(
+                "interpreter exit after %.0f s: steps %s were not committed", self.config.drain_timeout_secs, late
+            )
+        self._shut_down()
+
+
+def _make_root(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RootError(
+            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
+        ) from error

@@ -1,0 +1,296 @@
+"""Fetch: run a read plan: read, prove, copy. A few reads in flight, each into a bounce buffer of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import torch
+from isal import isal_zlib
+
+from aio_ckpt.catalog import Item, Slot
+from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.items import BLOCK_BYTES, align_up
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.readplan import Landing, Piece, Segment, cut_segments
+from aio_ckpt.storage import ReadFile, Storage
+
+__all__ = ["Fetched", "Files", "check_inside", "fetch", "parse_slots"]
+
+_HUGE_PAGE_BYTES = 2 << 20
+_OPEN_FILES = 64
+"""Files kept open at once; beyond, a file is opened for each read: descriptors are few (1,024 is a usual limit)."""
+
+_HELD_COPY_BYTES = 64 << 10
+"""Up to this size a copy keeps the GIL: giving it up costs more than the copy."""
+
+_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy = _SIGNATURE(("memmove", ctypes.CDLL(None)))
+_copy_held = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What a run of a read plan did."""
+
+    bytes_read: int
+    """Bytes moved from data files, alignment included."""
+    sums_checked: int
+    """CRC32s that were there and matched."""
+
+
+class Files:
+    """The data files of one checkpoint, opened when first used and closed by the ``async with``."""
+
+    def __init__(self, storage: Storage, directory: Path, *, readers: int) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._readers = readers
+        self._kept: dict[str, ReadFile] = {}
+        self.is_direct: dict[str, bool] = {}
+        """Per measured file, whether reads are aligned to pages."""
+        self.sizes: dict[str, int] = {}
+        """Per measured file, its real length."""
+
+    async def __aenter__(self) -> Files:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with anyio.CancelScope(shield=True):
+            for file in self._kept.values():
+                await file.close()
+
+    async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
+        """Learn the real length of files, before anything is believed that points into them.
+
+        Raises:
+            CorruptCheckpointError: a file is missing or not as long as its manifest says.
+        """
+        for name in sorted(set(names) - self.sizes.keys()):
+            async with self.use(name) as file:
+                wanted = expected.get(name)
+                if wanted is not None and wanted != file.nbytes:
+                    raise CorruptCheckpointError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
+                self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[ReadFile]:
+        """The file, open. Files must be measured, one at a time, before they are used by several tasks."""
+        kept = self._kept.get(name)
+        if kept is not None:
+            yield kept
+            return
+        try:
+            file = await self._storage.open_data_file(self._directory / name, readers=self._readers)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+                raise CorruptCheckpointError(f"{name}: missing") from error
+            raise
+        if len(self._kept) < _OPEN_FILES:
+            self._kept[name] = file
+            yield file
+            return
+        try:
+            yield file
+        finally:
+            with anyio.CancelScope(shield=True):
+                await file.close()
+
+
+async def fetch(
+    files: Files, segments: Sequence[Segment], *, executor: Executor, readers: int, verify: bool
+) -> Fetched:
+    """Run every segment, ``readers`` at a time, and finish landings as they fill up.
+
+    A cancelled fetch returns only when no thread writes to a target any more.
+
+    Raises:
+        CorruptCheckpointError: bytes that do not match their CRC32, or a file that ends too soon.
+        ReadError: the operating system could not read.
+    """
+    run = _Run(files, executor, verify)
+    left = iter(segments)
+    bounced = [segment.stop - segment.start for segment in segments if segment.target is None]
+    count = min(readers, len(segments))
+    buffers = _bounce_buffers(max(bounced, default=0), count)
+
+    async def work(buffer: memoryview) -> None:
+        for segment in left:
+            await run.segment(segment, buffer)
+
+    try:
+        async with anyio.create_task_group() as group:
+            for buffer in buffers:
+                group.start_soon(work, buffer)
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One error stands for all: a peer that found the next bad block says nothing new."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
+    """Page-aligned buffers. Huge pages: touching fresh small ones costs as much as the read itself."""
+    if not nbytes:
+        return [memoryview(b"")] * count
+    size = align_up(nbytes, _HUGE_PAGE_BYTES)
+    ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES)
+    ring.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(ring)
+    first = -_address(view) % _HUGE_PAGE_BYTES
+    return [view[first + size * number :][:size] for number in range(count)]
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class _Run:
+    """One run of a plan. Landings are opened and finished on the loop, filled by threads."""
+
+    def __init__(self, files: Files, executor: Executor, verify: bool) -> None:
+        self._files = files
+        self._executor = executor
+        self._verify = verify
+        self.bytes_read = 0
+        self.sums_checked = 0
+
+    async def segment(self, segment: Segment, buffer: memoryview) -> None:
+        """Read one segment and put its pieces where they belong."""
+        view = buffer[: segment.stop - segment.start] if segment.target is None else segment.target
+        landings = Counter(piece.landing for piece in segment.pieces if piece.landing is not None)
+        for landing in landings:
+            landing.open()
+        # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
+        with anyio.CancelScope(shield=True):
+            async with self._files.use(segment.file) as file:
+                got = await file.read_into(segment.start, view)
+            self.bytes_read += got
+            last = segment.pieces[-1]
+            if segment.start + got < last.start + last.nbytes:
+                raise CorruptCheckpointError(f"{segment.file}: ends at byte {segment.start + got}, inside {last.label}")
+            self.sums_checked += await run_blocking(self._executor, _place, segment, view, self._verify)
+            complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
+            if complete:
+                self.sums_checked += await run_blocking(self._executor, _finish, complete)
+
+
+def _count_down(landing: Landing, count: int) -> bool:
+    landing.pieces_left -= count
+    return not landing.pieces_left
+
+
+def _finish(landings: Sequence[Landing]) -> int:
+    return sum(landing.finish(isal_zlib.crc32_combine) for landing in landings)
+
+
+def _place(segment: Segment, view: memoryview, verify: bool) -> int:
+    """Prove and copy the pieces of a segment; the number of sums that matched. The hot loop: 1.5 us a piece."""
+    start, source = segment.start, _address(view)
+    in_place = segment.target is not None
+    crc32, checked = isal_zlib.crc32, 0
+    for piece in segment.pieces:
+        at, nbytes, landing = piece.start - start, piece.nbytes, piece.landing
+        if verify:
+            if piece.crc32 >= 0:
+                if crc32(view[at : at + nbytes]) != piece.crc32:
+                    raise _mismatch(segment, piece)
+                checked += 1
+            elif landing is not None and landing.sums:
+                landing.sums[piece.number] = (crc32(view[at : at + nbytes]), nbytes)
+        if landing is not None:
+            _land(landing, piece, view[at : at + nbytes], source + at)
+        elif in_place:
+            continue
+        elif nbytes <= _HELD_COPY_BYTES:
+            _copy_held(piece.address, source + at, nbytes)
+        else:
+            _copy(piece.address, source + at, nbytes)
+    return checked
+
+
+def _land(landing: Landing, piece: Piece, data: memoryview, source: int) -> None:
+    at = piece.start - landing.start
+    if landing.device is not None:
+        landing.device[at : at + piece.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        return
+    (_copy if piece.nbytes > _HELD_COPY_BYTES else _copy_held)(landing.base() + at, source, piece.nbytes)
+
+
+def _mismatch(segment: Segment, piece: Piece) -> CorruptCheckpointError:
+    label = piece.label if piece.landing is not None else f"{segment.file}: tensor {piece.label!r}"
+    where = f"bytes {piece.start} to {piece.start + piece.nbytes} of the file"
+    return CorruptCheckpointError(f"{label}: {where} do not match their CRC32")
+
+
+# -- plain DCP: where the raw bytes are -------------------------------------------------------------
+
+
+async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:
+    """Read both ends of each slot's item and parse its envelope; keyed by ``id(slot)``.
+
+    Raises:
+        CorruptCheckpointError: an item lies outside its file, is damaged, or is not what the metadata says.
+    """
+    ends: dict[int, tuple[bytearray, bytearray]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for slot in slots:
+        check_inside(slot.name, slot.file, slot.item_offset, slot.item_bytes, files.sizes)
+        head, tail = min(slot.item_bytes, HEAD_BYTES), min(slot.item_bytes, TAIL_BYTES)
+        ends[id(slot)] = bytearray(head), bytearray(tail)
+        starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
+        for start, end in zip(starts, ends[id(slot)], strict=True):
+            address = _address(memoryview(end)) if end else 0
+            pieces.setdefault(slot.file, []).append(Piece(start, len(end), -1, address, slot.name, None, 0))
+    segments = [found for file, some in pieces.items() for found in cut_segments(file, some, 4 * BLOCK_BYTES)]
+    await fetch(files, segments, executor=executor, readers=readers, verify=False)
+    return await run_blocking(executor, _parse_all, slots, ends)
+
+
+def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[str, int]) -> None:
+    """Raises CorruptCheckpointError if a range that the metadata tells is not inside its file."""
+    if offset + nbytes > sizes[file] or not nbytes:
+        raise CorruptCheckpointError(
+            f"{file}: {name!r} at bytes {offset} to {offset + nbytes} is not inside the file of {sizes[file]} bytes"
+        )
+
+
+def _parse_all(slots: Sequence[Slot], ends: Mapping[int, tuple[bytearray, bytearray]]) -> dict[int, Item]:
+    return {id(slot): _parse_slot(slot, *ends[id(slot)]) for slot in slots}
+
+
+def _parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
+    try:
+        found = parse(bytes(head), bytes(tail), slot.item_bytes)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
+    if found.shape != slot.shape or found.dtype != slot.dtype:
+        raise CorruptCheckpointError(
+            f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, .metadata says {slot.dtype} {slot.shape}"
+        )
+    return Item(
+        name=slot.name,
+        file=slot.file,
+        dtype=slot.dtype,
+        shape=slot.shape,
+        stride=found.stride,
+        offsets=slot.offsets,
+        storage_offset=found.storage_offset,
+        raw_offset=slot.item_offset + found.raw_offset,
+        raw_bytes=found.raw_bytes,
+        block_bytes=BLOCK_BYTES,
+        sums=(),
+        record_crc32=found.crc32 or None,
+    )

@@ -1,0 +1,293 @@
+"""Lifetime manager: arenas, leases, byte budget.
+
+Who may touch which bytes until when: an arena's bytes belong to exactly one :class:`Lease` from ``acquire``
+until the lease was closed *and* every thread future that it holds has resolved. Not the task's end counts: a
+cancelled await does not stop its thread (ACCEPTANCE S1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from aio_ckpt import device
+from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
+from aio_ckpt.items import ImageLayout, align_up
+from aio_ckpt.portal import Condition, Executor
+
+__all__ = ["Arena", "ArenaKind", "Lease", "LifetimeManager", "default_budget_bytes"]
+
+ArenaKind = Literal["pinned", "shm", "pageable"]
+
+POISON = 0xCB
+HUGE_PAGE_BYTES = 2 << 20
+_SMALL_STEP_BYTES = 64 << 10
+_POPULATE_STEP_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def default_budget_bytes(*, ranks_on_host: int) -> int:
+    """Half of the memory that is available, at most the cgroup's headroom, shared among the host's ranks."""
+    available: int = psutil.virtual_memory().available // 2
+    return min(available, _cgroup_headroom_bytes(available)) // ranks_on_host
+
+
+def _cgroup_headroom_bytes(otherwise: int) -> int:
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        group = Path("/sys/fs/cgroup") / own
+        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max": no limit to keep to
+        return otherwise
+
+
+class Arena:
+    """Page-aligned host memory that holds one image at a time."""
+
+    def __init__(self, nbytes: int, kind: ArenaKind, executor: Executor) -> None:
+        self.kind = kind
+        step = HUGE_PAGE_BYTES if nbytes >= 8 * HUGE_PAGE_BYTES else _SMALL_STEP_BYTES
+        self.capacity = align_up(max(nbytes, 1), step)
+        """Bytes mapped: the image, rounded up to a huge page (64 KiB for small ones)."""
+        self.rendered: ImageLayout | None = None
+        """Layout whose constant bytes stand in the memory."""
+        self._registered = False
+        self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
+        self.memory.madvise(mmap.MADV_DONTFORK)
+        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.address: int = self.tensor.data_ptr()
+        _populate(self.address, self.capacity, executor)
+
+    def register(self) -> None:
+        """Page-lock for CUDA, once."""
+        if not self._registered:
+            device.register_host_memory(self.address, self.capacity)
+            self._registered = True
+
+    def poison(self) -> None:
+        """Overwrite everything, so that a use after release shows in the data."""
+        self.rendered = None
+        self.tensor.fill_(POISON)
+
+    def release(self) -> None:
+        """Give the memory back to the system once the last view of it is gone."""
+        if self._registered:
+            device.unregister_host_memory(self.address)
+            self._registered = False
+        # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
+        del self.tensor, self.memory
+
+
+def _map_private(capacity: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel built without huge pages: only slower
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _map_shared(capacity: int) -> mmap.mmap:
+    descriptor = os.memfd_create("aio_ckpt", os.MFD_CLOEXEC)
+    try:
+        # Secured now: without it the first touch of a page that cannot be had is a SIGBUS.
+        os.posix_fallocate(descriptor, 0, capacity)
+        return mmap.mmap(descriptor, capacity, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        raise BudgetExceededError(
+            f'staging="shm": no {capacity} bytes of shared memory ({error.strerror}); '
+            'lower budget_bytes or use staging="pageable"'
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _populate(address: int, capacity: int, executor: Executor) -> None:
+    starts = range(0, capacity, _POPULATE_STEP_BYTES)
+
+    def touch(start: int) -> None:
+        # A kernel before 5.14 refuses; then the copy faults the pages in, slower but as right.
+        length = min(_POPULATE_STEP_BYTES, capacity - start)
+        _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    list(executor.map(touch, starts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifetimeStats:
+    """What the manager holds now."""
+
+    arenas: int
+    """Arenas mapped."""
+    arena_bytes: int
+    """Their capacity."""
+    leases: int
+    """Leases not ended."""
+
+
+class Lease:
+    """The right of one save over one arena; ends exactly once, when closed and its last held future resolved."""
+
+    def __init__(self, arena: Arena, ended: Callable[[Arena], None]) -> None:
+        self.arena = arena
+        self.settled: Future[None] = Future()
+        """Resolved when the lease has ended."""
+        self._ended = ended
+        self._changed = Condition()
+        self._holds = 0
+        self._is_closed = False
+
+    def hold_until(self, future: Future[object]) -> None:
+        """Keep the bytes until ``future``, the thread's own, has resolved."""
+        with self._changed:
+            if self._is_closed and not self._holds:
+                raise EngineClosedError("the lease has ended: its bytes may belong to another save")
+            self._holds += 1
+        future.add_done_callback(self._let_go)
+
+    def close(self) -> None:
+        """Nothing new will touch the bytes. Idempotent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            ends_now = not self._holds
+        if ends_now:
+            self._end()
+
+    def _let_go(self, _: Future[object]) -> None:
+        with self._changed:
+            self._holds -= 1
+            ends_now = self._is_closed and not self._holds
+        if ends_now:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended(self.arena)
+        self.settled.set_result(None)
+
+
+class LifetimeManager:
+    """Lends arenas within a byte budget.
+
+    Invariant: an arena is either idle here or lent to exactly one lease; ``budget_bytes`` bounds the capacity
+    of all arenas together. Idle arenas that fit no more are released, never kept for later.
+    """
+
+    def __init__(self, *, budget_bytes: int, executor: Executor, debug: bool) -> None:
+        self.budget_bytes = budget_bytes
+        self._executor = executor
+        self._debug = debug
+        self._changed = Condition()
+        self._idle: list[Arena] = []
+        self._lent: list[Arena] = []
+        self._reserved_bytes = 0
+        self._is_closed = False
+
+    @property
+    def stats(self) -> LifetimeStats:
+        """Arenas and leases at this moment."""
+        with self._changed:
+            arenas = self._idle + self._lent
+            return LifetimeStats(
+                arenas=len(arenas), arena_bytes=sum(arena.capacity for arena in arenas), leases=len(self._lent)
+            )
+
+    def acquire(self, nbytes: int, kind: ArenaKind, *, registers: bool, timeout_secs: float) -> Lease:
+        """An arena of at least ``nbytes``; blocks while other leases hold the budget.
+
+        With ``registers`` the memory is registered with CUDA unless it is ``pageable``.
+
+        Raises:
+            BudgetExceededError: ``nbytes`` alone is more than the budget, or the memory cannot be had.
+            StallError: no lease ended within ``timeout_secs``.
+            EngineClosedError: the manager was closed.
+        """
+        if nbytes > self.budget_bytes:
+            raise BudgetExceededError(
+                f"an image of {nbytes} bytes exceeds budget_bytes={self.budget_bytes}: raise it, or save less at once"
+            )
+        deadline = time.monotonic() + timeout_secs
+        with self._changed:
+            while (arena := self._try_take(nbytes, kind)) is None and not self._may_map(nbytes):
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise StallError(f"waited {timeout_secs} s for an earlier save to give back its {kind} arena")
+            if arena is None:
+                self._reserved_bytes += nbytes
+        arena = arena if arena is not None else self._map(nbytes, kind)
+        lease = Lease(arena, self._give_back)
+        if registers and kind != "pageable":
+            try:
+                arena.register()
+            except BaseException:
+                lease.close()
+                raise
+        return lease
+
+    def close(self) -> None:
+        """Release idle arenas now and lent ones when their leases end."""
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            self._changed.notify_all()
+        for arena in idle:
+            arena.release()
+
+    def _try_take(self, nbytes: int, kind: ArenaKind) -> Arena | None:
+        if self._is_closed:
+            raise EngineClosedError("the engine was closed")
+        fitting = [a for a in self._idle if a.kind == kind and nbytes <= a.capacity <= nbytes + _slack(nbytes)]
+        chosen = min(fitting, key=lambda arena: arena.capacity, default=None)
+        for arena in [arena for arena in self._idle if arena not in fitting]:
+            self._idle.remove(arena)
+            arena.release()
+        if chosen is not None:
+            self._idle.remove(chosen)
+            self._lent.append(chosen)
+        return chosen
+
+    def _may_map(self, nbytes: int) -> bool:
+        held = sum(arena.capacity for arena in self._idle + self._lent) + self._reserved_bytes
+        return (not self._lent and not self._reserved_bytes) or held + nbytes <= self.budget_bytes
+
+    def _map(self, nbytes: int, kind: ArenaKind) -> Arena:
+        arena = None
+        try:
+            arena = Arena(nbytes, kind, self._executor)
+        except OSError as error:
+            raise BudgetExceededError(
+                f"cannot map {nbytes} bytes for an image ({error}): lower budget_bytes"
+            ) from error
+        finally:
+            with self._changed:
+                self._reserved_bytes -= nbytes
+                if arena is not None:
+                    self._lent.append(arena)
+                self._changed.notify_all()
+        return arena
+
+    def _give_back(self, arena: Arena) -> None:
+        if self._debug:
+            arena.poison()
+        with self._changed:
+            self._lent.remove(arena)
+            if not self._is_closed:
+                self._idle.append(arena)
+            self._changed.notify_all()
+            is_closed = self._is_closed
+        if is_closed:
+            arena.release()
+
+
+def _slack(nbytes: int) -> int:
+    return max(HUGE_PAGE_BYTES, nbytes // 8)

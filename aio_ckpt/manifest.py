@@ -1,0 +1,322 @@
+"""Manifests to and from bytes. Pure: no file, no thread.
+
+Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block)
+and one JSON file a checkpoint (the digest of ``.metadata``, the length and CRC32 of each rank's manifest).
+DCP's own ``.metadata`` is rendered and read by :mod:`aio_ckpt.metadata`, whose functions are named here too.
+
+Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.metadata import DTYPES, MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
+
+__all__ = [
+    "FORMAT_MAJOR",
+    "FORMAT_MINOR",
+    "METADATA_FILE",
+    "ROOT_MANIFEST",
+    "FileEntry",
+    "MetadataTemplate",
+    "ObjectEntry",
+    "RankManifest",
+    "RootManifest",
+    "TensorEntry",
+    "block_sums",
+    "data_file_name",
+    "decode_rank",
+    "decode_root",
+    "encode_rank",
+    "encode_root",
+    "encode_static",
+    "parse_metadata",
+    "rank_manifest_name",
+    "render_metadata",
+]
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+ROOT_MANIFEST = "aio_ckpt.json"
+METADATA_FILE = ".metadata"
+
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+_Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+_Dims: TypeAlias = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
+_Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+_FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
+_Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+_Format: TypeAlias = tuple[_Size, _Size]
+
+
+def rank_manifest_name(rank: int) -> str:
+    """File name of a rank's manifest."""
+    return f"aio_ckpt.{rank}.bin"
+
+
+def data_file_name(rank: int, n: int = 0) -> str:
+    """File name of a rank's ``n``-th data file, as DCP names it."""
+    return f"__{rank}_{n}.distcp"
+
+
+# -- the rank's manifest --------------------------------------------------------------------------
+
+
+class FileEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A file of the checkpoint, as it must be."""
+
+    name: _FileName
+    """One path component."""
+    nbytes: _Size
+    """Exact length."""
+    crc32: _Crc
+    """CRC32 of the whole file."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor item in the rank's data file. Offsets into the file are image offsets."""
+
+    fqns: _Names
+    """Every name stored here; tied tensors share the item."""
+    dtype: str
+    """``str(torch.dtype)`` without ``torch.``."""
+    shape: _Dims
+    """Shape of the shard."""
+    stride: _Dims
+    """Stride of the stored bytes, in elements; dense."""
+    offsets: _Dims
+    """Where the shard begins in the global tensor."""
+    item_offset: _Size
+    """Where the item's header begins."""
+    item_bytes: _Size
+    """Length of header, raw bytes and trailer."""
+    raw_offset: _Size
+    """Where the raw bytes begin."""
+    raw_bytes: _Size
+    """Length of the raw bytes."""
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A serialized object in the rank's data file."""
+
+    fqns: _Names
+    """Every name stored here."""
+    offset: _Size
+    """Image offset."""
+    nbytes: _Size
+    """Length."""
+    crc32: _Crc
+    """CRC32 of its bytes."""
+
+
+class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in a rank's manifest before the tensors."""
+
+    format: _Format
+    """(major, minor) of the writer."""
+    save_id: str
+    """The same in every file of one save."""
+    step: _Size
+    """Step of the checkpoint."""
+    rank: _Size
+    """Rank that wrote it, below ``world_size``."""
+    world_size: _Count
+    """Number of ranks that wrote the checkpoint."""
+    block_bytes: _Count
+    """Raw bytes that one sum covers."""
+    file: FileEntry | None
+    """The rank's data file; None if it stored nothing."""
+    sums: bytes
+    """u32 little-endian CRC32 of each block of raw bytes, item after item."""
+    objects: tuple[ObjectEntry, ...]
+    """Objects of this rank."""
+    skeleton: bytes
+    """The state's containers, opaque here (``tree.encode_skeleton``)."""
+
+
+class RankManifest(_RankFields, frozen=True, kw_only=True):
+    """What one rank stored: every number lies inside ``file`` once decoded."""
+
+    tensors: tuple[TensorEntry, ...]
+    """Tensor items of this rank, in the order of ``sums``."""
+
+
+class _RankOut(_RankFields, frozen=True, kw_only=True):
+    tensors: msgspec.Raw
+
+
+class _Head(msgspec.Struct):
+    format: _Format
+
+
+def encode_static(tensors: Sequence[TensorEntry]) -> bytes:
+    """The tensors' part of a rank manifest: a function of the plan alone, so encoded once per plan."""
+    return msgspec.msgpack.encode(tensors)
+
+
+def encode_rank(
+    *,
+    save_id: str,
+    step: int,
+    rank: int,
+    world_size: int,
+    file: FileEntry | None,
+    tensors: bytes,
+    sums: bytes,
+    objects: Sequence[ObjectEntry],
+    skeleton: bytes,
+) -> bytes:
+    """Bytes of ``aio_ckpt.{rank}.bin``; ``tensors`` comes from :func:`encode_static`."""
+    manifest = _RankOut(
+        format=(FORMAT_MAJOR, FORMAT_MINOR),
+        save_id=save_id,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        block_bytes=BLOCK_BYTES,
+        file=file,
+        sums=sums,
+        objects=tuple(objects),
+        skeleton=skeleton,
+        tensors=msgspec.Raw(tensors),
+    )
+    return msgspec.msgpack.encode(manifest)
+
+
+def decode_rank(data: bytes, *, name: str) -> RankManifest:
+    """Read a rank's manifest and check every number in it. ``name`` is the file, for messages.
+
+    Raises:
+        FormatVersionError: written by a newer major version of the format.
+        CorruptCheckpointError: anything else that is not right; names the file and, where known, the tensor.
+    """
+    _check_format(_decode(data, _Head, name, msgspec.msgpack.decode).format, name)
+    manifest = _decode(data, RankManifest, name, msgspec.msgpack.decode)
+    fault = _rank_fault(manifest)
+    if fault:
+        raise CorruptCheckpointError(f"{name}: {fault}")
+    return manifest
+
+
+def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
+    """For each of ``manifest.tensors``, the CRC32 of each block of its raw bytes."""
+    sums = struct.unpack(f"<{len(manifest.sums) // 4}I", manifest.sums)
+    counts = [-(-entry.raw_bytes // manifest.block_bytes) for entry in manifest.tensors]
+    stops = itertools.accumulate(counts)
+    return [sums[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
+
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+def _decode(data: bytes, kind: type[_S], name: str, decode: Any) -> _S:
+    try:
+        found: _S = decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as exc:
+        raise CorruptCheckpointError(f"{name}: no manifest of format {FORMAT_MAJOR}: {exc}") from exc
+    return found
+
+
+def _check_format(found: tuple[int, int], name: str) -> None:
+    text = f"{found[0]}.{found[1]}"
+    if found[0] > FORMAT_MAJOR:
+        known = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
+        raise FormatVersionError(f"{name}: format {text}, known here is {known}: read it with a newer aio_ckpt")
+    if found[0] < FORMAT_MAJOR:
+        raise CorruptCheckpointError(f"{name}: format {text} never existed")
+
+
+def _rank_fault(manifest: RankManifest) -> str:
+    """What is wrong with the numbers, or ''."""
+    if manifest.rank >= manifest.world_size:
+        return f"rank {manifest.rank} of {manifest.world_size}"
+    file_bytes = manifest.file.nbytes if manifest.file else 0
+    if manifest.file is None and (manifest.tensors or manifest.objects):
+        return "lists items but no data file"
+    for item in manifest.objects:
+        if item.offset + item.nbytes > file_bytes:
+            return f"object {item.fqns[0]!r} ends beyond the data file of {file_bytes} bytes"
+    blocks = 0
+    for entry in manifest.tensors:
+        fault = _tensor_fault(entry, file_bytes)
+        if fault:
+            return f"tensor {entry.fqns[0]!r}: {fault}"
+        blocks += -(-entry.raw_bytes // manifest.block_bytes)
+    if len(manifest.sums) != 4 * blocks:
+        return f"{len(manifest.sums)} bytes of sums for {blocks} blocks"
+    return ""
+
+
+def _tensor_fault(entry: TensorEntry, file_bytes: int) -> str:
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        return f"unknown dtype {entry.dtype!r}"
+    if not len(entry.shape) == len(entry.stride) == len(entry.offsets):
+        return f"shape {entry.shape}, stride {entry.stride} and offsets {entry.offsets} differ in length"
+    numel = math.prod(entry.shape)
+    if entry.raw_bytes != numel * dtype.itemsize:
+        return f"{entry.raw_bytes} raw bytes for shape {entry.shape} of {entry.dtype}"
+    # A reader builds a view with this stride over exactly the raw bytes; a forged one would leave them.
+    extent = 1 + sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
+    if numel and extent != numel:
+        return f"stride {entry.stride} is not dense for shape {entry.shape}"
+    raw_stop, item_stop = entry.raw_offset + entry.raw_bytes, entry.item_offset + entry.item_bytes
+    if not (entry.item_offset <= entry.raw_offset and raw_stop <= item_stop <= file_bytes):
+        return f"raw bytes, item and data file of {file_bytes} bytes do not lie in each other"
+    return ""
+
+
+# -- the root manifest ----------------------------------------------------------------------------
+
+
+class RootManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What proves a whole checkpoint: ``.metadata`` and each rank's manifest."""
+
+    format: _Format
+    """(major, minor) of the writer."""
+    save_id: str
+    """The same in every file of one save."""
+    step: _Size
+    """Step of the checkpoint."""
+    world_size: _Count
+    """Number of ranks that wrote it; the length of ``ranks``."""
+    metadata: FileEntry
+    """``.metadata``."""
+    metadata_blake2b: _Hex
+    """Its BLAKE2b digest, lower-case hex."""
+    ranks: tuple[FileEntry, ...]
+    """Each rank's manifest, by rank."""
+    written_by: dict[str, str]
+    """Versions of what wrote it: aio_ckpt, torch, python."""
+    created_unix: _Seconds
+    """Seconds since 1970 by the leader's clock."""
+
+
+def encode_root(manifest: RootManifest) -> bytes:
+    """Bytes of ``aio_ckpt.json``: indented JSON that ends in a newline."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def decode_root(data: bytes, *, name: str) -> RootManifest:
+    """Read the root manifest. ``name`` is the file, for messages.
+
+    Raises:
+        FormatVersionError: written by a newer major version of the format.
+        CorruptCheckpointError: anything else that is not right; names the file.
+    """
+    _check_format(_decode(data, _Head, name, msgspec.json.decode).format, name)
+    manifest = _decode(data, RootManifest, name, msgspec.json.decode)
+    if len(manifest.ranks) != manifest.world_size:
+        raise CorruptCheckpointError(f"{name}: {len(manifest.ranks)} ranks for a world of {manifest.world_size}")
+    return manifest

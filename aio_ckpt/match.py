@@ -1,0 +1,208 @@
+"""Hold a template against a checkpoint: what to read into what, and what does not fit. Reads no data file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aio_ckpt import tree
+from aio_ckpt.catalog import Chunks, Checkpoint, global_shape
+from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
+from aio_ckpt.items import LeafKind
+from aio_ckpt.manifest import rank_manifest_name
+
+__all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
+
+_SHOWN = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class Match:
+    """A template whose every leaf was found, or may be missing."""
+
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Names that are read into memory of the template."""
+    arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
+    """Names whose numpy value is replaced: a scalar, or an array that nothing may write to."""
+    objects: list[str] = field(default_factory=list)
+    """Names whose value is replaced by a decoded object."""
+    stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
+    """(name, value, names below it) of what is given to ``load_state_dict``."""
+    missing: tuple[str, ...] = ()
+    """Template names that the checkpoint lacks."""
+    unexpected: tuple[str, ...] = ()
+    """Names that the template lacks."""
+
+
+def match_template(
+    checkpoint: Checkpoint, state: object, *, rank: int, world_size: int, strict: bool, allow_missing: bool
+) -> Match:
+    """Find every leaf of ``state`` in the checkpoint.
+
+    Raises:
+        MissingNameError: the checkpoint lacks names (unless ``allow_missing``).
+        UnexpectedNameError: with ``strict``, the template lacks names.
+        TemplateMismatchError: kind, shape or dtype differ.
+    """
+    template = tree.read_template(state, rank=rank)
+    found = Match()
+    missing, faults = _match_leaves(checkpoint, template, found)
+    missing += _match_stateful(checkpoint, template, found, rank)
+    if missing and not allow_missing:
+        raise MissingNameError(
+            f"{checkpoint.path}: lacks {_listed(missing)}; allow_missing=True leaves them as they are"
+        )
+    if faults:
+        raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
+    known = set(template.names).union(*(names for _, _, names in found.stateful))
+    found.missing = tuple(missing)
+    found.unexpected = tuple(sorted(_unexpected(checkpoint, known, rank, world_size)))
+    if strict and found.unexpected:
+        raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
+    return found
+
+
+def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
+    """Containers of the state as ``rank`` saved it; those of rank 0 if there was no such rank."""
+    number = rank if rank < len(checkpoint.ranks) else 0
+    return tree.decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
+
+
+def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:
+    """Names of the state of ``rank``; with ``only``, those that equal one of these or lie below it.
+
+    Raises:
+        MissingNameError: one of ``only`` selects nothing.
+    """
+    if checkpoint.root is None:
+        names = list(checkpoint.metadata.state_dict_metadata)
+    else:
+        names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank)
+    if only is None:
+        return names
+    for prefix in only:
+        if not any(tree.is_below(name, prefix) for name in names):
+            _check_empty_container(checkpoint, prefix, rank)
+    return [name for name in names if any(tree.is_below(name, prefix) for prefix in only)]
+
+
+def _check_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> None:
+    if checkpoint.root is None:
+        raise MissingNameError(f"{checkpoint.path}: holds nothing named or below {name!r}")
+    tree.subtree(skeleton_of(checkpoint, rank), name, rank=rank)
+
+
+# -- leaves -----------------------------------------------------------------------------------------
+
+
+def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) -> tuple[list[str], list[str]]:
+    """Fills ``into``; names that are missing, and what else does not fit."""
+    catalog = checkpoint.catalog
+    missing: list[str] = []
+    faults: list[str] = []
+    for name, value, kind in zip(template.names, template.values, template.kinds, strict=True):
+        chunks = catalog.chunks.get(name)
+        if chunks is None:
+            if name not in catalog.objects:
+                missing.append(name)
+            elif kind is LeafKind.OBJECT:
+                into.objects.append(name)
+            else:
+                faults.append(f"{name!r} is a tensor in the template and an object in the checkpoint")
+        elif kind is LeafKind.OBJECT:
+            faults.append(f"{name!r} is an object in the template and a tensor in the checkpoint")
+        else:
+            tensor = tree.as_tensor(value, kind)
+            fault = _tensor_fault(tensor, chunks)
+            if fault:
+                faults.append(f"{name!r} {fault}")
+            elif kind is LeafKind.TENSOR or _shares_memory(value, tensor):
+                into.tensors.append((name, tensor))
+            else:
+                into.arrays.append((name, kind))
+    return missing, faults
+
+
+def _tensor_fault(tensor: torch.Tensor, chunks: Chunks) -> str | None:
+    if tensor.dtype is not chunks[0].dtype:
+        return f"is {tensor.dtype} in the template and {chunks[0].dtype} in the checkpoint"
+    shape = global_shape(chunks)
+    if tensor.shape != shape:
+        return f"has shape {tuple(tensor.shape)} in the template and {shape} in the checkpoint"
+    if tensor.is_meta:
+        return "is on the meta device in the template: give it memory first (to_empty)"
+    return None
+
+
+def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether writing to ``tensor`` writes to the numpy ``value``: not to a scalar, nor where a copy was made."""
+    address = value.__array_interface__["data"][0]
+    return bool(value.ndim or value.flags.writeable) and address == tensor.data_ptr()
+
+
+# -- what is given to load_state_dict ---------------------------------------------------------------
+
+
+def _match_stateful(checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int) -> list[str]:
+    """Fills ``into``; names of Stateful values of which the checkpoint has nothing."""
+    if not template.stateful:
+        return []
+    missing: list[str] = []
+    names = wanted_names(checkpoint, rank=rank, only=None)
+    for prefix, value in template.stateful:
+        below = [name for name in names if tree.is_below(name, prefix)]
+        if below or _is_empty_container(checkpoint, prefix, rank):
+            into.stateful.append((prefix, value, below))
+        else:
+            missing.append(prefix)
+    return missing
+
+
+def _is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
+    try:
+        _check_empty_container(checkpoint, name, rank)
+    except MissingNameError:
+        return False
+    return True
+
+
+# -- names that the template lacks ------------------------------------------------------------------
+
+
+def _unexpected(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
+    """Names of the checkpoint beyond ``known``.
+
+    A rank of the same world size is held against what that rank saved, so that stages of a pipeline do not
+    expect each other's names; other ranks' PerRank values are nobody else's.
+    """
+    beyond = checkpoint.catalog.names() - known
+    if not beyond or len(checkpoint.ranks) < 2:
+        return beyond
+    if world_size == len(checkpoint.ranks):
+        return beyond.intersection(tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank))
+    return beyond - _per_rank_names(checkpoint)
+
+
+def _per_rank_names(checkpoint: Checkpoint) -> set[str]:
+    mark = 1 << 62  # no rank: names that hold it are names of PerRank values
+    marked: dict[bytes, list[str]] = {}
+    for rank, manifest in enumerate(checkpoint.ranks):
+        if manifest.skeleton not in marked:
+            names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=mark)
+            marked[manifest.skeleton] = [name for name in names if f"rank{mark}" in name]
+    return {
+        name.replace(f"rank{mark}", f"rank{rank}")
+        for rank, manifest in enumerate(checkpoint.ranks)
+        for name in marked[manifest.skeleton]
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{len(names)} names: {', '.join(map(repr, names[:_SHOWN]))}{_more(names)}"
+
+
+def _more(things: Sequence[str]) -> str:
+    return f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""

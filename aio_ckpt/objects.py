@@ -1,0 +1,327 @@
+"""Objects (every leaf that is no tensor) to and from bytes, without running code when they are read.
+
+The bytes are a ``torch.save`` zip that ``torch.load(weights_only=True)`` takes. What that refuses (numpy values,
+``BytesIO``, ``frozenset``, empty ``bytes``, very large ``int``) is stored as a tagged dict ``{"__aio_ckpt__": kind}``
+with the fields of that kind; a dict of the user's own that has this key is stored as tagged pairs, so it comes back
+too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+
+from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.items import LeafKind
+
+__all__ = [
+    "MAX_DEPTH",
+    "TORCH_ARRAY_DTYPES",
+    "as_tensor",
+    "check_object",
+    "decode_object",
+    "encode_object",
+    "from_tensor",
+    "is_immutable",
+    "type_name",
+]
+
+MAX_DEPTH = 200
+"""Containers inside containers, at most: deeper is taken for a cycle."""
+
+TORCH_ARRAY_DTYPES: frozenset[np.dtype[Any]] = frozenset(
+    np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+"""numpy dtypes (native byte order) whose elements a tensor holds bit for bit."""
+
+_TAG = "__aio_ckpt__"
+_ZIP_MAGIC = b"PK\x03\x04"
+_IMMUTABLE = frozenset({NoneType, bool, int, float, complex, str, bytes})
+_ALWAYS_PLAIN = frozenset({NoneType, bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
+_INT_BITS = 2000
+"""Larger ints pickle as LONG4 (above 255 bytes), an opcode that ``weights_only`` lacks."""
+
+
+def is_immutable(value: object) -> bool:
+    """Whether the bytes of the last save may be reused when type and ``repr`` are unchanged."""
+    return type(value) in _IMMUTABLE
+
+
+def check_object(name: str, value: object, trusted: bool) -> None:
+    """Refuse what :func:`encode_object` would refuse; with ``trusted`` only a cycle.
+
+    Raises:
+        UnsafeObjectError: something inside could be read back only by running code; names leaf and type.
+        UnsupportedLeafError: nested deeper than ``MAX_DEPTH`` (a cycle), or a closed ``BytesIO``.
+    """
+    _encode(value, name, trusted, 0)
+
+
+def encode_object(name: str, value: object, *, trusted: bool) -> bytes:
+    """The ``torch.save`` bytes of one object leaf. ``value`` may change as soon as this returns.
+
+    Raises:
+        UnsafeObjectError, UnsupportedLeafError: as :func:`check_object`; with ``trusted``, the first also for
+            what cannot be pickled at all.
+    """
+    buffer = io.BytesIO()
+    plain = _encode(value, name, trusted, 0)
+    try:
+        torch.save(plain, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError) as exc:
+        raise UnsafeObjectError(f"{name}: a {type_name(value)} that cannot be pickled: {exc}") from exc
+    return buffer.getvalue()
+
+
+def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
+    """What :func:`encode_object` was given. Runs no code unless ``trusted``.
+
+    Raises:
+        UnsafeObjectError: reading it needs code to run (and ``trusted`` is False), or a class not found here.
+        CorruptCheckpointError: the bytes are no object of ours or of ``torch.save``.
+    """
+    if data[:4] != _ZIP_MAGIC:
+        raise CorruptCheckpointError(f"{name}: the stored object is no torch.save zip")
+    try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted, mmap=False)
+        return _decode(value)
+    except pickle.UnpicklingError as exc:
+        if "nsupported" not in str(exc):
+            raise CorruptCheckpointError(f"{name}: the stored object does not unpickle: {_first_line(exc)}") from exc
+        raise UnsafeObjectError(
+            f"{name}: only running code can read this object back ({_unsafe_reason(exc)}); "
+            "set trusted_objects=True if you trust whoever wrote the checkpoint"
+        ) from exc
+    except (ImportError, AttributeError) as exc:
+        raise UnsafeObjectError(f"{name}: the object needs a class that is not found here: {exc}") from exc
+    except Exception as exc:  # torch raises many types for a damaged archive
+        raise CorruptCheckpointError(f"{name}: the stored object does not read: {_first_line(exc)}") from exc
+
+
+def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
+    """The tensor that stores a TENSOR, ARRAY or SCALAR_ARRAY leaf; same shape and elements.
+
+    An array shares its memory with the result unless it is read-only, unaligned or has strides that torch lacks
+    (negative, or no multiple of the element): those are copied. A scalar is copied.
+    """
+    if kind is LeafKind.TENSOR and isinstance(value, torch.Tensor):
+        return value
+    if kind is LeafKind.SCALAR_ARRAY and isinstance(value, np.generic):
+        return torch.from_numpy(np.array(value))
+    if kind is LeafKind.ARRAY and isinstance(value, np.ndarray):
+        odd = any(stride < 0 or stride % value.itemsize for stride in value.strides)
+        return torch.from_numpy(value.copy() if odd or not value.flags.behaved else value)
+    raise UnsupportedLeafError(f"a {type_name(value)} is no {kind.name} leaf")
+
+
+def from_tensor(tensor: torch.Tensor, kind: LeafKind) -> object:
+    """Inverse of :func:`as_tensor`: the tensor itself, an array over its memory, or a numpy scalar."""
+    if kind is LeafKind.TENSOR:
+        return tensor
+    array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
+    return array if kind is LeafKind.ARRAY else array[()]
+
+
+# -- to plain values --------------------------------------------------------------------------------
+
+_Recurse = Callable[[object], object]
+
+
+def _encode(value: object, name: str, trusted: bool, depth: int) -> object:
+    """``value`` in types that ``weights_only`` reads back; a container is rebuilt, never changed."""
+    kind = type(value)
+    if kind in _ALWAYS_PLAIN:
+        return value
+    if depth > MAX_DEPTH:
+        raise UnsupportedLeafError(f"{name}: an object nested deeper than {MAX_DEPTH} (does it hold itself?)")
+    encoder = _ENCODERS.get(kind)
+    if encoder is None and isinstance(value, np.generic):
+        encoder = _encode_scalar
+    if encoder is not None:
+        try:
+            return encoder(value, lambda inner: _encode(inner, name, trusted, depth + 1))
+        except _NotEncodableError as exc:
+            if not trusted:
+                raise UnsafeObjectError(f"{name}: {exc}") from None
+        except ValueError as exc:
+            raise UnsupportedLeafError(f"{name}: a {type_name(value)} that cannot be read: {exc}") from exc
+    elif not trusted:
+        raise UnsafeObjectError(
+            f"{name}: a {type_name(value)} could be read back only by running code; convert it to plain values "
+            "(numbers, str, bytes, list, tuple, dict, set, numpy), or set trusted_objects=True"
+        )
+    return value
+
+
+class _NotEncodableError(Exception):
+    """A numpy value without an encoding of its own."""
+
+
+def _tagged(kind: str, **fields: object) -> dict[str, object]:
+    return {_TAG: kind, **fields}
+
+
+def _is_plain(values: list[object] | tuple[object, ...]) -> bool:
+    """Whether no element needs a look: a random state is 625 ints, and looking at each costs more than its pickle."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        numbers: Any = values
+        return int(max(-min(numbers), max(numbers))).bit_length() <= _INT_BITS
+    return kinds <= _ALWAYS_PLAIN
+
+
+def _encode_int(value: int, _: _Recurse) -> object:
+    return value if value.bit_length() <= _INT_BITS else _tagged("int", hex=hex(value))
+
+
+def _encode_bytes(value: bytes, _: _Recurse) -> object:
+    return value or _tagged("bytes")
+
+
+def _encode_list(value: list[object], recurse: _Recurse) -> object:
+    return value if _is_plain(value) else [recurse(item) for item in value]
+
+
+def _encode_tuple(value: tuple[object, ...], recurse: _Recurse) -> object:
+    return value if _is_plain(value) else tuple(recurse(item) for item in value)
+
+
+def _encode_dict(value: dict[object, object], recurse: _Recurse) -> object:
+    """As itself where the keys allow it; a key that itself needs a tag cannot be a key."""
+    kind = type(value)
+    if _TAG not in value and set(map(type, value)) <= _ALWAYS_PLAIN:
+        return kind((key, recurse(item)) for key, item in value.items())
+    pairs = [(recurse(key), recurse(item)) for key, item in value.items()]
+    return _tagged("dict", ordered=kind is OrderedDict, pairs=pairs)
+
+
+def _encode_set(value: set[object], recurse: _Recurse) -> object:
+    if set(map(type, value)) <= _ALWAYS_PLAIN:
+        return value
+    return _tagged("set", items=[recurse(item) for item in value])
+
+
+def _encode_frozenset(value: frozenset[object], recurse: _Recurse) -> object:
+    return _tagged("frozenset", items=[recurse(item) for item in value])
+
+
+def _encode_bytes_io(value: io.BytesIO, _: _Recurse) -> object:
+    return _tagged("BytesIO", data=_byte_tensor(value.getbuffer()), position=value.tell())
+
+
+def _encode_array(value: np.ndarray[Any, Any], _: _Recurse) -> object:
+    descr = _describe(value.dtype)
+    return _tagged("ndarray", dtype=descr, shape=tuple(value.shape), data=_byte_tensor(memoryview(value.tobytes())))
+
+
+def _encode_scalar(value: Any, _: _Recurse) -> object:
+    array = np.array(value)
+    if array.dtype.kind in "US" and array[()] != value:
+        raise _NotEncodableError(f"a {type_name(value)} that ends in NUL, which numpy drops; convert it to str")
+    data = _byte_tensor(memoryview(array.tobytes()))
+    return _tagged("scalar", dtype=_describe(array.dtype), data=data)
+
+
+def _describe(dtype: np.dtype[Any]) -> object:
+    """The dtype as numpy's own file format spells it: a str, or a list of fields."""
+    if not dtype.hasobject:
+        descr = np.lib.format.dtype_to_descr(dtype)
+        if np.lib.format.descr_to_dtype(descr) == dtype:
+            return descr
+    raise _NotEncodableError(
+        f"numpy dtype {dtype!r} could be read back only by running code; convert it to plain values"
+    )
+
+
+def _byte_tensor(data: memoryview) -> torch.Tensor:
+    return torch.from_numpy(np.array(data, dtype=np.uint8))
+
+
+_ENCODERS: dict[type, Callable[[Any, _Recurse], object]] = {
+    int: _encode_int,
+    bytes: _encode_bytes,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    dict: _encode_dict,
+    OrderedDict: _encode_dict,
+    set: _encode_set,
+    frozenset: _encode_frozenset,
+    io.BytesIO: _encode_bytes_io,
+    np.ndarray: _encode_array,
+}
+
+
+# -- and back ---------------------------------------------------------------------------------------
+
+
+def _decode(value: Any) -> object:
+    """Replace tagged dicts by what they stand for; every other type is passed through."""
+    kind = type(value)
+    if kind is list:
+        return value if _is_plain(value) else [_decode(item) for item in value]
+    if kind is tuple:
+        return value if _is_plain(value) else tuple(_decode(item) for item in value)
+    if kind is dict and _TAG in value:
+        return _DECODERS[value[_TAG]](value)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _decode(item)) for key, item in value.items())
+    return value
+
+
+def _decode_dict(fields: dict[str, Any]) -> object:
+    pairs: Iterable[tuple[object, object]] = ((_decode(key), _decode(item)) for key, item in fields["pairs"])
+    return OrderedDict(pairs) if fields["ordered"] else dict(pairs)
+
+
+def _decode_bytes_io(fields: dict[str, Any]) -> object:
+    stream = io.BytesIO(fields["data"].numpy().tobytes())
+    stream.seek(fields["position"])
+    return stream
+
+
+def _decode_array(fields: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The length is checked first: numpy takes a forged negative dimension."""
+    dtype = np.lib.format.descr_to_dtype(fields["dtype"])
+    shape = fields.get("shape", ())
+    raw = fields["data"].numpy()
+    if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != raw.nbytes:
+        raise ValueError(f"shape {shape} of {dtype} over {raw.nbytes} bytes")
+    return np.ndarray(shape, dtype=dtype, buffer=raw)
+
+
+_DECODERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "int": lambda fields: int(fields["hex"], 16),
+    "bytes": lambda _: b"",
+    "dict": _decode_dict,
+    "set": lambda fields: set(map(_decode, fields["items"])),
+    "frozenset": lambda fields: frozenset(map(_decode, fields["items"])),
+    "BytesIO": _decode_bytes_io,
+    "ndarray": _decode_array,
+    "scalar": lambda fields: _decode_array(fields)[()],
+}
+
+
+def type_name(value: object) -> str:
+    """Module and name of a value's type, for messages."""
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _first_line(exc: BaseException) -> str:
+    return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0][:200]}"
+
+
+def _unsafe_reason(exc: BaseException) -> str:
+    """The line of torch's long message that names the global or opcode."""
+    return next((line.strip() for line in str(exc).splitlines() if "nsupported" in line), "")[:200]

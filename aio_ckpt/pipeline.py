@@ -1,0 +1,350 @@
+"""One save on the engine's loop: write -> agree -> commit, and what happens when any of it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import msgspec
+from isal import isal_zlib
+
+from aio_ckpt import commit
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.coordinator import Coordinator
+from aio_ckpt.device import Mark
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
+from aio_ckpt.manifest import FileEntry, data_file_name, rank_manifest_name
+from aio_ckpt.plan import Plan
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.record import object_entries, render_rank, render_root, written_names
+from aio_ckpt.snapshot import Image, ObjectBytes
+from aio_ckpt.storage import Storage
+from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.write import ChunkPreparer, write_image
+
+__all__ = ["CaptureProgress", "PendingSave", "Site", "follow", "run_save"]
+
+_log = logging.getLogger("aio_ckpt")
+_SETTLE_SECS = 5.0
+"""How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What all saves of one engine share."""
+
+    root: Path
+    """Checkpoint root."""
+    names: commit.StepNames
+    """Directory names of steps."""
+    owner: commit.Owner
+    """Who writes."""
+    storage: Storage
+    """Where to."""
+    coordinator: Coordinator
+    """The other ranks."""
+    executor: Executor
+    """The engine's I/O threads."""
+    config: EngineConfig
+    """Settings."""
+
+
+class CaptureProgress:
+    """Which chunks the caller's thread has captured; told and awaited on the loop."""
+
+    def __init__(self, chunks: int) -> None:
+        self._told = [asyncio.Event() for _ in range(chunks)]
+        self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
+        self._error: BaseException | None = None
+        self.last_progress = time.monotonic()
+        """When a byte or a message last moved, by ``time.monotonic``."""
+
+    def touch(self) -> None:
+        """Something moved."""
+        self.last_progress = time.monotonic()
+
+    def tell(self, index: int, marks: tuple[Mark, ...]) -> None:
+        """Chunk ``index`` is captured once ``marks`` are reached."""
+        self._marks[index] = marks
+        self._told[index].set()
+        self.touch()
+
+    def fail(self, error: BaseException) -> None:
+        """The capture ended early."""
+        self._error = error
+        for event in self._told:
+            event.set()
+
+    async def wait(self, index: int, executor: Executor) -> None:
+        """Until chunk ``index`` is captured. Raises what ended the capture."""
+        await self._told[index].wait()
+        if self._error is not None:
+            raise self._error
+        for mark in self._marks[index]:
+            if not mark.query():
+                await run_blocking(executor, mark.synchronize)
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingSave:
+    """One save between ``save()`` and its settlement.
+
+    Written by the caller's thread until it is submitted, then by the loop's; ``blocked_secs`` and ``staged_secs``
+    by whoever measures them.
+    """
+
+    step: int
+    """Its step."""
+    number: int
+    """Its number in the session."""
+    requested: Sequence[str]
+    """Names of the leaves of the state that was given to this very call, not of the cached plan."""
+    plan: Plan
+    """Layout."""
+    plan_hit: bool
+    """Whether it was reused."""
+    fingerprint_hit: bool
+    """Whether the descriptors were reused."""
+    objects: ObjectBytes
+    """Encoded objects."""
+    image: Image
+    """The bytes."""
+    progress: CaptureProgress
+    """Of the capture."""
+    ticket: SaveTicket
+    """What the caller holds."""
+    overwrite: bool
+    """Whether a committed step is replaced."""
+    deadline_secs: float | None
+    """Limit of this save from the start of its pipeline."""
+    started: float
+    """``time.perf_counter`` at the call."""
+    plan_secs: float
+    """Time to plan."""
+    previous: Future[None] | None
+    """Settlement of the save before: commits keep the order of the calls."""
+    settled: Future[None] = field(default_factory=Future)
+    """Committed or failed, everything cleaned up."""
+    blocked_secs: float = 0.0
+    """Time the caller was kept."""
+    staged_secs: float = 0.0
+    """When everything was copied."""
+    scope: anyio.CancelScope | None = None
+    """Cancels the pipeline."""
+    is_committing: bool = False
+    """From here on ``cancel`` comes too late."""
+    is_cancelled: bool = False
+    """``cancel`` was accepted."""
+
+    def elapsed(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self.started
+
+    async def cancel(self) -> bool:
+        """On the loop: cancel unless the commit has begun."""
+        if self.is_committing or self.settled.done():
+            return False
+        self.is_cancelled = True
+        if self.scope is not None:
+            self.scope.cancel()
+        return True
+
+
+async def run_save(site: Site, save: PendingSave) -> SaveReport:
+    """Take a captured (or still being captured) save to the disk.
+
+    Raises:
+        SaveCancelledError: ``cancel`` was accepted.
+        StallError: no progress for ``stall_timeout_secs``, or ``deadline_secs`` passed.
+        Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
+            thread has let go of it.
+    """
+    try:
+        return await _watched(site, save)
+    except BaseException as error:
+        cause = _first_cause(error)
+        with anyio.CancelScope(shield=True):
+            await _settle_failure(site, save, cause)
+        if cause is error:
+            raise
+        raise cause from cause.__cause__
+
+
+async def _watched(site: Site, save: PendingSave) -> SaveReport:
+    report: SaveReport | None = None
+    with anyio.CancelScope() as scope:
+        save.scope = scope
+        if save.is_cancelled:
+            scope.cancel()
+        async with anyio.create_task_group() as group:
+            group.start_soon(_watch, site, save)
+            report = await _stages(site, save)
+            group.cancel_scope.cancel()
+    if report is None:
+        raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
+    return report
+
+
+async def _watch(site: Site, save: PendingSave) -> None:
+    """Raise StallError when nothing moves for too long or the save's own deadline passes."""
+    begin, limit = time.monotonic(), site.config.stall_timeout_secs
+    while True:
+        now = time.monotonic()
+        idle_left = save.progress.last_progress + limit - now
+        total_left = limit if save.deadline_secs is None else begin + save.deadline_secs - now
+        if total_left <= 0:
+            raise StallError(f"the save of step {save.step} did not end within deadline_secs={save.deadline_secs}")
+        if idle_left <= 0:
+            raise StallError(
+                f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
+                f"storage under {site.root} is stalled"
+            )
+        await anyio.sleep(min(idle_left, total_left))
+
+
+async def _stages(site: Site, save: PendingSave) -> SaveReport:
+    storage, progress = site.storage, save.progress
+    pending = await commit.make_pending(storage, site.root, owner=site.owner, number=save.number)
+    result = await _write(site, save, pending)
+    save.image.lease.close()
+    written_secs = save.elapsed()
+    entries = object_entries(save.plan, save.objects)
+    check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
+    rank = site.coordinator.rank
+    manifest = render_rank(
+        save.plan,
+        entries,
+        result,
+        step=save.step,
+        save_id=_save_id(site, save),
+        rank=rank,
+        world_size=site.coordinator.world_size,
+    )
+    await storage.write_file(pending / rank_manifest_name(rank), manifest)
+    message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
+    progress.touch()
+    results = await site.coordinator.exchange(
+        f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
+    )
+    if save.previous is not None:
+        await asyncio.wrap_future(follow(save.previous))
+    progress.touch()
+    await _commit(site, save, pending, results)
+    return SaveReport(
+        step=save.step,
+        path=site.root / site.names.name(save.step),
+        image_bytes=result.image_bytes,
+        raw_bytes=sum(item.raw_bytes for item in save.plan.layout.items),
+        plan_hit=save.plan_hit,
+        fingerprint_hit=save.fingerprint_hit,
+        mode=result.mode,
+        timings=StageTimings(
+            blocked_secs=save.blocked_secs,
+            waited_secs=save.ticket.waited_secs,
+            plan_secs=save.plan_secs,
+            staged_secs=save.staged_secs,
+            written_secs=written_secs,
+            committed_secs=save.elapsed(),
+        ),
+    )
+
+
+async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
+    arena, layout = save.image.lease.arena, save.plan.layout
+    renders = arena.rendered is not layout or not save.image.is_whole
+    preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
+    arena.rendered = None
+    path = pending / data_file_name(site.coordinator.rank)
+    image_bytes = save.image.chunks[-1].stop
+    file = await site.storage.create_data_file(path, image_bytes, writers=site.config.workers)
+    try:
+        result = await write_image(
+            save.image,
+            preparer,
+            file,
+            site.executor,
+            workers=site.config.workers,
+            captured=lambda index: save.progress.wait(index, site.executor),
+            on_written=lambda _: save.progress.touch(),
+        )
+        await file.sync()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await file.close()
+    if save.image.is_whole:
+        arena.rendered = layout
+    return result
+
+
+async def _commit(site: Site, save: PendingSave, pending: Path, messages: Sequence[bytes]) -> None:
+    final = site.root / site.names.name(save.step)
+    save_id = _save_id(site, save)
+    begin = save.plan.layout.tensor_bytes
+    metadata = save.plan.metadata.fill(
+        [(begin + start, nbytes) for start, nbytes in save.objects.spans],
+        checkpoint_id=str(final),
+        save_id=save_id,
+    )
+    ranks = [msgspec.msgpack.decode(message, type=FileEntry) for message in messages]
+    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+    save.is_committing = True
+    # Shielded: a rename that was begun is finished or undone.
+    with anyio.CancelScope(shield=True):
+        await commit.commit_root(
+            site.storage,
+            pending=pending,
+            final=final,
+            metadata=metadata,
+            root_manifest=root_manifest,
+            overwrite=save.overwrite,
+        )
+
+
+def _save_id(site: Site, save: PendingSave) -> str:
+    return f"{site.owner.session}-{save.number}"
+
+
+def follow(future: Future[None]) -> Future[None]:
+    """A future that follows ``future``; cancelling it (as a cancelled await does) leaves ``future`` alone."""
+    follower: Future[None] = Future()
+
+    def follow(_: Future[None]) -> None:
+        if follower.set_running_or_notify_cancel():
+            follower.set_result(None)
+
+    future.add_done_callback(follow)
+    return follower
+
+
+async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -> None:
+    """Give the buffers back when the last thread let go; leave nothing behind that is listed."""
+    for future in save.image.written:
+        if not future.done():
+            future.set_exception(cause)
+    lease = save.image.lease
+    lease.close()
+    with anyio.move_on_after(_SETTLE_SECS):
+        await asyncio.wrap_future(follow(lease.settled))
+    if not lease.settled.done():
+        _log.error("step %d: a thread still uses the image; its pending directory stays until it is cleared", save.step)
+        return
+    pending = site.root / f"{commit.PENDING_PREFIX}{_save_id(site, save)}"
+    try:
+        with anyio.move_on_after(_SETTLE_SECS):
+            await site.storage.remove_tree(pending)
+    except (AioCkptError, OSError) as error:
+        _log.warning("step %d: %s stays: %s", save.step, pending, error)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
+    return error

@@ -1,0 +1,393 @@
+"""Plan: structure digest, pointer fingerprint, image layout and the cache.
+
+A cached :class:`Plan` holds names, offsets and rendered bytes; no tensor, storage, handle or memoryview
+(DESIGN §2.5). Every save resolves its tensors anew. The structure decides whether the layout may be reused,
+the pointer fingerprint whether the copy descriptors may.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from aio_ckpt import envelope, tree
+from aio_ckpt.errors import SourceChangedError
+from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
+from aio_ckpt.layout import Placement, lay_out
+from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
+from aio_ckpt.objects import as_tensor
+
+__all__ = [
+    "CopyDescriptors",
+    "Plan",
+    "PlanCache",
+    "PlannedSave",
+    "Structure",
+]
+
+SMALL_COPY_BYTES = 256 << 10
+"""Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Everything about a state but its values and addresses; compared as a whole, in C."""
+
+    skeleton: object
+    """Containers, key types, order."""
+    names: list[str]
+    """Names of all leaves."""
+    object_types: list[type]
+    """Exact type of every leaf stored as an object."""
+    types: list[type]
+    """Exact type of every tensor leaf."""
+    dtypes: list[torch.dtype]
+    """Per tensor leaf."""
+    shapes: list[torch.Size]
+    """Local shapes."""
+    strides: list[tuple[int, ...]]
+    """Local strides, in elements."""
+    devices: list[torch.device]
+    """Per tensor leaf."""
+    conj: list[bool]
+    """Conjugate bits."""
+    neg: list[bool]
+    """Negative bits."""
+    shards: dict[int, tuple[object, ...]]
+    """Of DTensor leaves: global shape, mesh, placements."""
+
+    def digest(self, aliases: Sequence[int]) -> bytes:
+        """16 bytes that ranks compare; covers the alias partition too."""
+        text = repr(
+            (
+                self.skeleton,
+                self.names,
+                [kind.__qualname__ for kind in self.object_types],
+                [kind.__qualname__ for kind in self.types],
+                self.dtypes,
+                self.shapes,
+                self.strides,
+                [device.type for device in self.devices],
+                self.conj,
+                self.neg,
+                self.shards,
+                list(aliases),
+            )
+        )
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDescriptors:
+    """Addresses of small host tensors, valid for one fingerprint only."""
+
+    fingerprint: list[int]
+    """Address of every tensor leaf."""
+    moves: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Per chunk: (image offset, source address, bytes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One structure laid out. Reused while the structure and the alias partition stay the same."""
+
+    structure: Structure
+    """What it was made for."""
+    aliases: list[int]
+    """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
+    digest: bytes
+    """Digest of both."""
+    layout: ImageLayout
+    """Where everything stands."""
+    object_names: tuple[str, ...]
+    """Names of the leaves stored as objects, in order."""
+    metadata: MetadataTemplate
+    """Rendered ``.metadata`` with holes for the objects."""
+    tensors_static: bytes
+    """Pre-encoded tensor entries of the rank manifest."""
+    skeleton: bytes
+    """Encoded skeleton."""
+    moved: tuple[tuple[Piece, ...], ...]
+    """Per chunk, the pieces that descriptors cover: small dense host tensors."""
+    copied: tuple[tuple[Piece, ...], ...]
+    """Per chunk, all other pieces."""
+    descriptors: CopyDescriptors
+    """For the addresses of the save that made them."""
+
+    @property
+    def requested(self) -> frozenset[str]:
+        """Every leaf that a save of this structure must write."""
+        return frozenset(self.structure.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave:
+    """A plan together with the tensors of one save; lives no longer than that save's capture."""
+
+    plan: Plan
+    """The layout."""
+    tensors: list[torch.Tensor]
+    """Local tensor of every tensor leaf, resolved for this save."""
+    objects: list[tuple[str, object]]
+    """Name and value of every leaf stored as an object."""
+    plan_hit: bool
+    """Whether the layout was reused."""
+    fingerprint_hit: bool
+    """Whether the copy descriptors were reused."""
+
+
+class PlanCache:
+    """Keeps the plan of the newest save; a failed save drops it.
+
+    One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._plan: Plan | None = None
+        self.hits = 0
+        self.misses = 0
+
+    def clear(self) -> None:
+        """Forget the plan: the next save is a miss."""
+        self._plan = None
+
+    def resolve(self, flat: tree.FlatState) -> PlannedSave:
+        """Plan ``flat``, reusing the cached layout and descriptors where they still hold.
+
+        Raises:
+            UnsupportedLeafError: a leaf no checkpoint can hold.
+            SourceChangedError: a tensor's memory was freed or is smaller than its shape says.
+        """
+        try:
+            structure, tensors, objects = describe(flat)
+        except (RuntimeError, TypeError, NotImplementedError):
+            tree.check_leaves(flat)
+            raise
+        cached = self._plan
+        if cached is None or cached.structure != structure:
+            tree.check_leaves(flat)
+            return self._miss(flat, structure, tensors, objects)
+        fingerprint = [tensor.data_ptr() for tensor in tensors]
+        if fingerprint == cached.descriptors.fingerprint:
+            self.hits += 1
+            return PlannedSave(plan=cached, tensors=tensors, objects=objects, plan_hit=True, fingerprint_hit=True)
+        _check_sources(structure, tensors, fingerprint)
+        if partition(structure, fingerprint) != cached.aliases:
+            return self._miss(flat, structure, tensors, objects)
+        descriptors = _descriptors(cached.layout, cached.moved, fingerprint)
+        plan = self._plan = replace(cached, descriptors=descriptors)
+        self.hits += 1
+        return PlannedSave(plan=plan, tensors=tensors, objects=objects, plan_hit=True, fingerprint_hit=False)
+
+    def _miss(
+        self,
+        flat: tree.FlatState,
+        structure: Structure,
+        tensors: list[torch.Tensor],
+        objects: list[tuple[str, object]],
+    ) -> PlannedSave:
+        self._plan = None
+        fingerprint = [tensor.data_ptr() for tensor in tensors]
+        _check_sources(structure, tensors, fingerprint)
+        self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
+        self.misses += 1
+        return PlannedSave(plan=self._plan, tensors=tensors, objects=objects, plan_hit=False, fingerprint_hit=False)
+
+
+# -- structure and fingerprint --------------------------------------------------------------------
+
+
+def describe(flat: tree.FlatState) -> tuple[Structure, list[torch.Tensor], list[tuple[str, object]]]:
+    """Structure of a flat state, its local tensors and its objects. One pass an attribute: the fastest in Python."""
+    if flat.kinds.count(LeafKind.TENSOR) == len(flat.kinds):
+        leaves, objects = flat.values, []
+    else:
+        rows = list(zip(flat.names, flat.values, flat.kinds, strict=True))
+        leaves = [as_tensor(value, kind) for _, value, kind in rows if kind is not LeafKind.OBJECT]
+        objects = [(name, value) for name, value, kind in rows if kind is LeafKind.OBJECT]
+    types = [type(leaf) for leaf in leaves]
+    shards: dict[int, tuple[object, ...]] = {}
+    tensors: list[torch.Tensor] = leaves  # type: ignore[assignment]
+    if DTensor in types:
+        tensors = list(tensors)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor):
+                shards[position] = (tuple(leaf.shape), _mesh_key(leaf), leaf.placements)
+                tensors[position] = leaf._local_tensor
+    structure = Structure(
+        flat.skeleton,
+        flat.names,
+        [type(value) for _, value in objects],
+        types,
+        [tensor.dtype for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+        [tensor.device for tensor in tensors],
+        [tensor.is_conj() for tensor in tensors],
+        [tensor.is_neg() for tensor in tensors],
+        shards,
+    )
+    return structure, tensors, objects
+
+
+def _mesh_key(tensor: DTensor) -> tuple[object, ...]:
+    mesh = tensor.device_mesh
+    return (mesh.device_type, tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names)
+
+
+def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:
+    """Per tensor leaf, the first leaf with the same bytes seen the same way; empty tensors share nothing."""
+    first: dict[tuple[object, ...], int] = {}
+    rows = zip(
+        fingerprint,
+        structure.dtypes,
+        structure.shapes,
+        structure.strides,
+        structure.conj,
+        structure.neg,
+        structure.devices,
+        strict=True,
+    )
+    return [
+        position if not row[0] else first.setdefault((*row, *structure.shards.get(position, ())), position)
+        for position, row in enumerate(rows)
+    ]
+
+
+def _check_sources(structure: Structure, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> None:
+    for position, (tensor, address) in enumerate(zip(tensors, fingerprint, strict=True)):
+        if not tensor.numel():
+            continue
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + extent) * tensor.element_size()
+        available = tensor.untyped_storage().nbytes()
+        if not address or needed > available:
+            raise SourceChangedError(
+                f"tensor leaf {position} of shape {tuple(tensor.shape)} needs {needed} bytes of its storage, which has "
+                f"{available}: it was freed or resized; save before freeing it, or materialize it first"
+            )
+
+
+# -- a miss ---------------------------------------------------------------------------------------
+
+
+def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int) -> Plan:
+    """Plan a new structure: DCP's planner for what is written, our layout for where."""
+    aliases = partition(structure, fingerprint)
+    tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
+    object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
+    metadata, write_items = _dcp_plan(flat)
+    tied: dict[int, list[str]] = {}
+    for name, first in zip(tensor_names, aliases, strict=True):
+        tied.setdefault(first, []).append(name)
+    placements = [
+        Placement(leaf, tuple(names), _shard_offsets(write_items, names[0]), spec, envelope.render(spec))
+        for leaf, names in tied.items()
+        for spec in (_spec(structure, leaf),)
+    ]
+    layout = lay_out(placements)
+    metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
+    metadata.storage_data = _storage_data(layout, write_items, data_file_name(rank))
+    moved, copied = _split_pieces(structure, layout)
+    return Plan(
+        structure=structure,
+        aliases=aliases,
+        digest=structure.digest(aliases),
+        layout=layout,
+        object_names=object_names,
+        metadata=render_metadata(
+            metadata,
+            object_indices=[MetadataIndex(name) for name in object_names],
+            data_file=data_file_name(rank),
+        ),
+        tensors_static=encode_static([_entry(item) for item in layout.items]),
+        skeleton=tree.encode_skeleton(flat.skeleton),
+        moved=moved,
+        copied=copied,
+        descriptors=_descriptors(layout, moved, fingerprint),
+    )
+
+
+def _dcp_plan(flat: tree.FlatState) -> tuple[Metadata, dict[str, WriteItem]]:
+    leaves = {
+        name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
+        for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
+    }
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(leaves, is_coordinator=True)
+    local = planner.create_local_plan()
+    _, metadata = planner.create_global_plan([local])
+    return metadata, {item.index.fqn: item for item in local.items}
+
+
+def _spec(structure: Structure, leaf: int) -> TensorSpec:
+    shape = tuple(structure.shapes[leaf])
+    return TensorSpec(structure.dtypes[leaf], shape, envelope.stored_stride(shape, structure.strides[leaf]))
+
+
+def _shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
+    data = write_items[name].tensor_data
+    return tuple(data.chunk.offsets) if data is not None else ()
+
+
+def _storage_data(
+    layout: ImageLayout, write_items: dict[str, WriteItem], file: str
+) -> dict[MetadataIndex, _StorageInfo]:
+    return {
+        write_items[name].index: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
+        for item in layout.items
+        for name in item.fqns
+        if write_items[name].type is not WriteItemType.BYTE_IO
+    }
+
+
+def _entry(item: TensorItem) -> TensorEntry:
+    return TensorEntry(
+        fqns=item.fqns,
+        dtype=str(item.spec.dtype).removeprefix("torch."),
+        shape=item.spec.shape,
+        stride=item.spec.stride,
+        offsets=item.offsets,
+        item_offset=item.item_offset,
+        item_bytes=item.envelope.item_bytes,
+        raw_offset=item.raw_offset,
+        raw_bytes=item.raw_bytes,
+    )
+
+
+def _split_pieces(
+    structure: Structure, layout: ImageLayout
+) -> tuple[tuple[tuple[Piece, ...], ...], tuple[tuple[Piece, ...], ...]]:
+    def is_moved(piece: Piece) -> bool:
+        leaf = layout.items[piece.item].leaf
+        return (
+            layout.items[piece.item].raw_bytes <= SMALL_COPY_BYTES
+            and structure.devices[leaf].type == "cpu"
+            and not structure.conj[leaf]
+            and not structure.neg[leaf]
+            and envelope.is_dense(tuple(structure.shapes[leaf]), structure.strides[leaf])
+        )
+
+    moved = tuple(tuple(piece for piece in chunk.pieces if is_moved(piece)) for chunk in layout.chunks)
+    copied = tuple(tuple(piece for piece in chunk.pieces if not is_moved(piece)) for chunk in layout.chunks)
+    return moved, copied
+
+
+def _descriptors(layout: ImageLayout, moved: Sequence[Sequence[Piece]], fingerprint: list[int]) -> CopyDescriptors:
+    items = layout.items
+    return CopyDescriptors(
+        fingerprint,
+        tuple(
+            tuple((p.image_start, fingerprint[items[p.item].leaf] + p.raw_start, p.nbytes) for p in pieces)
+            for pieces in moved
+        ),
+    )

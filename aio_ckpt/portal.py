@@ -1,0 +1,396 @@
+"""The only file that starts a thread or a loop: one event loop on one named thread, and its I/O threads.
+
+:class:`Portal` follows anyio's ``BlockingPortal`` (4.16) and differs where that one waits without a deadline:
+``start_task_soon`` blocks its caller for a turn of the loop (a trainer would pay it on every save) and for ever
+if the loop ends meanwhile, a future whose task never ran stays unresolved, and leaving
+``start_blocking_portal`` joins the thread however long that takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import contextvars
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from threading import Condition, Lock
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+
+import anyio
+import anyio.abc
+
+from aio_ckpt.errors import EngineClosedError, EngineForkedError, StallError, WrongThreadError
+
+__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal", "run_blocking", "run_owned", "watch_submissions"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Watcher = Callable[["Future[Any]"], None]
+
+_logger = logging.getLogger("aio_ckpt")
+_START_TIMEOUT_SECS = 60.0
+_OWNER = threading.local()
+
+# -- submissions ----------------------------------------------------------------------------------
+
+ON_SUBMIT: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("aio_ckpt_on_submit", default=None)
+"""Told of every future that this context submits to an :class:`Executor`."""
+
+
+@contextlib.contextmanager
+def watch_submissions(callback: Watcher) -> Iterator[None]:
+    """Report the concurrent future of every submission made inside, by this task or one that it starts.
+
+    A cancelled await does not stop its thread: who lends bytes to a thread holds them until the future reported
+    here resolved. Watchers nest, the outer one is told first. ``callback`` must not raise: the work is queued.
+    """
+    outer = ON_SUBMIT.get()
+
+    def both(future: Future[Any]) -> None:
+        if outer is not None:
+            outer(future)
+        callback(future)
+
+    token = ON_SUBMIT.set(both)
+    try:
+        yield
+    finally:
+        ON_SUBMIT.reset(token)
+
+
+class Executor(ThreadPoolExecutor):
+    """``threads`` threads named ``{name}-io-{n}``, all started at once.
+
+    Started at once because CPython's ``submit`` queues the work before it starts a thread: when the thread
+    cannot be had it raises although an older thread will still run the work, on bytes that nobody holds.
+    """
+
+    def __init__(self, name: str, threads: int, owner: object = None) -> None:
+        """:meth:`Portal.check_thread` knows the threads by ``owner``. RuntimeError: the system gives no more."""
+        super().__init__(threads, thread_name_prefix=f"{name}-io", initializer=_own_thread, initargs=(owner,))
+        self._pid = os.getpid()
+        self._name = name
+        self._unfinished: set[Future[Any]] = set()
+        all_started = threading.Barrier(threads + 1)
+        try:
+            for _ in range(threads):
+                super().submit(all_started.wait, _START_TIMEOUT_SECS)
+            all_started.wait(_START_TIMEOUT_SECS)
+        except BaseException:
+            all_started.abort()
+            self.shutdown(wait=False)
+            raise
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue ``fn`` and report its future to the context's watcher.
+
+        Raises:
+            EngineClosedError: the executor was shut down.
+            EngineForkedError: its threads are those of another process.
+        """
+        _check_process(self._pid, self._name)
+        try:
+            future = super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            raise EngineClosedError(f"{self._name}: closed, no more I/O ({error})") from error
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        watcher = ON_SUBMIT.get()
+        if watcher is not None:
+            watcher(future)
+        return future
+
+    def close(self, timeout_secs: float) -> bool:
+        """Refuse new work and drop what is queued; False if a thread is still at work after ``timeout_secs``."""
+        self.shutdown(wait=False, cancel_futures=True)
+        running = [future for future in list(self._unfinished) if not future.cancelled()]
+        stuck = wait_for_futures(running, timeout_secs).not_done
+        if not stuck:
+            self.shutdown(wait=True)
+        return not stuck
+
+
+async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """``fn(*args)`` in a thread. A cancelled await returns at once; the thread, once begun, runs on."""
+    return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
+
+
+async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:
+    """Like :func:`run_blocking` for an ``fn`` whose result must be released.
+
+    If the await is cancelled, ``dispose(result)`` runs as soon as the thread has one, in that thread.
+    """
+    future = executor.submit(fn, *args)
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        future.add_done_callback(functools.partial(_dispose_result, dispose))
+        raise
+
+
+def _dispose_result(dispose: Callable[[T], object], future: Future[T]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        dispose(future.result())
+
+
+def _own_thread(owner: object) -> None:
+    _OWNER.value = owner
+
+
+def _check_process(pid: int, name: str) -> None:
+    if os.getpid() != pid:
+        raise EngineForkedError(f"{name} was opened by process {pid}, this is its fork: open an engine of its own here")
+
+
+# -- interpreter exit -----------------------------------------------------------------------------
+
+_exit_hooks: dict[object, Callable[[], None]] = {}
+_exit_registered_by: int | None = None
+
+
+def _register_exit(hook: Callable[[], None], key: object) -> None:
+    """Run ``hook`` while threads still work: ``threading``'s hooks run before the executors' are joined, newest first.
+
+    ``atexit`` runs after that join; only where the private registration is missing is it the next best thing.
+    """
+    global _exit_registered_by
+    _exit_hooks[key] = hook
+    if _exit_registered_by != os.getpid():
+        _exit_registered_by = os.getpid()
+        getattr(threading, "_register_atexit", atexit.register)(_run_exit_hooks)
+
+
+def _run_exit_hooks() -> None:
+    while _exit_hooks:
+        _, hook = _exit_hooks.popitem()
+        try:
+            hook()
+        except Exception:  # the hooks of other engines must run too
+            _logger.exception("draining at interpreter exit failed")
+
+
+# -- the portal -----------------------------------------------------------------------------------
+
+
+class Portal:
+    """One asyncio loop on the daemon thread ``{name}-loop``, with an :class:`Executor` for its blocking calls.
+
+    Invariant: every future that :meth:`submit` returned is resolved at the latest when the loop ended, by its
+    task's outcome or by :class:`EngineClosedError`. Tasks belong to one task group and run in a context of the
+    loop's own, so that none keeps alive what a caller's context holds. In a forked child every method raises
+    :class:`EngineForkedError`.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Nothing is started yet; ``threads`` is the size of the executor."""
+        self.name = name
+        self._threads = threads
+        self._pid = os.getpid()
+        self._is_closing = False
+        self._executor: Executor | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: contextvars.Context | None = None
+        self._group: anyio.abc.TaskGroup | None = None
+        self._ready: Future[None] = Future()
+        self._unresolved: set[Future[Any]] = set()
+
+    def start(self) -> None:
+        """Start the threads; returns when the loop runs. RuntimeError: started before, or no more threads."""
+        _check_process(self._pid, self.name)
+        if self._thread is not None or self._is_closing:
+            raise RuntimeError(f"{self.name}: a portal is started once")
+        self._executor = Executor(self.name, self._threads, owner=self)
+        self._thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
+        self._thread.start()
+        self._ready.result(_START_TIMEOUT_SECS)
+
+    @property
+    def executor(self) -> Executor:
+        """Runs what blocks; give it to :func:`run_blocking`."""
+        _check_process(self._pid, self.name)
+        if self._executor is None:
+            raise EngineClosedError(f"{self.name}: not started")
+        return self._executor
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether submissions are refused: closed, never started, or its loop died."""
+        return self._is_closing or self._thread is None or not self._thread.is_alive()
+
+    def check_thread(self, what: str) -> None:
+        """Refuse a wait that only this very thread could end.
+
+        Raises:
+            WrongThreadError: called on the loop's thread or on one of the executor's.
+        """
+        _check_process(self._pid, self.name)
+        if getattr(_OWNER, "value", None) is self:
+            raise WrongThreadError(
+                f"{what} on the engine's own thread {threading.current_thread().name!r} would wait for itself"
+            )
+
+    def submit(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> Future[T]:
+        """Start ``async_fn(*args)`` on the loop, from any thread; does not wait for the loop.
+
+        Cancelling the future cancels the task. :class:`EngineClosedError` if the portal is closed, and in the
+        future if it closes first.
+        """
+        _check_process(self._pid, self.name)
+        future: Future[T] = Future()
+        # Added before it is scheduled: a loop that ends in between finds it here and resolves it.
+        self._unresolved.add(future)
+        if self.is_closed or not self._schedule(self._spawn, async_fn, args, future):
+            self._unresolved.discard(future)
+            raise EngineClosedError(f"{self.name}: closed")
+        return future
+
+    def call(
+        self,
+        async_fn: Callable[[*Ts], Coroutine[Any, Any, T]],
+        *args: *Ts,
+        timeout: float | None,
+        what: str | None = None,
+    ) -> T:
+        """Run ``async_fn(*args)`` on the loop and wait. A wait given up (timeout, KeyboardInterrupt) cancels it.
+
+        Raises:
+            StallError: names ``what`` (default: the function) when ``timeout`` seconds have passed.
+            WrongThreadError: called on a thread of this portal.
+            EngineClosedError: the portal is closed, or closed meanwhile.
+        """
+        what = what or _name_of(async_fn)
+        self.check_thread(what)
+        future = self.submit(async_fn, *args)
+        try:
+            future.exception(timeout)  # does not raise the task's: a TimeoutError from here is the wait's own
+        except TimeoutError:
+            raise StallError(f"{self.name}: {what} did not end within {timeout} s") from None
+        finally:
+            future.cancel()
+        return future.result()
+
+    def post(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Call ``fn(*args)`` on the loop soon, from any thread. Ignored once the loop has ended."""
+        _check_process(self._pid, self.name)
+        self._schedule(fn, *args)
+
+    def at_exit(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
+        _check_process(self._pid, self.name)
+
+        def run_unless_forked() -> None:
+            if os.getpid() == self._pid and not self.is_closed:
+                callback()
+
+        _register_exit(run_unless_forked, self)
+
+    def close(self, timeout: float) -> None:
+        """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.
+
+        A thread that is stuck in the system after ``timeout`` seconds is left behind with a warning that names
+        the portal; every future is resolved all the same.
+        """
+        self.check_thread("close()")
+        deadline = time.monotonic() + timeout
+        self._is_closing = True
+        _exit_hooks.pop(self, None)
+        if self._thread is None or self._executor is None:
+            return
+        if self._group is not None:
+            self._schedule(self._group.cancel_scope.cancel)
+        self._thread.join(timeout)
+        threads_ended = self._executor.close(max(0.0, deadline - time.monotonic()))
+        self._resolve_rest(None)
+        if self._thread.is_alive() or not threads_ended:
+            _logger.warning("%s: a thread was still at work %.1f s after close and is left behind", self.name, timeout)
+
+    # -- on the loop's thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        _own_thread(self)
+        cause: BaseException | None = None
+        try:
+            anyio.run(self._main, backend="asyncio")
+        except BaseException as error:
+            cause = error
+            _logger.exception("%s: the loop died", self.name)
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._resolve_rest(cause)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        async with anyio.create_task_group() as group:
+            self._group = group
+            self._ready.set_result(None)
+            await anyio.sleep_forever()
+
+    def _schedule(self, fn: Callable[[*Ts], object], *args: *Ts) -> bool:
+        if self._loop is None or self._context is None:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(fn, *args, context=self._context.copy())
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            return False
+        return True
+
+    def _spawn(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], args: tuple[*Ts], future: Future[T]) -> None:
+        if self._group is not None and not self._is_closing:  # else resolved when the loop has ended
+            self._group.start_soon(self._run_task, async_fn, args, future, name=_name_of(async_fn))
+
+    async def _run_task(
+        self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], args: tuple[*Ts], future: Future[T]
+    ) -> None:
+        with anyio.CancelScope() as scope:
+            future.add_done_callback(lambda done: done.cancelled() and self._schedule(scope.cancel))
+            try:
+                value = await async_fn(*args)
+            except asyncio.CancelledError:  # not raised further: the task ends here, and its group must go on
+                if not self._is_closing:
+                    future.cancel()
+                self._fail(future, None)
+            except BaseException as error:
+                if self._claim(future):
+                    future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            else:
+                if self._claim(future):
+                    future.set_result(value)
+
+    def _resolve_rest(self, cause: BaseException | None) -> None:
+        for future in list(self._unresolved):
+            self._fail(future, cause)
+
+    def _fail(self, future: Future[Any], cause: BaseException | None) -> None:
+        if self._claim(future):
+            error = EngineClosedError(f"{self.name}: closed before the task had ended")
+            error.__cause__ = cause
+            future.set_exception(error)
+
+    def _claim(self, future: Future[Any]) -> bool:
+        """Whether the caller is to resolve it: the first to come, unless the future was cancelled."""
+        try:
+            self._unresolved.remove(future)
+        except KeyError:
+            return False
+        return future.set_running_or_notify_cancel()
+
+
+def _name_of(fn: Callable[..., object]) -> str:
+    return str(getattr(fn, "__qualname__", repr(fn)))

@@ -1,0 +1,104 @@
+"""What a save wrote, as manifests. Pure: from results to bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import struct
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+from isal import isal_zlib
+
+from aio_ckpt.items import WriteResult
+from aio_ckpt.manifest import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    METADATA_FILE,
+    FileEntry,
+    ObjectEntry,
+    RootManifest,
+    data_file_name,
+    encode_rank,
+    encode_root,
+)
+from aio_ckpt.plan import Plan
+from aio_ckpt.snapshot import ObjectBytes
+
+__all__ = ["object_entries", "render_rank", "render_root", "written_names"]
+
+
+def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
+    """One entry for each distinct object; names with equal bytes share it."""
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, span in zip(plan.object_names, objects.spans, strict=True):
+        names.setdefault(span, []).append(name)
+    begin, region = plan.layout.tensor_bytes, memoryview(objects.region)
+    return [
+        ObjectEntry(tuple(fqns), begin + start, nbytes, isal_zlib.crc32(region[start : start + nbytes]))
+        for (start, nbytes), fqns in names.items()
+    ]
+
+
+def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResult) -> frozenset[str]:
+    """Names of the leaves whose every byte went to the disk, from what the write stage reports."""
+
+    def is_written(start: int, stop: int) -> bool:
+        first, last = start // plan.layout.chunk_bytes, (stop - 1) // plan.layout.chunk_bytes
+        return result.chunks_written.issuperset(range(first, last + 1))
+
+    tensors = [
+        item.fqns
+        for item, sums in zip(plan.layout.items, result.block_crc32s, strict=True)
+        if bool(sums) == bool(item.raw_bytes)
+        and is_written(item.item_offset, item.item_offset + item.envelope.item_bytes)
+    ]
+    objects = [entry.fqns for entry in entries if is_written(entry.offset, entry.offset + entry.nbytes)]
+    return frozenset(name for fqns in (*tensors, *objects) for name in fqns)
+
+
+def render_rank(
+    plan: Plan,
+    entries: Sequence[ObjectEntry],
+    result: WriteResult,
+    *,
+    step: int,
+    save_id: str,
+    rank: int,
+    world_size: int,
+) -> bytes:
+    """The rank's manifest."""
+    sums = [crc32 for blocks in result.block_crc32s for crc32 in blocks]
+    return encode_rank(
+        save_id=save_id,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        file=FileEntry(data_file_name(rank), result.image_bytes, result.file_crc32),
+        tensors=plan.tensors_static,
+        sums=struct.pack(f"<{len(sums)}I", *sums),
+        objects=entries,
+        skeleton=plan.skeleton,
+    )
+
+
+def render_root(metadata: bytes, ranks: Sequence[FileEntry], *, step: int, save_id: str, created_unix: float) -> bytes:
+    """The root manifest over rendered ``.metadata`` and the rank manifests, by rank."""
+    return encode_root(
+        RootManifest(
+            format=(FORMAT_MAJOR, FORMAT_MINOR),
+            save_id=save_id,
+            step=step,
+            world_size=len(ranks),
+            metadata=FileEntry(METADATA_FILE, len(metadata), isal_zlib.crc32(metadata)),
+            metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
+            ranks=tuple(ranks),
+            written_by={
+                "aio_ckpt": version("aio-ckpt"),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            created_unix=created_unix,
+        )
+    )

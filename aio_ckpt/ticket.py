@@ -1,0 +1,224 @@
+"""What ``save()`` returns: :class:`SaveTicket` with two :class:`Milestone` s, waited for from any thread or loop.
+
+Giving up a wait (a cancelled await, ``asyncio.timeout``, a timeout) never cancels the save: only
+:meth:`SaveTicket.cancel` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, InvalidStateError
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from aio_ckpt.errors import SaveCancelledError, StallError
+from aio_ckpt.items import SaveReport
+
+__all__ = ["Milestone", "SaveTicket"]
+
+T = TypeVar("T")
+
+
+class Milestone(Generic[T]):
+    """Something that a save reaches once, or fails to reach.
+
+    Invariant: the outcome is set once, by the engine, and never by a waiter. Each await has a private future of
+    its own loop, woken by a callback. All waiters of a failure get the same exception object, with the traceback
+    that it had when it was set, so that waiting a thousand times does not grow it.
+    """
+
+    def __init__(self, name: str, portal_check: Callable[[str], None]) -> None:
+        """``name`` stands in errors; ``portal_check(what)`` raises on the engine's own threads and in a fork."""
+        self.name = name
+        self._check = portal_check
+        self._future: Future[T] = Future()
+        self._traceback: TracebackType | None = None
+        self._observed = False
+
+    def __repr__(self) -> str:
+        return f"<Milestone {self.name}: {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """``pending``, ``reached``, ``cancelled`` or ``failed: <type of the error>``."""
+        if not self._future.done():
+            return "pending"
+        error = self._future.exception()
+        if isinstance(error, SaveCancelledError):
+            return "cancelled"
+        return "reached" if error is None else f"failed: {type(error).__name__}"
+
+    @property
+    def observed(self) -> bool:
+        """Whether a waiter was given the failure (by ``result``, ``exception`` or an await)."""
+        return self._observed
+
+    def done(self) -> bool:
+        """Whether the outcome is known; never blocks."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait in this thread, at most ``timeout`` seconds (None: as long as it takes).
+
+        Raises:
+            StallError: the time is over; the save goes on.
+            WrongThreadError: this would block the engine's own thread for ever. Once ``done()``, it is no wait.
+            EngineForkedError: the save belongs to another process.
+            Exception: why the milestone was not reached.
+        """
+        self._wait(timeout)
+        return self._take()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait like :meth:`result` and return the failure, or None. The caller has then observed it."""
+        self._wait(timeout)
+        error = self._future.exception()
+        self._observed |= error is not None
+        return error
+
+    def peek(self) -> BaseException | None:
+        """The failure if there is one by now; never waits and does not count as observed."""
+        return self._future.exception() if self._future.done() else None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in any running loop but the engine's own. Raises what :meth:`result` raises, without the timeout."""
+        if not self._future.done():
+            self._check(f"await {self.name}")
+            yield from self._wait_in_loop().__await__()
+        return self._take()
+
+    def add_done_callback(self, fn: Callable[[Milestone[T]], object]) -> None:
+        """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or now if it is known."""
+        self._future.add_done_callback(lambda _: fn(self))
+
+    def resolve(self, value: T) -> bool:
+        """Reached. The first outcome stands; False if there was one before."""
+        try:
+            self._future.set_result(value)
+        except InvalidStateError:
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> bool:
+        """Not reached, and why. The first outcome stands; False if there was one before."""
+        if not self._future.done():
+            self._traceback = error.__traceback__
+        try:
+            self._future.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        if self._future.done():
+            return
+        self._check(f"waiting for {self.name}")
+        try:
+            self._future.exception(timeout)  # does not raise the failure: a TimeoutError from here is the wait's own
+        except TimeoutError:
+            raise StallError(f"{self.name}: not reached within {timeout} s; the save goes on") from None
+
+    async def _wait_in_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: Future[T]) -> None:
+            try:
+                loop.call_soon_threadsafe(_set_if_pending, waiter)
+            except RuntimeError:  # the waiter's loop was closed: nobody waits
+                if not loop.is_closed():
+                    raise
+
+        self._future.add_done_callback(wake)
+        await waiter
+
+    def _take(self) -> T:
+        error = self._future.exception()
+        if error is None:
+            return self._future.result()
+        self._observed = True
+        try:
+            raise error.with_traceback(self._traceback)
+        finally:
+            del error  # it holds this frame by its traceback
+
+
+def _set_if_pending(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class SaveTicket:
+    """One save in the background. ``await ticket`` is ``await ticket.committed``.
+
+    A skipped save (``when_busy="skip"``) has ``skipped=True`` and both milestones reached, with None for a report.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        portal_check: Callable[[str], None],
+        cancel: Callable[[], bool] | None = None,
+        fence: Callable[[object], None] | None = None,
+        skipped: bool = False,
+        waited_secs: float = 0.0,
+    ) -> None:
+        """``cancel`` asks the engine to cancel, ``fence(stream)`` to make a stream wait for the copies."""
+        self.step = step
+        """Step that is saved."""
+        self.skipped = skipped
+        """Whether the save was not begun because others were pending."""
+        self.waited_secs = waited_secs
+        """How long ``save()`` kept its caller waiting for room."""
+        self.staged: Milestone[None] = Milestone(f"staged of step {step}", portal_check)
+        """Everything is copied: the sources may be changed."""
+        self.committed: Milestone[SaveReport | None] = Milestone(f"committed of step {step}", portal_check)
+        """Durable and visible."""
+        self._cancel = cancel
+        self._fence = fence
+        if skipped:
+            self.staged.resolve(None)
+            self.committed.resolve(None)
+        self.committed.add_done_callback(self._let_go)
+
+    def __repr__(self) -> str:
+        return f"<SaveTicket step {self.step}: {self._state()}>"
+
+    def __await__(self) -> Generator[Any, None, SaveReport | None]:
+        return self.committed.__await__()
+
+    def done(self) -> bool:
+        """Whether the save is settled: committed, failed, cancelled or skipped."""
+        return self.committed.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait in this thread until the save is committed; None for a skipped one. Raises like Milestone.result."""
+        return self.committed.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait like :meth:`result` and return the failure, or None."""
+        return self.committed.exception(timeout)
+
+    def cancel(self) -> bool:
+        """Ask that nothing becomes visible; False if it is too late. The outcome is then SaveCancelledError."""
+        cancel = self._cancel
+        return cancel is not None and cancel()
+
+    def fence(self, stream: object = None) -> None:
+        """Make ``stream`` (None: the current one) wait for the copies out of guarded tensors."""
+        fence = self._fence
+        if fence is not None:
+            fence(stream)
+
+    def _let_go(self, _: Milestone[SaveReport | None]) -> None:
+        # A trainer may keep its tickets for ever; the callbacks hold the save's state.
+        self._cancel = self._fence = None
+
+    def _state(self) -> str:
+        if self.skipped:
+            return "skipped"
+        if self.committed.done():
+            return "committed" if self.committed.state == "reached" else self.committed.state
+        return "staged" if self.staged.state == "reached" else "pending"

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import struct
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import manifest, metadata
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.manifest import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    METADATA_FILE,
+    FileEntry,
+    ObjectEntry,
+    RootManifest,
+    TensorEntry,
+    block_sums,
+    data_file_name,
+    decode_rank,
+    decode_root,
+    encode_rank,
+    encode_root,
+    encode_static,
+    rank_manifest_name,
+)
+
+# -- the rank's manifest --------------------------------------------------------------------------
+
+TENSOR = TensorEntry(("a", "tied"), "bfloat16", (3, 1 << 20), (1, 3), (0, 7), 0, 6 << 20 | 1024, 512, 6 << 20)
+SMALL = TensorEntry(("b",), "int64", (), (), (), 7 << 20, 600, (7 << 20) + 512, 8)
+EMPTY = TensorEntry(("c",), "float32", (0, 4), (4, 1), (0, 0), 8 << 20, 600, (8 << 20) + 512, 0)
+OBJECT = ObjectEntry(("step",), 9 << 20, 400, 5)
+FILE = FileEntry(data_file_name(1), 10 << 20, 0xFFFFFFFF)
+SUMS = struct.pack("<7I", *range(7))
+
+
+def encoded(**changes: object) -> bytes:
+    values = {"save_id": "s", "step": 4, "rank": 1, "world_size": 2, "file": FILE, "skeleton": b"sk"}
+    values |= {"tensors": encode_static([TENSOR, SMALL, EMPTY]), "sums": SUMS, "objects": [OBJECT]} | changes
+    return encode_rank(**values)
+
+
+def raw_rank(**changes: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encoded()) | changes)
+
+
+def test_the_functions_of_metadata_are_found_here_too():
+    assert manifest.render_metadata is metadata.render_metadata
+    assert manifest.parse_metadata is metadata.parse_metadata
+
+
+def test_file_names_are_those_of_dcp_and_of_the_design():
+    assert (data_file_name(3), data_file_name(3, 2), rank_manifest_name(3)) == (
+        "__3_0.distcp",
+        "__3_2.distcp",
+        "aio_ckpt.3.bin",
+    )
+
+
+def test_a_rank_manifest_comes_back_as_it_was():
+    found = decode_rank(encoded(), name="m")
+    assert found.tensors == (TENSOR, SMALL, EMPTY)
+    assert (found.objects, found.file, found.sums, found.skeleton) == ((OBJECT,), FILE, SUMS, b"sk")
+    assert (found.save_id, found.step, found.rank, found.world_size) == ("s", 4, 1, 2)
+    assert (found.format, found.block_bytes) == ((FORMAT_MAJOR, FORMAT_MINOR), BLOCK_BYTES)
+
+
+def test_a_rank_that_stored_nothing_has_a_manifest_too():
+    found = decode_rank(encoded(file=None, tensors=encode_static([]), sums=b"", objects=()), name="m")
+    assert found.file is None
+    assert block_sums(found) == []
+
+
+def test_block_sums_are_split_by_item_and_an_empty_tensor_has_none():
+    assert block_sums(decode_rank(encoded(), name="m")) == [(0, 1, 2, 3, 4, 5), (6,), ()]
+
+
+def test_fields_of_a_newer_minor_version_are_ignored():
+    data = raw_rank(format=[FORMAT_MAJOR, FORMAT_MINOR + 9], news={"x": 1}, file=[FILE.name, FILE.nbytes, 3, "new"])
+    found = decode_rank(data, name="m")
+    assert found.format == (FORMAT_MAJOR, FORMAT_MINOR + 9)
+    assert found.tensors[0] == TENSOR
+
+
+def test_a_newer_major_version_is_refused_by_name_even_if_nothing_else_is_known():
+    data = msgspec.msgpack.encode({"format": [FORMAT_MAJOR + 1, 3], "all_else": "is new"})
+    with pytest.raises(FormatVersionError, match=r"m\.bin.* 2\.3.* 1\.0"):
+        decode_rank(data, name="m.bin")
+    with pytest.raises(FormatVersionError, match=r"r\.json.* 2\.3.* 1\.0"):
+        decode_root(b'{"format": [2, 3]}', name="r.json")
+
+
+def test_a_major_version_that_never_was_is_corrupt():
+    with pytest.raises(CorruptCheckpointError, match=r"0\.1"):
+        decode_rank(raw_rank(format=[0, 1]), name="m")
+
+
+BAD_FIELDS = {
+    "step": (-1, 1 << 63, 1.5, None, "1", True),
+    "rank": (-1, 2, 1 << 70 - 8),
+    "world_size": (0, -1, 1),
+    "block_bytes": (0, -1, BLOCK_BYTES * 2),
+    "format": ([1], [1, 0, 0], [1, -1], "1.0"),
+    "save_id": (1, None),
+    "skeleton": (None, 1),
+    "sums": (SUMS[:-1], SUMS[:-4], SUMS + bytes(4), None),
+    "file": (
+        None,
+        ["x", -1, 0],
+        ["x", 10 << 20, -1],
+        ["x", 10 << 20, 1 << 32],
+        ["x", 9 << 20, 0],
+        ["x", 1 << 63, 0],
+        ["../x", 10 << 20, 0],
+        ["..", 10 << 20, 0],
+        ["", 10 << 20, 0],
+        ["a\0", 10 << 20, 0],
+        ["x" * 256, 10 << 20, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in BAD_FIELDS for value in BAD_FIELDS[field]])
+def test_every_field_of_a_rank_manifest_is_checked(field, value):
+    with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
+        decode_rank(raw_rank(**{field: value}), name="m.bin")
+
+
+BAD_TENSOR = {
+    "fqns": ((),),
+    "dtype": ("nothing", "float32", "load"),
+    "shape": ((3, 1 << 19), (-3, -(1 << 20)), (3 << 20,), (0, 1 << 20), (True, 1 << 20), (1,) * 65),
+    "stride": ((1, 4), (1,), (-1, 3), (1 << 62, 1 << 62), (0, 0), (2, 3)),
+    "offsets": ((0,), (0, -1), (0, 1 << 63)),
+    "item_offset": (-1, 513, 10 << 20),
+    "item_bytes": (-1, 512, 6 << 20, 11 << 20, 1 << 62),
+    "raw_offset": (-1, 1025, 1 << 62),
+    "raw_bytes": (-1, 0, (6 << 20) - 1, (6 << 20) + 1, 1 << 62),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in BAD_TENSOR for value in BAD_TENSOR[field]])
+def test_every_number_of_a_tensor_entry_is_checked(field, value):
+    entry = msgspec.structs.replace(TENSOR, **{field: value})
+    with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
+        decode_rank(encoded(tensors=encode_static([entry, SMALL, EMPTY])), name="m.bin")
+
+
+def test_items_without_a_data_file_are_corrupt_even_if_they_are_empty():
+    empty = ObjectEntry(("o",), 0, 0, 0)
+    with pytest.raises(CorruptCheckpointError, match="no data file"):
+        decode_rank(encoded(file=None, tensors=encode_static([]), sums=b"", objects=[empty]), name="m")
+
+
+@pytest.mark.parametrize("dims", [64, 65])
+def test_a_tensor_has_at_most_64_dimensions(dims):
+    ones = (1,) * dims
+    data = encoded(tensors=encode_static([TensorEntry(("d",), "int8", ones, ones, ones, 0, 9, 0, 1)]), sums=bytes(4))
+    if dims == 64:
+        assert decode_rank(data, name="m").tensors[0].shape == ones
+    else:
+        with pytest.raises(CorruptCheckpointError, match="64"):
+            decode_rank(data, name="m")
+
+
+def test_a_tensor_beyond_the_data_file_is_named():
+    entry = msgspec.structs.replace(SMALL, item_offset=10 << 20, raw_offset=10 << 20)
+    with pytest.raises(CorruptCheckpointError, match="'b'"):
+        decode_rank(encoded(tensors=encode_static([TENSOR, entry, EMPTY])), name="m")
+
+
+@pytest.mark.parametrize(
+    "change", [{"fqns": ()}, {"offset": -1}, {"offset": 10 << 20}, {"nbytes": 2 << 20}, {"nbytes": -1}, {"crc32": -1}]
+)
+def test_every_number_of_an_object_entry_is_checked(change):
+    with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
+        decode_rank(encoded(objects=[msgspec.structs.replace(OBJECT, **change)]), name="m.bin")
+
+
+def test_a_truncated_rank_manifest_is_corrupt_at_every_length():
+    data = encoded()
+    for stop in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            decode_rank(data[:stop], name="m")
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_rank_manifest_with_damaged_bytes_is_read_or_refused_as_corrupt(data):
+    damaged = bytearray(encoded())
+    for at in data.draw(st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=3)):
+        damaged[at] = data.draw(st.integers(0, 255))
+    try:
+        found = decode_rank(bytes(damaged), name="m")
+    except (CorruptCheckpointError, FormatVersionError):
+        return
+    for entry in found.tensors:
+        assert entry.raw_offset + entry.raw_bytes <= found.file.nbytes
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.text(max_size=8), st.lists(st.integers(0, 9), max_size=4))))
+def test_any_contiguous_tensors_come_back_as_they_were(drawn):
+    entries, at, sums = [], 0, b""
+    for name, shape in drawn:
+        tensor = torch.empty(shape, dtype=torch.float64)
+        nbytes = tensor.numel() * 8
+        entries.append(
+            TensorEntry(
+                (name,), "float64", tuple(shape), tensor.stride(), (0,) * len(shape), at, nbytes + 600, at + 512, nbytes
+            )
+        )
+        at += nbytes + 600
+        sums += bytes(4) if nbytes else b""
+    data = encoded(file=FileEntry("f", at, 0), tensors=encode_static(entries), sums=sums, objects=())
+    assert decode_rank(data, name="m").tensors == tuple(entries)
+
+
+# -- the root manifest ----------------------------------------------------------------------------
+
+ROOT = RootManifest(
+    format=(1, 0),
+    save_id="s",
+    step=100,
+    world_size=2,
+    metadata=FileEntry(METADATA_FILE, 1000, 7),
+    metadata_blake2b="0a" * 64,
+    ranks=(FileEntry(rank_manifest_name(0), 10, 1), FileEntry(rank_manifest_name(1), 11, 2)),
+    written_by={"torch": "2.13", "python": "3.11", "aio_ckpt": "0.1"},
+    created_unix=1.5e9,
+)
+
+
+def test_a_root_manifest_comes_back_as_it_was_and_is_json_with_lines():
+    data = encode_root(ROOT)
+    assert decode_root(data, name="r") == ROOT
+    assert json.loads(data)["step"] == 100
+    assert data.endswith(b"}\n")
+    assert data.count(b"\n") > 5
+
+
+def test_unknown_fields_of_a_root_manifest_are_ignored():
+    data = json.dumps(json.loads(encode_root(ROOT)) | {"format": [1, 7], "new": [1]}).encode()
+    assert decode_root(data, name="r").step == 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": 1.5},
+        {"world_size": 0},
+        {"world_size": 3},
+        {"ranks": []},
+        {"metadata": [".metadata", -1, 0]},
+        {"metadata": ["/etc/x", 1, 0]},
+        {"metadata": None},
+        {"metadata_blake2b": "zz" * 64},
+        {"metadata_blake2b": "0a"},
+        {"ranks": [["a", 1, 0], ["b/c", 1, 0]]},
+        {"ranks": [["a", 1, 0], ["b", 1, 1 << 32]]},
+        {"created_unix": -1},
+        {"written_by": {"torch": 2}},
+        {"save_id": None},
+        {"format": [0, 0]},
+        {"format": None},
+    ],
+)
+def test_every_field_of_a_root_manifest_is_checked(change):
+    data = json.dumps(json.loads(encode_root(ROOT)) | change).encode()
+    with pytest.raises(CorruptCheckpointError, match=r"r\.json"):
+        decode_root(data, name="r.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b'{"format": [1, 0]}', b"[" * 100_000])
+def test_what_is_no_root_manifest_is_corrupt(data):
+    with pytest.raises(CorruptCheckpointError, match=r"r\.json"):
+        decode_root(data, name="r.json")

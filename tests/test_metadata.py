@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import collections
+import io
+import pathlib
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from aio_ckpt import metadata as metadata_module
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.manifest import METADATA_FILE
+from aio_ckpt.metadata import parse_metadata, render_metadata
+
+# -- rendering .metadata --------------------------------------------------------------------------
+
+TAGS = [tag for tag, _ in zip(metadata_module._tags(), range(3), strict=False)]
+
+
+def tensor_metadata(size: tuple[int, ...] = (2, 3)) -> TensorStorageMetadata:
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+    return TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(size), [whole])
+
+
+def make_metadata(names: list[str], objects: list[str], numbers: tuple[int, ...] = ()) -> Metadata:
+    described: dict = {name: tensor_metadata() for name in names} | {name: BytesStorageMetadata() for name in objects}
+    places = {
+        MetadataIndex(name, (0, 0), 0): _StorageInfo("__0_0.distcp", 1000 * at, 900) for at, name in enumerate(names)
+    }
+    paths = {name: (name, *numbers) for name in described}
+    return Metadata(described, planner_data=paths, storage_data=places, version="1.0.0")
+
+
+def expected(metadata: Metadata, objects: list[str], spans: list, checkpoint_id: str, save_id: str) -> Metadata:
+    places = metadata.storage_data | {
+        MetadataIndex(name): _StorageInfo("__0_0.distcp", *span) for name, span in zip(objects, spans, strict=True)
+    }
+    return replace(metadata, storage_data=places, storage_meta=StorageMeta(checkpoint_id, save_id))
+
+
+def sentinel(tag: bytes, low: int = 0) -> int:
+    return int.from_bytes(tag, "little") << 32 | low
+
+
+texts = st.one_of(st.text(max_size=6), st.sampled_from([tag.decode() for tag in TAGS]))
+odd_names = st.builds(lambda parts: "".join(parts), st.lists(st.one_of(texts, st.just("\x08"), st.just("X\x05\0\0\0"))))
+spoilers = st.sampled_from([sentinel(tag, 1) for tag in TAGS])
+sizes = st.one_of(st.integers(0, 300), st.integers(0, 1 << 62), spoilers.filter(lambda value: value <= 1 << 62))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(odd_names, unique=True, max_size=8),
+    st.integers(0, 8),
+    st.lists(st.one_of(sizes, spoilers), max_size=3),
+    st.data(),
+    texts,
+    texts,
+)
+def test_a_filled_template_says_what_pickling_the_real_values_says(names, count, numbers, data, checkpoint_id, save_id):
+    objects, tensors = names[:count], names[count:]
+    spans = [data.draw(st.tuples(sizes, sizes)) for _ in objects]
+    metadata = make_metadata(tensors, objects, tuple(numbers))
+    template = render_metadata(
+        metadata, object_indices=[MetadataIndex(name) for name in objects], data_file="__0_0.distcp"
+    )
+    filled = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
+    wanted = expected(metadata, objects, spans, checkpoint_id, save_id)
+    assert pickle.loads(filled) == wanted
+    assert list(pickle.loads(filled).storage_data) == list(wanted.storage_data)
+    assert parse_metadata(filled, name="m") == wanted
+
+
+def test_a_name_or_number_that_equals_a_sentinel_makes_the_template_use_another():
+    hostile = [tag.decode() for tag in TAGS]
+    metadata = make_metadata(hostile, ["o"], tuple(sentinel(tag, low) for tag in TAGS for low in (0, 1)))
+    template = render_metadata(metadata, object_indices=[MetadataIndex("o")], data_file="__0_0.distcp")
+    filled = template.fill([(1, 2)], checkpoint_id="c", save_id="s")
+    assert pickle.loads(filled) == expected(metadata, ["o"], [(1, 2)], "c", "s")
+
+
+def test_tags_never_overlap_themselves():
+    assert all(len(set(tag)) == 4 for tag, _ in zip(metadata_module._tags(), range(1000), strict=False))
+
+
+def test_a_template_serves_many_saves_and_leaves_the_metadata_alone():
+    metadata = make_metadata(["w"], ["o"])
+    before = pickle.dumps(metadata)
+    template = render_metadata(metadata, object_indices=[MetadataIndex("o")], data_file="__0_0.distcp")
+    for span in ((5, 6), (1 << 62, 1 << 40), (0, 0)):
+        found = parse_metadata(template.fill([span], checkpoint_id="a" * span[0].bit_length(), save_id="é"), name="m")
+        place = found.storage_data[MetadataIndex("o")]
+        assert (place.offset, place.length, found.storage_meta.save_id) == (*span, "é")
+    assert pickle.dumps(metadata) == before
+
+
+def test_each_object_may_lie_in_the_file_of_its_rank():
+    indices = [MetadataIndex("rng.rank0"), MetadataIndex("rng.rank1")]
+    metadata = make_metadata([], ["rng.rank0", "rng.rank1"])
+    template = render_metadata(metadata, object_indices=indices, data_file=["__0_0.distcp", "__1_0.distcp"])
+    found = parse_metadata(template.fill([(1, 2), (3, 4)], checkpoint_id="c", save_id="s"), name="m")
+    assert [found.storage_data[index] for index in indices] == [
+        _StorageInfo("__0_0.distcp", 1, 2),
+        _StorageInfo("__1_0.distcp", 3, 4),
+    ]
+
+
+def test_what_cannot_be_rendered_or_filled_is_refused():
+    metadata = make_metadata(["w"], ["o"])
+    index = MetadataIndex("o")
+    for indices, files in (([index, index], "f"), ([MetadataIndex("w", (0, 0))], "f"), ([index], ["f", "g"])):
+        with pytest.raises(ValueError):
+            render_metadata(metadata, object_indices=indices, data_file=files)
+    template = render_metadata(metadata, object_indices=[index], data_file="f")
+    for spans in ([], [(1, 2), (3, 4)]):
+        with pytest.raises(ValueError, match="1 objects"):
+            template.fill(spans, checkpoint_id="c", save_id="s")
+
+
+def test_dcp_reads_the_filled_bytes(tmp_path):
+    metadata = make_metadata(["w"], ["o"])
+    template = render_metadata(metadata, object_indices=[MetadataIndex("o")], data_file="__0_0.distcp")
+    (tmp_path / METADATA_FILE).write_bytes(template.fill([(7, 8)], checkpoint_id="here", save_id="id"))
+    found = dcp.FileSystemReader(tmp_path).read_metadata()
+    assert found.storage_data == expected(metadata, ["o"], [(7, 8)], "here", "id").storage_data
+    assert (found.storage_meta.checkpoint_id, found.storage_meta.save_id) == ("here", "id")
+
+
+# -- reading .metadata ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stock(tmp_path) -> bytes:
+    state = {
+        "model": {"w": torch.ones(2, 3), "list": [torch.ones(1), 1], "f8": torch.ones(4).to(torch.float8_e4m3fn)},
+        "optim": {0: {"step": torch.tensor(1.0)}, "lr": 0.1},
+        "empty": torch.empty(0, 3, dtype=torch.complex64),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP warns that no process group is there
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    return (tmp_path / METADATA_FILE).read_bytes()
+
+
+@pytest.mark.parametrize("protocol", [None, 2, 3, 4, 5])
+def test_what_stock_dcp_saved_is_read_as_pickle_reads_it(stock, protocol):
+    wanted = pickle.loads(stock)
+    data = stock if protocol is None else pickle.dumps(wanted, protocol=protocol)
+    found = parse_metadata(data, name="m")
+    assert found == wanted
+    assert type(found.storage_meta.checkpoint_id) is type(wanted.storage_meta.checkpoint_id)
+    assert [vars(info) for info in found.storage_data.values()] == [vars(info) for info in wanted.storage_data.values()]
+    assert all(
+        type(entry) is type(wanted.state_dict_metadata[name]) for name, entry in found.state_dict_metadata.items()
+    )
+
+
+def test_the_fields_of_torch_2_6_suffice(stock):
+    old = pickle.loads(stock)
+    for owner, newer in ((old, "version"), (old.storage_meta, "modules")):
+        vars(owner).pop(newer, None)
+    assert b"transform_descriptors" not in pickle.dumps(old)
+    found = parse_metadata(pickle.dumps(old), name="m")
+    assert found.storage_data == old.storage_data
+    assert found.storage_meta == replace(found.storage_meta, save_id=old.storage_meta.save_id)
+    assert found.state_dict_metadata == old.state_dict_metadata
+    assert "StorageMeta" in repr(found)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
+def test_a_layout_memory_format_and_ordered_dict_are_read(memory_format):
+    metadata = make_metadata(["w"], [])
+    odd = TensorProperties(torch.int8, torch.sparse_coo, True, memory_format, True)
+    metadata.state_dict_metadata["w"].properties = odd
+    metadata.planner_data = collections.OrderedDict(x=({1}, frozenset([2.5]), b"bytes", None, -(1 << 80)))
+    assert parse_metadata(pickle.dumps(metadata), name="m") == metadata
+
+
+class Runs:
+    """Unpickling it would call a function that raises."""
+
+    def __init__(self, function, *args):
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+def never() -> None:
+    raise AssertionError("code of the pickle was run")
+
+
+HOSTILE_GLOBALS = [
+    (Runs(never), "never"),
+    (Runs(exec, "raise SystemExit"), "exec"),
+    (Runs(eval, "1"), "eval"),
+    (Runs(getattr, "x", "upper"), "getattr"),
+    (Runs(bytearray, 1 << 50), "bytearray"),
+    (Runs(torch.load, "x"), "load"),
+    (Runs(torch.zeros, 1), "zeros|getattr"),
+    (Runs(io.BytesIO, b""), "BytesIO"),
+    (Runs(dcp_metadata._MEM_FORMAT_ENCODING.mro), "getattr"),
+]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(("value", "text"), HOSTILE_GLOBALS)
+def test_a_crafted_pickle_runs_nothing_and_is_refused_by_name(value, text, protocol):
+    metadata = replace(make_metadata(["w"], []), planner_data={"w": value})
+    with pytest.raises(CorruptCheckpointError, match=rf"m\.md: .* asks for .*({text}|copy_reg)"):
+        parse_metadata(pickle.dumps(metadata, protocol=protocol), name="m.md")
+
+
+def test_old_style_opcodes_are_refused_by_name():
+    for data in (b"cos\nsystem\n(S'true'\ntR.", b"(ios\nsystem\n.", b"\x80\x04\x8c\x02os\x8c\x06system\x93."):
+        with pytest.raises(CorruptCheckpointError, match=r"os\.system"):
+            parse_metadata(data, name="m")
+
+
+@pytest.mark.parametrize(
+    "op", [b"I1\n.", b"Px\n.", b"\x80\x02NQ.", b"\x80\x02\x82\x01.", b"\x80\x05\x97.", b"Np1\n.", b"\x80\x04)\x92."]
+)
+def test_opcodes_that_no_metadata_needs_are_refused(op):
+    with pytest.raises(CorruptCheckpointError, match="opcode"):
+        parse_metadata(op, name="m")
+
+
+CLASS = "ctorch.distributed.checkpoint.metadata\n%s\n"
+
+
+@pytest.mark.parametrize("name", ["Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex"])
+def test_a_pickle_cannot_change_a_class(name):
+    state = b"N}X\x0c\x00\x00\x00__setstate__K\x01s\x86"
+    with pytest.raises(CorruptCheckpointError, match="__setstate__"):
+        parse_metadata(b"\x80\x02" + (CLASS % name).encode() + state + b"b.", name="m")
+    assert getattr(getattr(dcp_metadata, name), "__setstate__", None) != 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "ctorch.serialization\n_get_layout\n",
+        "cpathlib\nPosixPath\n",
+        "ctorch\nSize\n",
+        "ctorch\nfloat32\n",
+        "cbuiltins\ndict\n",
+        "ccollections\nOrderedDict\n",
+        "ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n",
+    ],
+)
+@pytest.mark.parametrize("state", [b"N}X\x03\x00\x00\x00fooK\x01s\x86", b"}X\x03\x00\x00\x00fooK\x01s"])
+def test_a_pickle_cannot_change_anything_shared(target, state):
+    with pytest.raises(CorruptCheckpointError):
+        parse_metadata(b"\x80\x02" + target.encode() + state + b"b.", name="m")
+    shared = (torch.serialization._get_layout, pathlib.PosixPath, torch.Size, torch.float32, dict, _StorageInfo)
+    assert not any(hasattr(thing, "foo") for thing in shared)
+
+
+def test_a_forged_memo_index_is_refused_before_memory_is_taken_for_it():
+    with pytest.raises(CorruptCheckpointError, match="opcode"):
+        parse_metadata(b"\x80\x02Nr\xff\xff\xff\xff.", name="m")
+
+
+def test_lengths_beyond_the_file_are_refused():
+    for data in (b"\x80\x02X\xff\xff\xff\x7fa.", b"\x80\x04\x8d" + b"\xff" * 8 + b".", b"\x80\x04\x95" + b"\xff" * 8):
+        with pytest.raises(CorruptCheckpointError, match="m"):
+            parse_metadata(data, name="m")
+
+
+def test_a_truncated_or_padded_metadata_is_corrupt(stock):
+    for data in [stock[:stop] for stop in range(len(stock))] + [stock + b"\0", stock + stock]:
+        with pytest.raises(CorruptCheckpointError):
+            parse_metadata(data, name="m")
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_a_metadata_with_damaged_bytes_is_read_or_refused_as_corrupt(data):
+    damaged = bytearray(pickle.dumps(make_metadata(["w", "v"], ["o"]), protocol=data.draw(st.integers(2, 5))))
+    for at in data.draw(st.lists(st.integers(0, len(damaged) - 1), min_size=1, max_size=3)):
+        damaged[at] = data.draw(st.integers(0, 255))
+    try:
+        found = parse_metadata(bytes(damaged), name="m")
+    except CorruptCheckpointError:
+        return
+    assert all(info.offset >= 0 and info.length >= 0 for info in (found.storage_data or {}).values())
+
+
+def bad_chunk(offsets: object, sizes: object) -> TensorStorageMetadata:
+    return replace(tensor_metadata(), chunks=[ChunkStorageMetadata(offsets, sizes)])
+
+
+GOOD = make_metadata(["w"], ["o"])
+INDEX = MetadataIndex("w", (0, 0), 0)
+BAD_METADATA = [
+    {"w": 1},
+    None,
+    replace(GOOD, state_dict_metadata=None),
+    replace(GOOD, state_dict_metadata=[]),
+    replace(GOOD, state_dict_metadata={1: BytesStorageMetadata()}),
+    replace(GOOD, state_dict_metadata={"w": None}),
+    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), size=(2, 3))}),
+    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), size=torch.Size((2, -3)))}),
+    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), chunks=None)}),
+    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), properties=None)}),
+    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), properties=TensorProperties(dtype=1))}),
+    replace(GOOD, state_dict_metadata={"w": bad_chunk(torch.Size((0, 0)), torch.Size((2,)))}),
+    replace(GOOD, state_dict_metadata={"w": bad_chunk(torch.Size((0,)), torch.Size((2,)))}),
+    replace(GOOD, state_dict_metadata={"w": bad_chunk(torch.Size((-1, 0)), torch.Size((2, 3)))}),
+    replace(GOOD, state_dict_metadata={"w": bad_chunk(torch.Size((0, 0)), torch.Size((2, -3)))}),
+    replace(GOOD, storage_data=[]),
+    replace(GOOD, storage_meta={}),
+    replace(GOOD, storage_data={"w": _StorageInfo("f", 0, 1)}),
+    replace(GOOD, storage_data={INDEX: ("f", 0, 1)}),
+    replace(GOOD, storage_data={MetadataIndex(1): _StorageInfo("f", 0, 1)}),
+    *(
+        replace(GOOD, storage_data={INDEX: _StorageInfo(*place)})
+        for place in [
+            ("f", -1, 1),
+            ("f", 0, -1),
+            ("f", 1.5, 1),
+            ("f", 0, None),
+            ("f", 0, 1 << 63),
+            ("f", True, 1),
+            ("../f", 0, 1),
+            ("/etc/f", 0, 1),
+            ("a/../../f", 0, 1),
+            (3, 0, 1),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("metadata", BAD_METADATA)
+def test_numbers_and_types_that_no_checkpoint_has_are_corrupt(metadata):
+    with pytest.raises(CorruptCheckpointError, match=r"m\.md: "):
+        parse_metadata(pickle.dumps(metadata), name="m.md")
+
+
+def test_metadata_without_storage_data_is_read():
+    assert parse_metadata(pickle.dumps(replace(GOOD, storage_data=None)), name="m").storage_data is None

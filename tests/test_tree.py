@@ -1,0 +1,369 @@
+"""The walk: names and leaves as DCP has them, exact round trips, refusals by name, values put back."""
+
+from __future__ import annotations
+
+import collections
+import random
+import types
+import warnings
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.nn.parameter import UninitializedParameter
+from tree_states import Ordered, Point, adamw, dcp_values, round_trip, same, stored
+
+from aio_ckpt import tree
+from aio_ckpt.errors import (
+    DuplicateNameError,
+    EmptyStateError,
+    UnsupportedLeafError,
+)
+from aio_ckpt.items import LeafKind, PerRank
+
+
+def test_an_adamw_state_comes_back_exactly_and_is_taken_by_the_optimizer():
+    model, optimizer = adamw()
+    state = {"model": dict(model.state_dict()), "optim": optimizer.state_dict()}
+    back = round_trip(state)
+    assert same(back, state)
+    assert list(back["optim"]["state"]) == [0, 1, 2, 3]
+    assert type(back["optim"]["param_groups"][0]["betas"]) is tuple
+    _, fresh = adamw()
+    fresh.load_state_dict(back["optim"])
+    assert same(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_a_fresh_optimizer_keeps_its_empty_state():
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    back = round_trip({"optim": optimizer.state_dict()})
+    assert back["optim"]["state"] == {}
+    optimizer.load_state_dict(back["optim"])
+
+
+def test_containers_keys_and_order_come_back_as_they_were():
+    t = torch.arange(3)
+    state = {
+        "ordered": OrderedDict(b=t, a=OrderedDict()),
+        7: {True: 1, None: 2, 1.5: 3, -0.0: 4, (1, "x", (None, 2.5)): 5, 2**70: 6},
+        "empty": {"dict": {}, "list": [], "tuple": (), "deep": [{}, [], t]},
+        "tuple": (t, 1, (2, [t, "x"])),
+        "list": [t, [1, 2], {}],
+        "milestones": collections.Counter({30: 1, 80: 2}),
+        "size": torch.Size([2, 3]),
+        "": 0,
+    }
+    assert same(round_trip(state), state)
+
+
+def test_keys_of_different_type_never_make_equal_skeletons():
+    leaf = torch.zeros(1)
+    skeletons = [tree.flatten({key: leaf}, rank=0).skeleton for key in (1, True, 1.0, "1", None, "None", (1,), (True,))]
+    assert len(set(skeletons)) == len(skeletons)
+    assert (
+        tree.flatten({"a": OrderedDict(b=leaf)}, rank=0).skeleton != tree.flatten({"a": {"b": leaf}}, rank=0).skeleton
+    )
+    assert tree.flatten({"a": leaf}, rank=0).skeleton != tree.flatten({"a": 1}, rank=0).skeleton
+
+
+def test_random_states_come_back_and_are_taken():
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "generator": np.random.default_rng(3).bit_generator.state,
+        "torch": torch.get_rng_state(),
+    }
+    back = round_trip(state)
+    assert same(back["python"], state["python"])
+    assert same(back["numpy"], state["numpy"])
+    assert same(back["generator"], state["generator"])
+    random.setstate(back["python"])
+    np.random.set_state(back["numpy"])
+    torch.set_rng_state(back["torch"])
+    assert tree.flatten(state, rank=0).names[:2] == ["python", "numpy"]
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(st.text("ab.0", max_size=2) | st.integers(0, 2) | st.none(), dcp_values, max_size=4))
+def test_names_paths_and_order_are_those_of_dcp(state):
+    try:
+        theirs, paths = flatten_state_dict(state)
+    except ValueError:
+        with pytest.raises(DuplicateNameError):
+            tree.flatten(state, rank=0)
+        return
+    if not theirs:
+        with pytest.raises(EmptyStateError):
+            tree.flatten(state, rank=0)
+        return
+    ours = tree.flatten(state, rank=0)
+    assert ours.names == list(theirs)
+    assert all(a is b for a, b in zip(ours.values, theirs.values(), strict=True))
+    assert tree.dcp_paths(ours.skeleton, rank=0) == paths
+    assert same(round_trip(state), state)
+
+
+def test_the_paths_of_tuples_and_per_rank_values_are_ones_dcp_can_unflatten():
+    t = torch.ones(1)
+    flat = tree.flatten({"a": (t, {"b": 2}), "rng": PerRank({"x": 1})}, rank=3)
+    paths = tree.dcp_paths(flat.skeleton, rank=3)
+    leaves = dict(zip(flat.names, flat.values, strict=True))
+    assert unflatten_state_dict(leaves, paths) == {"a": [t, {"b": 2}], "rng": {"rank3": {"x": 1}}}
+    assert tree.unflatten_dcp(paths, leaves) == {"a": [t, {"b": 2}], "rng": {"rank3": {"x": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({0: 1, "0": 2}, ["state[0]", "state['0']", "'0'"]),
+        ({"a.b": 1, "a": {"b": 2}}, ["state['a.b']", "state['a']['b']"]),
+        ({"r": PerRank(1), "r.rank2": 2}, ["state['r']['rank2']", "state['r.rank2']"]),
+        ({"a": (torch.ones(1),), "a.0": 1}, ["state['a'][0]"]),
+    ],
+)
+def test_two_leaves_of_one_name_are_refused_naming_both_paths(state, words):
+    with pytest.raises(DuplicateNameError) as caught:
+        tree.flatten(state, rank=2)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_kinds_follow_the_values():
+    state = {
+        "t": torch.ones(1), "p": nn.Parameter(torch.ones(1)), "a": np.zeros(2), "big_endian": np.zeros(2, ">f4"),
+        "s": np.float64(1), "np_str": np.str_("x"), "o": 1.5, "list": [np.zeros(1)], "text": np.array(["a"]),
+    }  # fmt: skip
+    kinds = dict(zip(state, tree.flatten(state, rank=0).kinds, strict=True))
+    assert [name for name, kind in kinds.items() if kind is LeafKind.OBJECT] == [
+        "big_endian",
+        "np_str",
+        "o",
+        "list",
+        "text",
+    ]
+    assert [kinds[name] for name in "tpas"] == [LeafKind.TENSOR] * 2 + [LeafKind.ARRAY, LeafKind.SCALAR_ARRAY]
+
+
+def test_modules_optimizers_and_schedulers_are_entered_at_any_depth():
+    model, optimizer = adamw()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    flat = tree.flatten({"train": [model, {"o": optimizer}], "s": scheduler, "t": (model,)}, rank=0)
+    assert {"train.0.0.weight", "train.1.o.state.0.exp_avg", "s.milestones.3", "t.0.1.bias"} <= set(flat.names)
+    back = tree.build(flat.skeleton, stored(flat), rank=0)
+    scheduler.load_state_dict(back["s"])
+    assert same(back["train"][1]["o"], optimizer.state_dict())
+    assert tree.flatten(model, rank=0).names == list(model.state_dict())
+
+
+def test_a_per_rank_value_is_named_by_its_rank_and_given_back_bare():
+    state = {"rng": PerRank(5), "data": PerRank({"pos": [1, 2], "w": torch.ones(2)}), "in_list": [PerRank(1)]}
+    flat = tree.flatten(state, rank=3)
+    assert flat.names == ["rng.rank3", "data.rank3.pos", "data.rank3.w", "in_list.0.rank3"]
+    assert flat.skeleton == tree.flatten(state, rank=0).skeleton
+    expected = {"rng": 5, "data": {"pos": [1, 2], "w": torch.ones(2)}, "in_list": [1]}
+    assert same(round_trip(state, rank=3), expected)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+class NamedList(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (collections.defaultdict(int, a=1), "dict(value)"),
+        (types.MappingProxyType({"a": 1}), "dict(value)"),
+        (Ordered(a=1), "Ordered"),
+        (Point(1, 2), "._asdict()"),
+        (Point(torch.ones(1), 2), "._asdict()"),
+        (NamedList([1]), "NamedList"),
+        ({float("nan"): 1}, "float"),
+        ({b"x": 1}, "bytes"),
+        ({(1, b"x"): 1}, "bytes"),
+        ({np.int64(1): 1}, "int64"),
+    ],
+)
+def test_containers_and_keys_that_would_come_back_as_something_else_are_refused_by_name(value, word):
+    with pytest.raises(UnsupportedLeafError) as caught:
+        tree.flatten({"some": {"leaf": value}}, rank=0)
+    assert "some.leaf" in str(caught.value)
+    assert word in str(caught.value)
+
+
+def test_a_trusted_walk_takes_a_namedtuple_without_tensors_as_one_object():
+    assert tree.flatten({"p": Point(1, 2)}, rank=0, trusted=True).kinds == [LeafKind.OBJECT]
+    with pytest.raises(UnsupportedLeafError):
+        tree.flatten({"p": Point(torch.ones(1), 2)}, rank=0, trusted=True)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def quantized():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: torch.ones(2, 2).to_sparse(), "to_dense"),
+        (quantized, "quantized"),
+        (nested, "unbind"),
+        (lambda: torch.ones(2, device="meta"), "meta"),
+        (fake, "FakeTensor"),
+        (lambda: torch.ones(2).as_subclass(Tagged), "Tagged"),
+        (lambda: UninitializedParameter(), "forward"),
+    ],
+)
+def test_a_tensor_that_no_item_can_hold_is_refused_by_name(make, word):
+    flat = tree.flatten({"some": [make()]}, rank=0)
+    with pytest.raises(UnsupportedLeafError, match=rf"'some\.0'.*{word}"):
+        tree.check_leaves(flat)
+
+
+def test_a_name_that_is_no_utf8_is_refused():
+    with pytest.raises(UnsupportedLeafError, match="surrogate"):
+        tree.check_leaves(tree.flatten({"x\ud800": torch.ones(1)}, rank=0))
+    tree.check_leaves(tree.flatten({"gewicht_ä": torch.ones(1)}, rank=0))
+
+
+@pytest.mark.parametrize("state", [{}, {"a": {}, "b": [{}], "c": PerRank({})}])
+def test_a_state_without_a_leaf_is_refused(state):
+    with pytest.raises(EmptyStateError):
+        tree.flatten(state, rank=0)
+    with pytest.raises(EmptyStateError):
+        tree.read_template(state, rank=0)
+
+
+@pytest.mark.parametrize("state", [[torch.ones(1)], torch.ones(1), 5, None, PerRank({"a": 1})])
+def test_a_state_that_is_no_mapping_is_refused(state):
+    with pytest.raises(UnsupportedLeafError, match="give a dict"):
+        tree.flatten(state, rank=0)
+
+
+class Recursive:
+    def state_dict(self):
+        return self
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def test_a_cycle_is_refused_and_not_walked_for_ever():
+    loop_dict, loop_list, loop_plain = {}, [torch.ones(1)], [1]
+    loop_dict["self"] = loop_dict
+    loop_list.append(loop_list)
+    loop_plain.extend([loop_plain, loop_plain])
+    for state in (loop_dict, {"l": loop_list}, {"l": loop_plain}, {"s": Recursive()}, Recursive()):
+        with pytest.raises(UnsupportedLeafError, match="deeper"):
+            tree.flatten(state, rank=0)
+    with pytest.raises(UnsupportedLeafError, match=r"leaf: .*deeper"):
+        tree.encode_object("leaf", loop_plain, trusted=False)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: {"k": v}, lambda v: [v], lambda v: (v,), PerRank])
+def test_a_deep_but_finite_state_is_taken(wrap):
+    value = torch.ones(1)
+    for _ in range(150):
+        value = wrap(value)
+    state = {"deep": value}
+    flat = tree.flatten(state, rank=0)
+    round_trip(state)
+    tree.put_back(state, {flat.names[0]: 1}, rank=0)
+
+
+# -- templates -------------------------------------------------------------------------------------
+
+
+def test_a_template_lists_stateful_values_and_enters_the_rest():
+    model, optimizer = adamw()
+    template = tree.read_template({"m": [model], "r": PerRank({"o": optimizer, "n": 1}), "t": torch.ones(1)}, rank=2)
+    assert template.names == ["r.rank2.n", "t"]
+    assert template.kinds == [LeafKind.OBJECT, LeafKind.TENSOR]
+    assert [name for name, _ in template.stateful] == ["m.0", "r.rank2.o"]
+    assert template.stateful[1][1] is optimizer
+    assert tree.read_template(model, rank=0).stateful == [("", model)]
+    with pytest.raises(UnsupportedLeafError, match="give it a name"):
+        tree.read_template({"": model}, rank=0)
+
+
+def test_put_back_sets_objects_in_place_and_leaves_tensors_and_stateful_values_alone():
+    model, tensor = nn.Linear(1, 1), torch.ones(1)
+    inner, listed = {"lr": 0.1, "t": tensor, "keep": "old"}, [tensor, 1, {"x": 1}]
+    state = {
+        "i": inner,
+        "l": listed,
+        "tup": (tensor, (1, {"y": 2}), "z"),
+        "rng": PerRank(1),
+        "m": model,
+        0: 5,
+        "arr": np.zeros(2),
+    }
+    state["whole"] = OrderedDict(p=PerRank({"d": 1}))
+    new = {
+        "i.lr": 0.2, "i.t": "must not land", "l.1": None, "l.2.x": 9, "tup.1": "not a leaf", "tup.1.0": 8,
+        "tup.1.1.y": 7,
+        "rng.rank1": (3,), "m": 0, "m.weight": 0, "0": 6, "arr": np.ones(2), "whole.p.rank1.d": 4, "unknown": 1,
+    }  # fmt: skip
+    per_rank = state["whole"]["p"]
+    tree.put_back(state, new, rank=1)
+    assert state["i"] is inner
+    assert state["l"] is listed
+    assert inner == {"lr": 0.2, "t": tensor, "keep": "old"}
+    assert listed == [tensor, None, {"x": 9}]
+    assert state["tup"] == (tensor, (8, {"y": 7}), "z")
+    assert state["tup"][0] is tensor
+    assert state["rng"] == PerRank((3,))
+    assert state["whole"]["p"] is per_rank
+    assert per_rank.value == {"d": 4}
+    assert state["m"] is model
+    assert state[0] == 6
+    assert same(state["arr"], np.ones(2))
+
+
+def test_put_back_rebuilds_no_tuple_that_did_not_change():
+    pair = (torch.ones(1), {"x": 1})
+    state = {"t": pair, "r": PerRank(pair)}
+    tree.put_back(state, {"t.1.x": 2, "elsewhere": 3}, rank=0)
+    assert state["t"] is pair
+    assert pair[1] == {"x": 2}
+    tree.put_back(nn.Linear(1, 1), {"weight": 1}, rank=0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(st.text("ab", max_size=2), dcp_values, min_size=1, max_size=4), st.integers())
+def test_put_back_reaches_every_object_that_flatten_named(state, mark):
+    try:
+        flat = tree.flatten(state, rank=0)
+    except (DuplicateNameError, EmptyStateError):
+        return
+    objects = {n: (mark, n) for n, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.TENSOR}
+    tree.put_back(state, objects, rank=0)
+    after = dict(zip(*(lambda f: (f.names, f.values))(tree.flatten(state, rank=0)), strict=True))
+    assert {name: after[name] for name in objects} == objects
+    assert list(after) == flat.names

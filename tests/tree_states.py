@@ -1,0 +1,96 @@
+"""States and helpers of the tests of tree, skeleton and objects."""
+
+from __future__ import annotations
+
+import collections
+import io
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from aio_ckpt import tree
+from aio_ckpt.items import LeafKind, PerRank
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Ordered(dict):
+    pass
+
+
+def same(a, b):
+    """Equal by exact type, value, order and, for floats and arrays, bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        bits = a.dtype == np.longdouble or a.tobytes() == b.tobytes()  # a long double has padding bytes
+        return a.dtype == b.dtype and a.shape == b.shape and bits and np.array_equal(a, b)
+    if isinstance(a, dict):
+        keys = len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return keys and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, io.BytesIO):
+        return a.getvalue() == b.getvalue() and a.tell() == b.tell()
+    if isinstance(a, PerRank):
+        return same(a.value, b.value)
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    return a == b
+
+
+def stored(flat):
+    """Leaves as a reader has them: tensors for tensor items, decoded objects for the rest."""
+    return {
+        name: tree.decode_object(tree.encode_object(name, value, trusted=False), name=name, trusted=False)
+        if kind is LeafKind.OBJECT
+        else tree.as_tensor(value, kind).detach().clone()
+        for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
+    }
+
+
+def round_trip(state, *, rank=0, **kwargs):
+    flat = tree.flatten(state, rank=rank)
+    tree.check_leaves(flat)
+    skeleton = tree.decode_skeleton(tree.encode_skeleton(flat.skeleton), name="m.bin")
+    assert skeleton == flat.skeleton
+    assert tree.skeleton_names(skeleton, rank=rank) == flat.names
+    return tree.build(skeleton, stored(flat), rank=rank, **kwargs)
+
+
+def through_bytes(value):
+    return tree.decode_object(tree.encode_object("leaf", value, trusted=False), name="leaf", trusted=False)
+
+
+def adamw():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.95))
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+dcp_leaves = (
+    st.builds(torch.zeros, st.integers(0, 2)) | st.integers() | st.text(max_size=3) | st.just((1, 2)) | st.just(None)
+)
+dcp_values = st.recursive(
+    dcp_leaves | st.just(np.zeros(2)) | st.just((1, (2, np.zeros(1)))),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("ab.0", max_size=2) | st.integers(0, 2), inner, max_size=3)
+        | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=15,
+)
+
+
+text_keyed = st.recursive(
+    dcp_leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab0", max_size=2), inner, max_size=3),
+    max_leaves=15,
+)
