@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import msgspec
@@ -253,7 +253,7 @@ async def _read_ranks(storage: Storage, path: Path, root: RootManifest) -> tuple
     return tuple(found[rank] for rank in range(root.world_size))
 
 
-async def _run_all(run: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
+async def _run_all(run: Callable[[int], Coroutine[Any, Any, None]], numbers: Iterable[int]) -> None:
     """Run all at once; the first error is raised as itself, not as a group."""
     try:
         async with anyio.create_task_group() as group:

@@ -28,16 +28,8 @@ if TYPE_CHECKING:
 
     from aio_ckpt.config import DirectIO
 
-__all__ = [
-    "LocalDataFile",
-    "LocalReadFile",
-    "Probe",
-    "create_data_file",
-    "open_data_file",
-    "probe_read",
-    "probe_write",
-    "translated",
-]
+__all__ = ["LocalDataFile", "LocalReadFile", "Probe", "create_data_file", "open_data_file"]
+__all__ += ["probe_read", "probe_write", "translated"]
 
 RWF_DONTCACHE = 0x80
 """Linux 6.14: through the page cache, dropped from it once written. Not in Python's ``os``."""
@@ -208,7 +200,9 @@ class LocalDataFile:
             done = 0
             while done < view.nbytes:
                 rest = view[done:]
-                span = self._span_for_handle(address + done, offset + done, rest.nbytes)
+                span = rest.nbytes
+                if self.mode == "direct":
+                    span = _aligned_span(address + done, offset + done, span)
                 if handle is not None and span:
                     await handle.seek(offset + done)
                     written = await handle.write(rest[:span])
@@ -227,9 +221,6 @@ class LocalDataFile:
         """Close when the last write's thread is done."""
         with translated(WriteError, self.path):
             await self._files.close()
-
-    def _span_for_handle(self, address: int, offset: int, nbytes: int) -> int:
-        return _aligned_span(address, offset, nbytes) if self.mode == "direct" else nbytes
 
     async def _write_beside(self, offset: int, rest: memoryview) -> int:
         """By position, without a handle: uncached, or what direct I/O cannot take (an unaligned rest)."""

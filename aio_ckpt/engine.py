@@ -356,7 +356,7 @@ class CheckpointEngine:
                 planned,
                 save.image,
                 self._streams,
-                on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
+                on_captured=lambda chunks: self._portal.post(save.progress.tell, chunks),
                 stall_timeout_secs=self.config.stall_timeout_secs,
             )
         except BaseException as error:

@@ -271,8 +271,7 @@ def _find_directory(item: _Item) -> tuple[int, int, int]:
     if before is not None and before.startswith(b"PK\6\7"):
         short, (_, stop, _) = (here, count, size, offset), _LOCATOR64.unpack(before)
         record = item.get(stop, _END64.size)
-        gap = item.nbytes - _END.size - _LOCATOR64.size - stop
-        if record is None or not record.startswith(b"PK\6\6") or gap != _END64.size:
+        if record is None or not record.startswith(b"PK\6\6"):
             _corrupt("its zip64 end record is not where its locator says")
         _, _, here, count, size, offset = _END64.unpack(record)
         if any(a not in (b, 0xFFFF, _MAX_U32) for a, b in zip(short, (here, count, size, offset), strict=True)):

@@ -184,7 +184,7 @@ class _Run:
             self.sums_checked += await run_blocking(self._executor, _place, segment, view, self._verify)
             complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
             if complete:
-                self.sums_checked += await run_blocking(self._executor, _finish, complete)
+                self.sums_checked += await run_blocking(self._executor, _finish, complete, self._verify)
 
 
 def _count_down(landing: Landing, count: int) -> bool:
@@ -192,8 +192,8 @@ def _count_down(landing: Landing, count: int) -> bool:
     return not landing.pieces_left
 
 
-def _finish(landings: Sequence[Landing]) -> int:
-    return sum(landing.finish(isal_zlib.crc32_combine) for landing in landings)
+def _finish(landings: Sequence[Landing], verify: bool) -> int:
+    return sum(landing.finish(isal_zlib.crc32_combine if verify else None) for landing in landings)
 
 
 def _place(segment: Segment, view: memoryview, verify: bool) -> int:
@@ -278,7 +278,8 @@ def _parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
         raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
     if found.shape != slot.shape or found.dtype != slot.dtype:
         raise CorruptCheckpointError(
-            f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, .metadata says {slot.dtype} {slot.shape}"
+            f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, "
+            f".metadata says {slot.dtype} {slot.shape}"
         )
     return Item(
         name=slot.name,

@@ -163,8 +163,8 @@ class Chunk:
     """Raw bytes inside it, ascending."""
     constants: tuple[tuple[int, bytes], ...]
     """(image offset, bytes) of the headers and trailers inside it, ascending."""
-    ends: tuple[int, ...]
-    """Items whose trailer is inside it: written only once they are summed."""
+    seals: tuple[tuple[int, tuple[int, ...]], ...]
+    """Items whose trailer is inside it, each with the image offsets of its CRC32 fields: filled once it is summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,8 @@ class ImageLayout:
     """Chunks that hold tensor bytes; the last ends at ``tensor_bytes``."""
     tensor_bytes: int
     """Where the tensors end and the objects begin."""
+    raw_bytes: int
+    """Raw bytes of all items together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +199,12 @@ class WriteResult:
     """Per item of the layout, the CRC32 of each block of its raw bytes."""
     mode: WriteMode
     """How the bytes went to the disk."""
+    chunks: int
+    """Chunks of the file."""
     chunks_written: frozenset[int]
     """Indices of the chunks that were written."""
+    items_sealed: int
+    """Items whose trailer got its CRC32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

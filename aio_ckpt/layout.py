@@ -60,14 +60,17 @@ def lay_out(placements: Sequence[Placement]) -> ImageLayout:
     Raw bytes start on 64 bytes, those of a mebibyte or more on a page. An item whose header or trailer would
     straddle a chunk boundary is moved behind it.
     """
-    chunk_bytes = chunk_bytes_for(sum(placement.envelope.raw_bytes for placement in placements))
+    raw_bytes = sum(placement.envelope.raw_bytes for placement in placements)
+    chunk_bytes = chunk_bytes_for(raw_bytes)
     items: list[TensorItem] = []
     cursor = 0
     for placement in placements:
         items.append(_place(placement, cursor, chunk_bytes))
         cursor = items[-1].item_offset + items[-1].envelope.item_bytes
     chunks = cut_chunks(items, chunk_bytes, cursor)
-    return ImageLayout(items=tuple(items), chunk_bytes=chunk_bytes, chunks=chunks, tensor_bytes=cursor)
+    return ImageLayout(
+        items=tuple(items), chunk_bytes=chunk_bytes, chunks=chunks, tensor_bytes=cursor, raw_bytes=raw_bytes
+    )
 
 
 def _place(placement: Placement, cursor: int, chunk_bytes: int) -> TensorItem:
@@ -97,7 +100,7 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
     """Divide the tensor part of an image at the multiples of ``chunk_bytes``."""
     count = -(-stop // chunk_bytes)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
-    ends: list[list[int]] = [[] for _ in range(count)]
+    seals: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(count)]
     constants: list[list[tuple[int, bytes]]] = [[] for _ in range(count)]
     position = 0
     pending: list[bytes] = []
@@ -110,7 +113,8 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             nbytes = min(raw_stop, (number + 1) * chunk_bytes) - cursor
             pieces[number].append(Piece(index, cursor - item.raw_offset, cursor, nbytes))
             cursor += nbytes
-        ends[raw_stop // chunk_bytes].append(index)
+        fields = tuple(raw_stop + offset for offset in item.envelope.crc_offsets)
+        seals[raw_stop // chunk_bytes].append((index, fields))
         position, pending = raw_stop, [item.envelope.trailer]
     _cut_bytes(b"".join(pending), position, chunk_bytes, constants)
     return tuple(
@@ -120,7 +124,7 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             stop=min((number + 1) * chunk_bytes, stop),
             pieces=tuple(pieces[number]),
             constants=tuple(constants[number]),
-            ends=tuple(ends[number]),
+            seals=tuple(seals[number]),
         )
         for number in range(count)
     )
@@ -143,5 +147,5 @@ def file_chunks(layout: ImageLayout, image_bytes: int) -> tuple[Chunk, ...]:
         chunks[-1] = replace(last, stop=min(last.start + size, image_bytes))
     for start in range(len(chunks) * size, image_bytes, size):
         stop = min(start + size, image_bytes)
-        chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), ends=()))
+        chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), seals=()))
     return tuple(chunks)

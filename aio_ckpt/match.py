@@ -119,7 +119,7 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
             fault = _tensor_fault(tensor, chunks)
             if fault:
                 faults.append(f"{name!r} {fault}")
-            elif kind is LeafKind.TENSOR or _shares_memory(value, tensor):
+            elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, tensor)):
                 into.tensors.append((name, tensor))
             else:
                 into.arrays.append((name, kind))
@@ -132,15 +132,14 @@ def _tensor_fault(tensor: torch.Tensor, chunks: Chunks) -> str | None:
     shape = global_shape(chunks)
     if tensor.shape != shape:
         return f"has shape {tuple(tensor.shape)} in the template and {shape} in the checkpoint"
-    if tensor.is_meta:
-        return "is on the meta device in the template: give it memory first (to_empty)"
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return f"is a {tensor.device} tensor of layout {tensor.layout} in the template: nothing can be read into it"
     return None
 
 
 def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
-    """Whether writing to ``tensor`` writes to the numpy ``value``: not to a scalar, nor where a copy was made."""
-    address = value.__array_interface__["data"][0]
-    return bool(value.ndim or value.flags.writeable) and address == tensor.data_ptr()
+    """Whether writing to ``tensor`` writes to the array ``value``, or to a copy that had to be made."""
+    return bool(value.__array_interface__["data"][0] == tensor.data_ptr())
 
 
 # -- what is given to load_state_dict ---------------------------------------------------------------

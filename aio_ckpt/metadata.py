@@ -233,7 +233,7 @@ _GLOBALS: dict[tuple[str, str], object] = {
     **{("builtins", kind.__name__): kind for kind in (dict, list, tuple, set, frozenset)},
     # Python 3.13 calls the module pathlib._local.
     **{
-        (module, kind): getattr(__import__('pathlib'), kind)
+        (module, kind): _Path
         for module in ("pathlib", "pathlib._local")
         for kind in ("PosixPath", "PurePosixPath", "Path")
     },

@@ -98,10 +98,11 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted, mmap=False)
         return _decode(value)
     except pickle.UnpicklingError as exc:
-        if "nsupported" not in str(exc):
+        reason = _unsafe_reason(exc)
+        if not reason:
             raise CorruptCheckpointError(f"{name}: the stored object does not unpickle: {_first_line(exc)}") from exc
         raise UnsafeObjectError(
-            f"{name}: only running code can read this object back ({_unsafe_reason(exc)}); "
+            f"{name}: only running code can read this object back ({reason}); "
             "set trusted_objects=True if you trust whoever wrote the checkpoint"
         ) from exc
     except (ImportError, AttributeError) as exc:
@@ -323,5 +324,9 @@ def _first_line(exc: BaseException) -> str:
 
 
 def _unsafe_reason(exc: BaseException) -> str:
-    """The line of torch's long message that names the global or opcode."""
-    return next((line.strip() for line in str(exc).splitlines() if "nsupported" in line), "")[:200]
+    """The line of torch's long message that names the refused global, call or opcode; empty if it refused none."""
+    lines = (line.strip() for line in str(exc).splitlines())
+    return next((line for line in lines if any(word in line for word in _REFUSALS)), "")[:200]
+
+
+_REFUSALS = ("nsupported", "unrecognized function", "Can only create new object", "Can only build")

@@ -70,10 +70,11 @@ class CaptureProgress:
         """Something moved."""
         self.last_progress = time.monotonic()
 
-    def tell(self, index: int, marks: tuple[Mark, ...]) -> None:
-        """Chunk ``index`` is captured once ``marks`` are reached."""
-        self._marks[index] = marks
-        self._told[index].set()
+    def tell(self, chunks: Sequence[tuple[int, tuple[Mark, ...]]]) -> None:
+        """Each chunk, given by its index, is captured once its marks are reached."""
+        for index, marks in chunks:
+            self._marks[index] = marks
+            self._told[index].set()
         self.touch()
 
     def fail(self, error: BaseException) -> None:
@@ -241,7 +242,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
         step=save.step,
         path=site.root / site.names.name(save.step),
         image_bytes=result.image_bytes,
-        raw_bytes=sum(item.raw_bytes for item in save.plan.layout.items),
+        raw_bytes=save.plan.layout.raw_bytes,
         plan_hit=save.plan_hit,
         fingerprint_hit=save.fingerprint_hit,
         mode=result.mode,

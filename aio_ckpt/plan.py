@@ -121,11 +121,12 @@ class Plan:
     """Per chunk, all other pieces."""
     descriptors: CopyDescriptors
     """For the addresses of the save that made them."""
-
-    @property
-    def requested(self) -> frozenset[str]:
-        """Every leaf that a save of this structure must write."""
-        return frozenset(self.structure.names)
+    stored_names: frozenset[str]
+    """Names of the tensor leaves that the layout stores."""
+    host_bytes: int
+    """Raw bytes that must be captured before ``save()`` returns: all that is not on a CUDA device."""
+    uses_cuda: bool
+    """Whether any source is on a CUDA device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +315,9 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
         moved=moved,
         copied=copied,
         descriptors=_descriptors(layout, moved, fingerprint),
+        stored_names=frozenset(name for item in layout.items for name in item.fqns),
+        host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
+        uses_cuda=any(source.type == "cuda" for source in structure.devices),
     )
 
 

@@ -2,7 +2,7 @@
 
 Every tensor is cut into *pieces* (a block of raw bytes with its CRC32 and its destination); pieces that lie close to
 each other become one *segment*, which one read moves. A piece is copied straight to its target where the target is
-host memory laid out like the stored bytes; anything else (a slice, another layout, a device) goes by a :class:`Landing`.
+host memory laid out like the stored bytes; all else (a slice, another layout, a device) goes by a :class:`Landing`.
 """
 
 from __future__ import annotations
@@ -70,19 +70,24 @@ class Landing:
         """Host address of ``start``."""
         return self.address if self.scratch is None else self.scratch.data_ptr()
 
-    def finish(self, combine: Callable[[int, int, int], int]) -> bool:
-        """Prove the whole and pass it on; whether there was a sum to prove it by.
+    def finish(self, combine: Callable[[int, int, int], int] | None) -> bool:
+        """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
 
         Raises:
             CorruptCheckpointError: the sum does not match; names file and tensor or object.
         """
-        total = functools.reduce(lambda crc, piece: combine(crc, *piece), self.sums, 0)
-        if self.crc32 is not None and self.sums and total != self.crc32:
-            raise CorruptCheckpointError(f"{self.label} does not match its CRC32")
+        is_summed = False
+        if combine is not None and self.crc32 is not None:
+            total = 0
+            for crc, nbytes in self.sums:
+                total = combine(total, crc, nbytes)
+            if total != self.crc32:
+                raise CorruptCheckpointError(f"{self.label} does not match its CRC32")
+            is_summed = True
         if self.then is not None and self.scratch is not None:
             self.then(self.scratch)
         self.scratch = None
-        return self.crc32 is not None
+        return is_summed
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -200,9 +205,7 @@ class ReadPlan:
             self._land_raw(item, device=bytes_of(target))
         elif len(item.sums) == 1:
             self.filled.append(target)
-            piece = Piece(
-                item.raw_offset, item.raw_bytes, item.sums[0], target.data_ptr(), item.name, None, 0
-            )
+            piece = Piece(item.raw_offset, item.raw_bytes, item.sums[0], target.data_ptr(), item.name, None, 0)
             self._pieces_of(item.file).append(piece)
         else:
             self.filled.append(target)
@@ -222,7 +225,7 @@ class ReadPlan:
         ]
         count = in_place // block
         self._pieces_of(item.file).extend(pieces[count:])
-        view = memoryview(bytes_of(target).numpy()) if count else memoryview(b"")
+        view = bytes_of(target).numpy().data if count else memoryview(b"")
         step = max(_SEGMENT_BYTES_MAX // block, 1)
         for first in range(0, count, step):
             last = min(first + step, count)
@@ -297,9 +300,7 @@ def _dcp_metadata(items: Sequence[Item]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=items[0].dtype), torch.Size(items[0].shape), chunks)
 
 
-def _copy_box(
-    view: torch.Tensor, dtype: torch.dtype, stride: Sequence[int], first: int, scratch: torch.Tensor
-) -> None:
+def _copy_box(view: torch.Tensor, dtype: torch.dtype, stride: Sequence[int], first: int, scratch: torch.Tensor) -> None:
     """Copy a box out of scratch bytes; ``first`` is the element of ``scratch`` where the box begins."""
     typed = torch.empty(0, dtype=dtype).set_(scratch.untyped_storage(), first, view.shape, tuple(stride))
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import struct
@@ -44,18 +45,18 @@ def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
 def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResult) -> frozenset[str]:
     """Names of the leaves whose every byte went to the disk, from what the write stage reports."""
 
-    def is_written(start: int, stop: int) -> bool:
-        first, last = start // plan.layout.chunk_bytes, (stop - 1) // plan.layout.chunk_bytes
-        return result.chunks_written.issuperset(range(first, last + 1))
-
-    tensors = [
-        item.fqns
-        for item, sums in zip(plan.layout.items, result.block_crc32s, strict=True)
-        if bool(sums) == bool(item.raw_bytes)
-        and is_written(item.item_offset, item.item_offset + item.envelope.item_bytes)
-    ]
-    objects = [entry.fqns for entry in entries if is_written(entry.offset, entry.offset + entry.nbytes)]
-    return frozenset(name for fqns in (*tensors, *objects) for name in fqns)
+    lost = [chunk for chunk in range(result.chunks) if chunk not in result.chunks_written]
+    spans = [(item.fqns, item.item_offset, item.envelope.item_bytes) for item in plan.layout.items] if lost else []
+    spans += [(entry.fqns, entry.offset, entry.nbytes) for entry in entries] if lost else []
+    size = plan.layout.chunk_bytes
+    holes = {
+        name
+        for names, start, nbytes in spans
+        if any(start // size <= chunk <= (start + nbytes - 1) // size for chunk in lost)
+        for name in names
+    }
+    unsealed = plan.stored_names if result.items_sealed != len(plan.layout.items) else frozenset()
+    return plan.stored_names.union(*(entry.fqns for entry in entries)) - holes - unsealed
 
 
 def render_rank(
@@ -94,11 +95,16 @@ def render_root(metadata: bytes, ranks: Sequence[FileEntry], *, step: int, save_
             metadata=FileEntry(METADATA_FILE, len(metadata), isal_zlib.crc32(metadata)),
             metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
             ranks=tuple(ranks),
-            written_by={
-                "aio_ckpt": version("aio-ckpt"),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
+            written_by=dict(_versions()),
             created_unix=created_unix,
         )
+    )
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (
+        ("aio_ckpt", version("aio-ckpt")),
+        ("torch", str(torch.__version__)),
+        ("python", platform.python_version()),
     )

@@ -107,9 +107,9 @@ async def _newest_good(
         else:
             return candidate, tuple(skipped), value
     found = "; ".join(f"step {entry.step}: {entry.error}" for entry in skipped)
-    error = CorruptCheckpointError(f"no checkpoint under {site.root} verifies: {found}")
-    error.target_modified = any(entry.error.target_modified for entry in skipped)
-    raise error
+    failure = CorruptCheckpointError(f"no checkpoint under {site.root} verifies: {found}")
+    failure.target_modified = any(entry.error.target_modified for entry in skipped)
+    raise failure
 
 
 def _candidates(committed: list[commit.Committed], step: int | None, site: Site) -> list[commit.Committed]:

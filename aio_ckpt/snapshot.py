@@ -29,6 +29,9 @@ _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 
+_TELL_BYTES = 16 << 20
+"""The loop is told of captured chunks every so many bytes: each telling hands the GIL over, up to 5 ms."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
@@ -64,12 +67,6 @@ class Image:
         return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
 
 
-def host_bytes(planned: PlannedSave) -> int:
-    """Raw bytes that must be captured before ``save()`` returns: all that is not on a device with streams."""
-    devices = planned.plan.structure.devices
-    return sum(item.raw_bytes for item in planned.plan.layout.items if devices[item.leaf].type != "cuda")
-
-
 def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_bytes: int) -> int:
     """How many chunks the arena holds: all of them, or as many as the budget allows (waves).
 
@@ -100,8 +97,8 @@ def lease_image(
     layout = planned.plan.layout
     image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
     chunks = file_chunks(layout, image_bytes)
-    slots = ring_slots(image_bytes, layout.chunk_bytes, host_bytes(planned), lifetime.budget_bytes)
-    uses_cuda = any(source.type == "cuda" for source in planned.plan.structure.devices)
+    slots = ring_slots(image_bytes, layout.chunk_bytes, planned.plan.host_bytes, lifetime.budget_bytes)
+    uses_cuda = planned.plan.uses_cuda
     kind: ArenaKind = ("pinned" if uses_cuda else "pageable") if staging == "auto" else staging
     lease = lifetime.acquire(
         min(image_bytes, slots * layout.chunk_bytes), kind, registers=uses_cuda, timeout_secs=timeout_secs
@@ -250,7 +247,7 @@ def capture(
     image: Image,
     streams: CopyStreams,
     *,
-    on_captured: Callable[[int, tuple[Mark, ...]], None],
+    on_captured: Callable[[Sequence[tuple[int, tuple[Mark, ...]]]], None],
     stall_timeout_secs: float,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
@@ -265,10 +262,15 @@ def capture(
     work = Capture(planned, streams)
     copied = planned.plan.copied
     try:
+        untold: list[tuple[int, tuple[Mark, ...]]] = []
+        told_bytes = 0
         for chunk in image.chunks:
             _await_slot(image, chunk, stall_timeout_secs)
             marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
-            on_captured(chunk.index, marks)
+            untold.append((chunk.index, marks))
+            if chunk.stop - told_bytes >= _TELL_BYTES or chunk is image.chunks[-1]:
+                on_captured(untold)
+                untold, told_bytes = [], chunk.stop
         work.check_sources()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.

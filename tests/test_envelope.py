@@ -485,6 +485,41 @@ def test_a_compressed_item_is_corrupt(method):
         parse_whole(foreign_item(tensor_pickle(2, 0, (2,), (1,)), method=method))
 
 
+@pytest.mark.parametrize(
+    ("magic", "at", "patch", "message"),
+    [
+        (b"PK\1\2", 10, b"\x08", "compressed"),  # method
+        (b"PK\1\2", 8, b"\x01", "encrypted"),  # flags
+        (b"PK\3\4", 8, b"\x08", "local header"),
+        (b"PK\5\6", 8, b"\x05", "contradicts itself"),  # records here
+        (b"PK\5\6", 8, b"\x05\0\x05", "end record says 5"),
+        (b"PK\5\6", 16, b"\0\0", "contradicts itself"),  # where the directory begins
+    ],
+)
+def test_a_zip_field_that_disagrees_is_corrupt(magic, at, patch, message):
+    item = bytearray(item_of(TensorSpec(torch.float32, (5,), (1,)), bytes(20)))
+    at += item.index(magic)
+    item[at : at + len(patch)] = patch
+    with pytest.raises(CorruptCheckpointError, match=message):
+        parse_whole(item)
+
+
+def test_two_end_records_that_differ_are_corrupt():
+    item = bytearray(stock_item(torch.ones(5)))
+    at = item.rindex(b"PK\5\6") + 8
+    item[at : at + 2] = b"\x03\0"
+    with pytest.raises(CorruptCheckpointError, match="two end records differ"):
+        parse_whole(item)
+
+
+def test_a_length_beyond_the_item_is_corrupt_even_in_a_record_that_nobody_reads():
+    item = bytearray(item_of(TensorSpec(torch.float32, (5,), (1,)), bytes(20)))
+    entry = item.rindex(b"archive/version") - 46
+    item[entry + 20 : entry + 28] = struct.pack("<2I", 1 << 30, 1 << 30)
+    with pytest.raises(CorruptCheckpointError, match="runs into"):
+        parse_whole(item)
+
+
 def test_a_small_record_that_does_not_match_its_sum_is_corrupt():
     item = item_of(TensorSpec(torch.float32, (5,), (1,)), bytes(20))
     with pytest.raises(CorruptCheckpointError, match="CRC32"):

@@ -172,7 +172,7 @@ def test_the_list_of_safe_globals_is_never_touched():
         {"__aio_ckpt__": []},
         {"__aio_ckpt__": "ndarray"},
         {"__aio_ckpt__": "ndarray", "dtype": "<f4", "shape": (1 << 40,), "data": torch.zeros(4, dtype=torch.uint8)},
-        {"__aio_ckpt__": "ndarray", "dtype": "<f4", "shape": (-1,), "data": torch.zeros(4, dtype=torch.uint8)},
+        {"__aio_ckpt__": "ndarray", "dtype": "<f4", "shape": (-1, -1), "data": torch.zeros(4, dtype=torch.uint8)},
         {"__aio_ckpt__": "BytesIO", "data": torch.zeros(1, dtype=torch.uint8), "position": -1},
         {"__aio_ckpt__": "dict", "ordered": False, "pairs": [([], 1)]},
     ],

@@ -1,0 +1,367 @@
+"""Read: load into a template, or read a nested state without one. Verified, ranged, resharded by DCP's planner.
+
+What is promised: everything that can be known before a byte of data is read is checked before; tensors of the template
+are filled as they are read and proven; objects and ``load_state_dict`` come last, when all was proven.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import zipfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
+
+from aio_ckpt import tree
+from aio_ckpt.catalog import Checkpoint, Chunks, Item, Slot, StoredObject, global_shape, open_checkpoint
+from aio_ckpt.envelope import is_dense
+from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
+from aio_ckpt.fetch import Fetched, Files, check_inside, fetch, parse_slots
+from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.readplan import ReadPlan
+from aio_ckpt.storage import Storage
+
+__all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state"]
+
+_MAX_EXPANSION = 1100
+"""No stream extension of DCP packs tighter (zlib ends at 1,032 to 1); beyond, a size is forged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOutcome:
+    """What one load did."""
+
+    missing: tuple[str, ...]
+    """Template names that the checkpoint lacks (only with ``allow_missing``)."""
+    unexpected: tuple[str, ...]
+    """Names of the checkpoint that the template lacks."""
+    bytes_read: int
+    """Bytes read from data files."""
+    verified: bool
+    """False if ``verify`` was, or nothing that was read has a sum."""
+
+
+async def load_checkpoint(
+    storage: Storage,
+    checkpoint: Checkpoint,
+    state: object,
+    *,
+    executor: Executor,
+    rank: int,
+    world_size: int,
+    readers: int,
+    verify: bool,
+    strict: bool,
+    allow_missing: bool,
+    trusted: bool,
+) -> LoadOutcome:
+    """Fill ``state`` in place. ``readers`` reads are in flight.
+
+    Raises:
+        MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is read; see
+            :func:`aio_ckpt.match.match_template`.
+        CorruptCheckpointError: names file and tensor. ``target_modified`` is True once reading began.
+        UnsafeObjectError: an object needs ``trusted``.
+        ReadError: the operating system could not read.
+    """
+
+    def match() -> Match:
+        return match_template(
+            checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
+        )
+
+    found = await run_blocking(executor, match)
+    catalog = checkpoint.catalog
+    below = [name for _, _, names in found.stateful for name in names]
+    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.chunks)]
+    objects = [*found.objects, *(name for name in below if name in catalog.objects)]
+    names = [*(name for name, _ in found.tensors), *fresh, *objects]
+    async with Files(storage, checkpoint.path, readers=readers) as files:
+        source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
+        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
+        with _target_modified():
+            fetched = await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
+            await run_blocking(executor, _settle, draft, checkpoint, trusted)
+            await run_blocking(executor, _put_back, checkpoint, state, found, draft.values, rank)
+    return LoadOutcome(
+        missing=found.missing,
+        unexpected=found.unexpected,
+        bytes_read=fetched.bytes_read,
+        verified=_is_verified(fetched, draft, checkpoint, verify),
+    )
+
+
+async def read_state(
+    storage: Storage,
+    checkpoint: Checkpoint,
+    *,
+    executor: Executor,
+    only: Collection[str] | None,
+    rank: int,
+    world_size: int,
+    readers: int,
+    verify: bool,
+    trusted: bool,
+) -> object:
+    """The nested state, or the part of it that ``only`` names, in fresh host memory. Tied names share a tensor.
+
+    Raises:
+        MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
+        CorruptCheckpointError, UnsafeObjectError, ReadError: as :func:`load_checkpoint`.
+    """
+    names = await run_blocking(executor, lambda: wanted_names(checkpoint, rank=rank, only=only))
+    catalog = checkpoint.catalog
+    absent = [name for name in names if name not in catalog.chunks and name not in catalog.objects]
+    if absent:
+        raise MissingNameError(
+            f"{checkpoint.path}: rank {rank} of {world_size} has no {absent[:5]} among the {len(checkpoint.ranks)} "
+            "ranks that saved; leave it out with only=[...]"
+        )
+    objects = [name for name in names if name in catalog.objects]
+    fresh = [name for name in names if name in catalog.chunks]
+    async with Files(storage, checkpoint.path, readers=readers) as files:
+        source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
+        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
+        await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
+        await run_blocking(executor, _settle, draft, checkpoint, trusted)
+    if checkpoint.root is None:
+        return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
+    return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
+
+
+# -- where everything is ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Names with what holds them, every place inside the real files."""
+
+    items: Mapping[str, tuple[Item, ...]]
+    """Tensors by name."""
+    objects: Mapping[str, StoredObject]
+    """Objects by name."""
+    transformed: Mapping[str, Chunks]
+    """Tensors that only DCP's own reader can read (stream extensions)."""
+
+
+async def _locate(
+    files: Files, checkpoint: Checkpoint, names: Iterable[str], *, executor: Executor, readers: int
+) -> _Source:
+    catalog = checkpoint.catalog
+    chunks = {name: catalog.chunks[name] for name in names if name in catalog.chunks}
+    stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
+    used = {chunk.file for found in chunks.values() for chunk in found}
+    await files.measure(used.union(found.file for found in stored.values()), catalog.files)
+    for found in stored.values():
+        check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
+    objects = {name: found for name, found in stored.items() if not found.is_transformed}
+    if checkpoint.root is not None:
+        return _Source(items=chunks, objects=objects, transformed={})  # type: ignore[arg-type]  # no Slot in ours
+    transformed = {name: found for name, found in chunks.items() if any(_is_transformed(chunk) for chunk in found)}
+    slots = [chunk for name in chunks.keys() - transformed for chunk in chunks[name] if isinstance(chunk, Slot)]
+    parsed = await parse_slots(files, slots, executor=executor, readers=readers)
+    items = {
+        name: tuple(parsed[id(chunk)] for chunk in found) for name, found in chunks.items() if name not in transformed
+    }
+    return _Source(items=items, objects=objects, transformed=transformed)
+
+
+def _is_transformed(chunk: Item | Slot) -> bool:
+    return isinstance(chunk, Slot) and chunk.is_transformed
+
+
+# -- what goes where --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A load being put together; afterwards, the values that it read."""
+
+    source: _Source
+    """Where everything is."""
+    plan: ReadPlan
+    """The reads."""
+    values: dict[str, object] = field(default_factory=dict)
+    """Fresh tensors, and objects once decoded, by name."""
+    undecoded: dict[str, bytes] = field(default_factory=dict)
+    """Bytes of objects as read."""
+    by_dcp: dict[str, Any] = field(default_factory=dict)
+    """Name -> target of what DCP's own reader must read; None for an object."""
+    devices: set[torch.device] = field(default_factory=set)
+    """Devices of targets that are no host memory."""
+
+    def add_all(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], fresh: Iterable[str], objects: Iterable[str], trusted: bool
+    ) -> None:
+        """Plan ``tensors`` into their memory, ``fresh`` names into new memory, and ``objects``."""
+        for name, tensor in tensors:
+            self._add_tensor(name, tensor)
+        self._add_fresh(fresh)
+        for name in objects:
+            if name in self.source.objects:
+                self.plan.add_object(self.source.objects[name], functools.partial(self.undecoded.__setitem__, name))
+            elif trusted:
+                self.by_dcp[name] = None
+            else:
+                raise UnsafeObjectError(
+                    f"{name}: written through an extension of DCP, whose reader runs code; set trusted_objects=True "
+                    "if you trust whoever wrote the checkpoint"
+                )
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for the devices: a caller's stream and a copy of ours know nothing of each other."""
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+
+    def _add_fresh(self, names: Iterable[str]) -> None:
+        tied: dict[tuple[int, ...], torch.Tensor] = {}
+        for name in names:
+            chunks: Chunks = self.source.items.get(name) or self.source.transformed[name]
+            key = tuple(map(id, chunks))
+            if key not in tied:
+                tied[key] = _new_tensor(name, chunks)
+                self._add_tensor(name, tied[key])
+            self.values[name] = tied[key]
+
+    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        items = self.source.items.get(name)
+        if items is None:
+            self.by_dcp[name] = tensor
+            return
+        offsets: Sequence[int] = (0,) * tensor.dim()
+        if type(tensor) is DTensor:
+            offsets = _create_chunk_list(tensor)[0].offsets
+            with torch.no_grad():
+                tensor = tensor.to_local()
+        if not tensor.is_cpu:
+            self.devices.add(tensor.device)
+        self.plan.add_tensor(items, offsets, tensor)
+
+
+def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
+    """Host memory for a whole tensor, laid out as it is stored where that is one item.
+
+    Raises:
+        CorruptCheckpointError: more than the chunks can hold; nothing was allocated.
+    """
+    first, shape = chunks[0], global_shape(chunks)
+    stored = sum(chunk.raw_bytes if isinstance(chunk, Item) else chunk.item_bytes * _MAX_EXPANSION for chunk in chunks)
+    if math.prod(shape) * first.dtype.itemsize > stored:
+        raise CorruptCheckpointError(f"{name!r}: shape {shape} needs more bytes than the {stored} that are stored")
+    if isinstance(first, Item) and first.shape == shape and is_dense(shape, first.stride):
+        return torch.empty_strided(shape, first.stride, dtype=first.dtype)
+    return torch.empty(shape, dtype=first.dtype)
+
+
+# -- reading, and what comes after ------------------------------------------------------------------
+
+
+async def _fetch(files: Files, draft: _Draft, *, executor: Executor, readers: int, verify: bool) -> Fetched:
+    segments = await run_blocking(executor, draft.plan.segments, readers)
+    return await fetch(files, segments, executor=executor, readers=readers, verify=verify)
+
+
+def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
+    """Decode objects; tell torch and the devices what was written behind their backs."""
+    if draft.by_dcp:
+        _load_by_dcp(checkpoint, draft)
+    draft.synchronize()
+    increment_version(draft.plan.filled)
+    for name, data in draft.undecoded.items():
+        if checkpoint.root is None:
+            _check_zip(name, data)
+        draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
+
+
+def _check_zip(name: str, data: bytes) -> None:
+    """Stock DCP has no sum over an object; its ``torch.save`` zip has one for each record."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+            bad = packed[0] if packed else archive.testzip()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"object {name!r}: no torch.save zip: {error}") from error
+    if bad is not None:
+        raise CorruptCheckpointError(f"object {name!r}: record {bad} does not match its CRC32")
+
+
+def _load_by_dcp(checkpoint: Checkpoint, draft: _Draft) -> None:
+    """Stream extensions: DCP's own reader, on a flat dict."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp_load(draft.by_dcp, storage_reader=FileSystemReader(checkpoint.path), planner=planner, no_dist=True)
+    draft.values.update(draft.by_dcp)
+
+
+def _is_verified(fetched: Fetched, draft: _Draft, checkpoint: Checkpoint, verify: bool) -> bool:
+    checked = fetched.sums_checked + (len(draft.undecoded) if checkpoint.root is None else 0)
+    return verify and (checked > 0 or not fetched.bytes_read)
+
+
+def _put_back(checkpoint: Checkpoint, state: object, found: Match, values: Mapping[str, object], rank: int) -> None:
+    leaves = {name: values[name] for name in found.objects}
+    for name, kind in found.arrays:
+        tensor = values[name]
+        assert isinstance(tensor, torch.Tensor)
+        leaves[name] = tree.from_tensor(tensor, kind)
+    if leaves:
+        tree.put_back(state, leaves, rank=rank)
+    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.root else None
+    for prefix, value, names in found.stateful:
+        if skeleton is not None:
+            value.load_state_dict(tree.build_below(skeleton, prefix, values, rank=rank))
+        else:
+            value.load_state_dict(_plain_below(checkpoint, prefix, {name: values[name] for name in names}, value))
+
+
+@contextmanager
+def _target_modified() -> Iterator[None]:
+    """Marks what is raised inside: the template may hold a mix of old and new values."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(AttributeError):
+            error.target_modified = True  # type: ignore[attr-defined]  # also on what load_state_dict raises
+        raise
+
+
+# -- plain DCP --------------------------------------------------------------------------------------
+
+
+def _dcp_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
+    paths = checkpoint.metadata.planner_data
+    if not isinstance(paths, dict) or not all(isinstance(path, tuple) for path in paths.values()):
+        return None
+    return paths
+
+
+def _plain_below(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
+    """The ``state_dict()`` called ``prefix`` as stock DCP flattened it."""
+    paths = _dcp_paths(checkpoint) or {}
+    nested: Any = tree.unflatten_dcp(paths, leaves)
+    name = next(iter(leaves))
+    path = paths.get(name, (name,))
+    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), None)
+    if depth is None:
+        return {name.removeprefix(f"{prefix}."): leaf for name, leaf in leaves.items()}
+    for part in path[:depth]:
+        nested = nested[part]
+    if isinstance(value, torch.optim.Optimizer):
+        # DCP makes every key a str and drops {}; an optimizer finds its state by int.
+        state = nested.get("state", {})
+        nested["state"] = {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
+    return nested
