@@ -1,6 +1,20 @@
-"""Async-first checkpoint engine for PyTorch."""
+"""Async-first checkpoint engine for PyTorch.
+
+See README.md for use and guarantees; the module table of the README says where to find what.
+"""
 
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import LoadReport, PerRank, SaveReport
+from aio_ckpt.sync import SyncCheckpointEngine
+from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["EngineConfig", "LoadReport", "PerRank", "SaveReport"]
+__all__ = [
+    "CheckpointEngine",
+    "EngineConfig",
+    "LoadReport",
+    "PerRank",
+    "SaveReport",
+    "SaveTicket",
+    "SyncCheckpointEngine",
+]

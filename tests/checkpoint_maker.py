@@ -1,0 +1,187 @@
+"""Makes checkpoints of our format without the writer: items, manifests and ``.metadata`` from the pure modules."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from isal import isal_zlib
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from aio_ckpt import envelope, manifest, metadata, tree
+from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, LeafKind, TensorSpec, align_up
+
+
+@dataclass
+class Shard:
+    fqns: tuple[str, ...]
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+@dataclass
+class RankContent:
+    shards: list[Shard]
+    objects: list[tuple[tuple[str, ...], bytes]]
+    skeleton: tree.Skeleton
+    paths: dict[str, tuple[str | int, ...]]
+    data: bytearray = field(default_factory=bytearray)
+    entries: list[manifest.TensorEntry] = field(default_factory=list)
+    object_entries: list[manifest.ObjectEntry] = field(default_factory=list)
+    sums: bytearray = field(default_factory=bytearray)
+
+
+def content_of(state: object, rank: int = 0, *, trusted: bool = False) -> RankContent:
+    """What rank ``rank`` stores if it alone stores ``state``; tied tensors become one item."""
+    flat = tree.flatten(state, rank=rank, trusted=trusted)
+    shards: dict[object, Shard] = {}
+    objects = []
+    for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
+        if kind is LeafKind.OBJECT:
+            objects.append(((name,), tree.encode_object(name, value, trusted=trusted)))
+            continue
+        tensor = tree.as_tensor(value, kind).detach()
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        if kind is not LeafKind.TENSOR:
+            key = name
+        found = shards.get(key)
+        if found is None:
+            shards[key] = Shard((name,), tensor, (0,) * tensor.dim())
+        else:
+            found.fqns += (name,)
+    return RankContent(list(shards.values()), objects, flat.skeleton, tree.dcp_paths(flat.skeleton, rank=rank))
+
+
+def raw_of(tensor: torch.Tensor, stride: tuple[int, ...]) -> bytes:
+    """The elements in the order of ``stride``."""
+    plain = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+    plain.copy_(tensor.detach().resolve_conj().resolve_neg())
+    return bytes(bytearray(plain.untyped_storage()))[: tensor.numel() * tensor.itemsize]
+
+
+def _lay_out(content: RankContent) -> None:
+    for shard in content.shards:
+        tensor = shard.tensor
+        stride = envelope.stored_stride(tensor.shape, tensor.stride())
+        made = envelope.render(TensorSpec(tensor.dtype, tuple(tensor.shape), stride))
+        raw = raw_of(tensor, stride)
+        alignment = PAGE_BYTES if len(raw) >= BLOCK_BYTES else 64
+        raw_offset = align_up(len(content.data) + len(made.header), alignment)
+        item_offset = raw_offset - len(made.header)
+        trailer = bytearray(made.trailer)
+        envelope.fill_crc(trailer, made, isal_zlib.crc32(raw))
+        content.data += bytes(item_offset - len(content.data)) + made.header + raw + trailer
+        blocks = [raw[at : at + BLOCK_BYTES] for at in range(0, len(raw), BLOCK_BYTES)]
+        content.sums += b"".join(isal_zlib.crc32(block).to_bytes(4, "little") for block in blocks)
+        content.entries.append(
+            manifest.TensorEntry(
+                fqns=shard.fqns,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                stride=stride,
+                offsets=shard.offsets,
+                item_offset=item_offset,
+                item_bytes=made.item_bytes,
+                raw_offset=raw_offset,
+                raw_bytes=len(raw),
+            )
+        )
+    for fqns, data in content.objects:
+        content.object_entries.append(manifest.ObjectEntry(fqns, len(content.data), len(data), isal_zlib.crc32(data)))
+        content.data += data
+    content.data += bytes(-len(content.data) % PAGE_BYTES)
+
+
+def _render_metadata(contents: Sequence[RankContent], files: Sequence[str], save_id: str) -> bytes:
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    indices, spans, owners = [], [], []
+    for content, file in zip(contents, files, strict=True):
+        for entry, shard in zip(content.entries, content.shards, strict=True):
+            for name in entry.fqns:
+                properties = TensorProperties(dtype=shard.tensor.dtype)
+                known = found.setdefault(name, TensorStorageMetadata(properties, torch.Size(entry.shape), []))
+                known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.shape)))
+                stops = [c.offsets[d] + c.sizes[d] for c in known.chunks for d in range(len(entry.shape))]
+                known.size = torch.Size(max(stops[d :: len(entry.shape)]) for d in range(len(entry.shape)))
+                index = MetadataIndex(name, entry.offsets)
+                places[index] = _StorageInfo(file, entry.item_offset, entry.item_bytes)
+        for entry in content.object_entries:
+            for name in entry.fqns:
+                found[name] = BytesStorageMetadata()
+                indices.append(MetadataIndex(name))
+                spans.append((entry.offset, entry.nbytes))
+                owners.append(file)
+    paths = {name: path for content in contents for name, path in content.paths.items()}
+    whole = Metadata(found, planner_data=paths, storage_data=places)
+    template = metadata.render_metadata(whole, object_indices=indices, data_file=owners)
+    return template.fill(spans, checkpoint_id="made", save_id=save_id)
+
+
+def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int = 7, save_id: str = "save-1") -> Path:
+    """Lay out and write one checkpoint of ``len(contents)`` ranks."""
+    path.mkdir(parents=True)
+    files = [manifest.data_file_name(rank) for rank in range(len(contents))]
+    ranks = []
+    for rank, (content, file) in enumerate(zip(contents, files, strict=True)):
+        _lay_out(content)
+        (path / file).write_bytes(content.data)
+        entry = manifest.FileEntry(file, len(content.data), isal_zlib.crc32(content.data))
+        encoded = manifest.encode_rank(
+            save_id=save_id,
+            step=step,
+            rank=rank,
+            world_size=len(contents),
+            file=entry,
+            tensors=manifest.encode_static(content.entries),
+            sums=bytes(content.sums),
+            objects=content.object_entries,
+            skeleton=tree.encode_skeleton(content.skeleton),
+        )
+        ranks.append(write_small(path / manifest.rank_manifest_name(rank), encoded))
+    dcp = _render_metadata(contents, files, save_id)
+    root = manifest.RootManifest(
+        format=(manifest.FORMAT_MAJOR, manifest.FORMAT_MINOR),
+        save_id=save_id,
+        step=step,
+        world_size=len(contents),
+        metadata=write_small(path / ".metadata", dcp),
+        metadata_blake2b=hashlib.blake2b(dcp, digest_size=32).hexdigest(),
+        ranks=tuple(ranks),
+        written_by={"aio_ckpt": "test"},
+        created_unix=time.time(),
+    )
+    (path / manifest.ROOT_MANIFEST).write_bytes(manifest.encode_root(root))
+    return path
+
+
+def write_small(path: Path, data: bytes) -> manifest.FileEntry:
+    path.write_bytes(data)
+    return manifest.FileEntry(path.name, len(data), isal_zlib.crc32(data))
+
+
+def reseal(path: Path, rank: int, encoded: bytes) -> None:
+    """Put a changed rank manifest in place and vouch for it, as a forger would."""
+    root = manifest.decode_root((path / manifest.ROOT_MANIFEST).read_bytes(), name="root")
+    entry = write_small(path / manifest.rank_manifest_name(rank), encoded)
+    ranks = tuple(entry if number == rank else old for number, old in enumerate(root.ranks))
+    fields = {name: getattr(root, name) for name in root.__struct_fields__}
+    changed = manifest.RootManifest(**{**fields, "ranks": ranks})
+    (path / manifest.ROOT_MANIFEST).write_bytes(manifest.encode_root(changed))
+
+
+def save_state(path: Path, state: object, *, step: int = 7, trusted: bool = False) -> Path:
+    """One rank that stores all of ``state``."""
+    return write_checkpoint(path, [content_of(state, trusted=trusted)], step=step)

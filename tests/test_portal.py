@@ -1,0 +1,496 @@
+"""The portal: one loop on one thread, I/O threads, exit and fork."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for_futures
+
+import pytest
+
+from aio_ckpt.errors import EngineClosedError, StallError, WrongThreadError
+from aio_ckpt.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
+
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def portal() -> Iterator[Portal]:
+    portal = Portal("engine", 2)
+    portal.start()
+    yield portal
+    portal.close(TIMEOUT)
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = Executor("test", 2)
+    yield executor
+    executor.close(TIMEOUT)
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def run_python(source: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60
+    )
+
+
+# -- calls and futures ----------------------------------------------------------------------------
+
+
+def test_tasks_run_on_the_named_daemon_thread(portal: Portal) -> None:
+    async def where() -> tuple[str, bool]:
+        return threading.current_thread().name, threading.current_thread().daemon
+
+    assert portal.call(where, timeout=TIMEOUT) == ("engine-loop", True)
+
+
+def test_a_submit_does_not_wait_for_the_loop(portal: Portal) -> None:
+    gate = threading.Event()
+
+    async def answer() -> int:
+        return 42
+
+    portal.post(gate.wait)
+    future = portal.submit(answer)  # would never return if it waited for a turn of the loop
+    assert not future.done()
+    gate.set()
+    assert future.result(TIMEOUT) == 42
+
+
+def test_the_error_of_a_task_reaches_its_future_and_the_portal_goes_on(portal: Portal) -> None:
+    async def fail() -> None:
+        raise ValueError("mine")
+
+    async def fine() -> int:
+        return 1
+
+    with pytest.raises(ValueError, match="mine"):
+        portal.call(fail, timeout=TIMEOUT)
+    assert portal.call(fine, timeout=TIMEOUT) == 1
+
+
+def test_cancelling_the_future_cancels_the_task(portal: Portal) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    async def task() -> None:
+        started.set()
+        try:
+            await forever()
+        finally:
+            ended.set()
+
+    future = portal.submit(task)
+    assert started.wait(TIMEOUT)
+    assert future.cancel()
+    assert ended.wait(TIMEOUT)
+    assert wait_for_futures([future], TIMEOUT).done == {future}
+
+
+def test_a_task_that_ends_with_a_cancellation_of_its_own_does_not_end_the_portal(portal: Portal) -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async def fine() -> int:
+        return 1
+
+    with pytest.raises(CancelledError):
+        portal.call(cancelled, timeout=TIMEOUT)
+    assert portal.call(fine, timeout=TIMEOUT) == 1
+    assert not portal.is_closed
+
+
+def test_a_call_that_takes_too_long_names_what_was_awaited_and_cancels_it(portal: Portal) -> None:
+    ended = threading.Event()
+
+    async def stage() -> None:
+        try:
+            await forever()
+        finally:
+            ended.set()
+
+    with pytest.raises(StallError, match="the agreement did not end within 0.05 s"):
+        portal.call(stage, timeout=0.05, what="the agreement")
+    assert ended.wait(TIMEOUT)
+    with pytest.raises(StallError, match="stage did not end"):
+        portal.call(stage, timeout=0.05)
+
+
+def test_a_timeout_raised_by_the_task_is_not_taken_for_the_calls_own(portal: Portal) -> None:
+    async def late() -> None:
+        raise TimeoutError("the store")
+
+    with pytest.raises(TimeoutError, match="the store") as caught:
+        portal.call(late, timeout=TIMEOUT)
+    assert not isinstance(caught.value, StallError)
+
+
+def test_tasks_do_not_see_or_keep_the_callers_context(portal: Portal) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+    async def read() -> str:
+        return variable.get()
+
+    token = variable.set("the trainer's")
+    try:
+        assert portal.call(read, timeout=TIMEOUT) == "unset"
+    finally:
+        variable.reset(token)
+
+
+def test_a_wait_on_the_portals_own_threads_is_refused(portal: Portal) -> None:
+    async def fine() -> None:
+        pass
+
+    def waits() -> None:
+        with pytest.raises(WrongThreadError, match="engine"):
+            portal.call(fine, timeout=TIMEOUT)
+        with pytest.raises(WrongThreadError, match="close"):
+            portal.close(TIMEOUT)
+
+    async def on_loop() -> None:
+        waits()
+
+    portal.call(on_loop, timeout=TIMEOUT)
+    portal.executor.submit(waits).result(TIMEOUT)
+    portal.check_thread("here")
+    other = Portal("other", 1)
+    other.start()
+    try:
+        other.executor.submit(portal.check_thread, "there").result(TIMEOUT)
+    finally:
+        other.close(TIMEOUT)
+
+
+# -- closing --------------------------------------------------------------------------------------
+
+
+def test_close_cancels_tasks_waits_for_their_cleanup_and_resolves_every_future() -> None:
+    portal = Portal("engine", 1)
+    portal.start()
+    steps: list[str] = []
+
+    async def task() -> None:
+        try:
+            await forever()
+        finally:
+            steps.append(await asyncio.shield(run_blocking(portal.executor, lambda: "cleaned up in a thread")))
+
+    started = threading.Event()
+
+    async def begin() -> None:
+        started.set()
+        await task()
+
+    future = portal.submit(begin)
+    assert started.wait(TIMEOUT)
+    portal.close(TIMEOUT)
+    assert isinstance(future.exception(0), EngineClosedError)
+    assert portal.is_closed
+
+
+def test_everything_after_close_is_refused_and_a_post_is_ignored(portal: Portal) -> None:
+    portal.close(TIMEOUT)
+    portal.close(TIMEOUT)
+    with pytest.raises(EngineClosedError):
+        portal.submit(forever)
+    with pytest.raises(EngineClosedError):
+        portal.executor.submit(print)
+    portal.post(pytest.fail, "must not run")
+    with pytest.raises(RuntimeError, match="once"):
+        portal.start()
+
+
+def test_a_portal_that_was_never_started_is_closed() -> None:
+    portal = Portal("engine", 1)
+    assert portal.is_closed
+    with pytest.raises(EngineClosedError):
+        portal.submit(forever)
+    with pytest.raises(EngineClosedError):
+        _ = portal.executor
+    portal.close(TIMEOUT)
+
+
+def test_close_leaves_a_stuck_loop_behind_with_a_warning_and_resolves_what_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    portal = Portal("engine", 1)
+    portal.start()
+    gate = threading.Event()
+    portal.post(gate.wait)
+    future = portal.submit(forever)
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        portal.close(0.05)
+    assert isinstance(future.exception(0), EngineClosedError)
+    assert "engine" in caplog.text
+    assert "left behind" in caplog.text
+    gate.set()
+    portal.close(TIMEOUT)
+
+
+def test_close_does_not_wait_for_a_stuck_io_thread(caplog: pytest.LogCaptureFixture) -> None:
+    portal = Portal("engine", 1)
+    portal.start()
+    gate = threading.Event()
+    stuck = portal.executor.submit(gate.wait)
+    queued = portal.executor.submit(pytest.fail, "must not run")
+    with caplog.at_level(logging.WARNING, "aio_ckpt"):
+        portal.close(0.05)
+    assert "left behind" in caplog.text
+    assert queued.cancelled()
+    gate.set()
+    assert stuck.result(TIMEOUT)
+
+
+def test_no_future_is_left_unresolved_when_threads_submit_while_it_closes() -> None:
+    portal = Portal("engine", 1)
+    portal.start()
+    futures: list[Future[None]] = []
+    barrier = threading.Barrier(5)
+
+    def submit_many() -> None:
+        barrier.wait(TIMEOUT)
+        for _ in range(200):
+            try:
+                futures.append(portal.submit(forever))
+            except EngineClosedError:
+                return
+
+    threads = [threading.Thread(target=submit_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    barrier.wait(TIMEOUT)
+    portal.close(TIMEOUT)
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not wait_for_futures(futures, TIMEOUT).not_done
+    assert all(isinstance(future.exception(0), EngineClosedError) for future in futures)
+
+
+def test_an_exit_request_in_a_task_ends_the_portal_and_tells_everyone(caplog: pytest.LogCaptureFixture) -> None:
+    portal = Portal("engine", 1)
+    portal.start()
+    waiting = portal.submit(forever)
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    with caplog.at_level(logging.ERROR, "aio_ckpt"):
+        assert isinstance(portal.submit(leave).exception(TIMEOUT), SystemExit)
+        assert isinstance(waiting.exception(TIMEOUT), EngineClosedError)
+    portal.close(TIMEOUT)
+    assert "loop died" in caplog.text
+
+
+# -- executor -------------------------------------------------------------------------------------
+
+
+def test_all_threads_of_an_executor_are_started_at_once_and_named(executor: Executor) -> None:
+    names = {thread.name for thread in threading.enumerate()}
+    assert {"test-io_0", "test-io_1"} <= names
+
+
+def test_an_executor_that_gets_no_threads_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    begun: list[str] = []
+
+    def start_one(self: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(self.name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Executor("test", 3)
+
+
+async def test_a_cancelled_await_leaves_its_thread_running_and_the_watcher_knows_its_future(
+    executor: Executor,
+) -> None:
+    gate, entered = threading.Event(), threading.Event()
+    seen: list[Future[object]] = []
+
+    def work() -> str:
+        entered.set()
+        gate.wait(TIMEOUT)
+        return "done"
+
+    async def awaiting() -> None:
+        with watch_submissions(seen.append):
+            await run_blocking(executor, work)
+
+    task = asyncio.create_task(awaiting())
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (future,) = seen
+    assert not future.done()
+    gate.set()
+    assert future.result(TIMEOUT) == "done"
+
+
+async def test_watchers_nest_and_end_with_their_block(executor: Executor) -> None:
+    calls: list[str] = []
+    with watch_submissions(lambda _: calls.append("outer")):
+        with watch_submissions(lambda _: calls.append("inner")):
+            await run_blocking(executor, int)
+        await asyncio.create_task(run_blocking(executor, int))
+    await run_blocking(executor, int)
+    assert calls == ["outer", "inner", "outer"]
+
+
+async def test_the_result_of_a_cancelled_await_is_disposed_of(executor: Executor) -> None:
+    gate, entered = threading.Event(), threading.Event()
+    disposed: Future[str] = Future()
+
+    def work() -> str:
+        entered.set()
+        gate.wait(TIMEOUT)
+        return "a descriptor"
+
+    task = asyncio.create_task(run_owned(executor, work, dispose=disposed.set_result))
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not disposed.done()
+    gate.set()
+    assert disposed.result(TIMEOUT) == "a descriptor"
+    assert await run_owned(executor, lambda: "kept", dispose=pytest.fail) == "kept"
+
+
+def test_an_executor_reports_whether_its_threads_let_go() -> None:
+    executor = Executor("test", 1)
+    gate = threading.Event()
+    executor.submit(gate.wait)
+    assert not executor.close(0.05)
+    gate.set()
+    assert executor.close(TIMEOUT)
+    with pytest.raises(EngineClosedError):
+        executor.submit(int)
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+def test_every_method_raises_in_a_forked_child_which_may_open_its_own() -> None:
+    done = run_python(
+        """
+        import os
+        from aio_ckpt.errors import EngineForkedError
+        from aio_ckpt.portal import Portal
+
+        async def answer():
+            return 42
+
+        portal = Portal("engine", 1)
+        portal.start()
+        executor = portal.executor
+        pid = os.fork()
+        if not pid:
+            attempts = [
+                portal.start, lambda: portal.submit(answer), lambda: portal.call(answer, timeout=1),
+                lambda: portal.post(print), lambda: portal.check_thread("x"), lambda: portal.executor,
+                lambda: portal.at_exit(print), lambda: portal.close(1), lambda: executor.submit(print),
+            ]
+            raised = 0
+            for attempt in attempts:
+                try:
+                    attempt()
+                except EngineForkedError as error:
+                    assert str(os.getppid()) in str(error)
+                    raised += 1
+            own = Portal("child", 1)
+            own.start()
+            right = raised == len(attempts) and own.call(answer, timeout=10) == 42
+            own.close(10)
+            os._exit(0 if right else 1)
+        _, status = os.waitpid(pid, 0)
+        portal.close(10)
+        print(os.waitstatus_to_exitcode(status))
+        """
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_at_exit_the_callback_runs_while_threads_work_but_not_when_closed_or_forked() -> None:
+    done = run_python(
+        """
+        import os, sys
+        from aio_ckpt.portal import Portal, run_blocking
+
+        portal, closed = Portal("engine", 1), Portal("closed", 1)
+        portal.start()
+        closed.start()
+
+        async def drain():
+            return await run_blocking(portal.executor, lambda: "drained in a thread")
+
+        def callback():
+            print(portal.call(drain, timeout=10), flush=True)
+            portal.close(10)
+
+        portal.at_exit(callback)
+        closed.at_exit(lambda: print("must not run"))
+        closed.close(10)
+        if not os.fork():
+            sys.exit()
+        os.wait()
+        """
+    )
+    assert (done.stdout, done.stderr) == ("drained in a thread\n", "")
+
+
+def test_a_callback_that_fails_at_exit_does_not_keep_the_others_from_running() -> None:
+    done = run_python(
+        """
+        from aio_ckpt.portal import Portal
+
+        first, second = Portal("first", 1), Portal("second", 1)
+        first.start()
+        second.start()
+        first.at_exit(lambda: print("first drained"))
+        second.at_exit(lambda: 1 / 0)
+        """
+    )
+    assert done.stdout == "first drained\n"
+    assert "ZeroDivisionError" in done.stderr
+    assert done.returncode == 0
+
+
+def test_it_runs_on_uvloop_where_that_is_the_policy() -> None:
+    pytest.importorskip("uvloop")
+    done = run_python(
+        """
+        import asyncio, uvloop
+        from aio_ckpt.portal import Portal, run_blocking
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+        portal = Portal("engine", 1)
+        portal.start()
+
+        async def answer():
+            return type(asyncio.get_running_loop()).__module__, await run_blocking(portal.executor, lambda: 42)
+
+        print(portal.call(answer, timeout=10))
+        future = portal.submit(asyncio.sleep, 100)
+        portal.close(10)
+        print(type(future.exception(0)).__name__)
+        """
+    )
+    assert (done.stdout, done.stderr) == ("('uvloop', 42)\nEngineClosedError\n", "")
