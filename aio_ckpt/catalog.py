@@ -19,7 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.items import PAGE_BYTES
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, FileEntry, RankManifest, RootManifest, block_sums, decode_rank, decode_root
+from aio_ckpt.manifest import (
+    METADATA_FILE,
+    ROOT_MANIFEST,
+    FileEntry,
+    RankManifest,
+    RootManifest,
+    block_sums,
+    decode_rank,
+    decode_root,
+)
 from aio_ckpt.metadata import parse_metadata
 from aio_ckpt.storage import Storage
 

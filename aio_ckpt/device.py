@@ -101,7 +101,7 @@ class CudaCopies:
 
     def mark(self) -> Mark:
         """An event of the side stream."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._side)
         return event
 
@@ -121,7 +121,7 @@ class CopyStreams:
         if device.type != "cuda":
             return HostCopies()
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return CudaCopies(device, self._streams[device])
 
 
@@ -139,9 +139,11 @@ def register_host_memory(address: int, nbytes: int) -> None:
     """
     if not cuda_is_available():
         raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
 
 
 def unregister_host_memory(address: int) -> None:
     """Undo :func:`register_host_memory`."""
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))

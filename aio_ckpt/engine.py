@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +17,16 @@ from aio_ckpt import commit, tree
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import CopyStreams, cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError, RootError, SaveCancelledError
+from aio_ckpt.errors import BusyError, ConfigError, RootError
 from aio_ckpt.inflight import InFlight
-from aio_ckpt.items import LoadReport, SaveReport
+from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
-from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, follow, run_save
-from aio_ckpt.plan import PlanCache, PlannedSave
+from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, follow
+from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
-from aio_ckpt.snapshot import ObjectEncoder, capture, lease_image
+from aio_ckpt.retention import Retention
+from aio_ckpt.snapshot import ObjectEncoder, lease_image
 from aio_ckpt.storage import LocalStorage, RootLock, Storage
 from aio_ckpt.ticket import SaveTicket
 
@@ -90,9 +91,15 @@ class CheckpointEngine:
         self._cache = PlanCache(rank=self._site.coordinator.rank)
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._streams = CopyStreams()
-        self._in_flight = InFlight(
-            max_in_flight=config.max_in_flight, when_busy=config.when_busy, on_failure=config.on_failure
+        self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
+        self._retention = Retention(
+            self._site.storage,
+            self.root,
+            self._site.names,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
         )
+        self._retaining: Future[list[int]] | None = None
         self._save_lock = Lock()
         self._root_lock: RootLock | None = None
         self._saves = 0
@@ -156,14 +163,14 @@ class CheckpointEngine:
                 objects=objects,
                 image=image,
                 progress=CaptureProgress(len(image.chunks)),
-                ticket=self._ticket(step, waited_secs),
+                ticket=self._in_flight.ticket(step, waited_secs),
                 overwrite=overwrite,
                 deadline_secs=deadline_secs,
                 started=started,
                 plan_secs=plan_secs,
                 previous=pending[-1].settled if pending else None,
             )
-            self._run(save, planned)
+            self._in_flight.start(save, planned)
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 
@@ -304,16 +311,16 @@ class CheckpointEngine:
     async def close(self) -> None:
         """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
         self._in_flight.close()
-        for save in self._in_flight.pending:
-            await asyncio.wrap_future(follow(save.settled))
+        for settled in self._unfinished():
+            await asyncio.wrap_future(follow(settled))
         self._shut_down()
         self._in_flight.raise_unreported()
 
     def close_blocking(self) -> None:
         """:meth:`close` for a caller without a loop."""
         self._in_flight.close()
-        for save in self._in_flight.pending:
-            save.settled.result()
+        for settled in self._unfinished():
+            wait([settled])
         self._shut_down()
         self._in_flight.raise_unreported()
 
@@ -334,64 +341,14 @@ class CheckpointEngine:
             save.ticket.exception(self.config.stall_timeout_secs)
         self._shut_down()
 
-    # -- one save, caller's side ----------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------
 
-    def _ticket(self, step: int, waited_secs: float) -> SaveTicket:
-        def cancel() -> bool:
-            chosen = [save for save in self._in_flight.pending if save.ticket is ticket]
-            return bool(chosen) and self._call(chosen[0].cancel, what="cancel()")
-
-        ticket = SaveTicket(step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs)
-        return ticket
-
-    def _run(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Start the pipeline, then copy: the first chunks are written while later ones are copied."""
-        issued: Future[object] = Future()
-        save.image.lease.hold_until(issued)
-        self._in_flight.add(save)
-        running = self._portal.submit(run_save, self._site, save)
-        running.add_done_callback(lambda done: self._settle(save, done))
-        try:
-            work = capture(
-                planned,
-                save.image,
-                self._streams,
-                on_captured=lambda chunks: self._portal.post(save.progress.tell, chunks),
-                stall_timeout_secs=self.config.stall_timeout_secs,
-            )
-        except BaseException as error:
-            issued.set_result(None)
-            self._portal.post(save.progress.fail, error)
-            save.ticket.exception(self.config.stall_timeout_secs)
-            raise
-
-        def finish() -> None:
-            work.finish()
-            save.staged_secs = save.elapsed()
-            save.ticket.staged.resolve(None)
-
-        if work.is_done:
-            finish()
-        else:
-            save.image.lease.hold_until(self._portal.executor.submit(finish))
-        issued.set_result(None)
-
-    def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
-        """The pipeline ended: leave the table, then tell the ticket."""
-        error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
+    def _after(self, error: BaseException | None) -> None:
+        """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
         if error is not None:
             self._cache.clear()
-            if not isinstance(error, SaveCancelledError):
-                _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, error)
-        self._in_flight.remove(save, error)
-        save.settled.set_result(None)
-        if error is None:
-            save.ticket.committed.resolve(done.result())
-        else:
-            save.ticket.staged.fail(error)
-            save.ticket.committed.fail(error)
-
-    # -- helpers --------------------------------------------------------------------------------------
+        elif self._retention.is_enabled:
+            self._retaining = self._portal.submit(self._retention.enforce)
 
     def _learn_steps(self) -> None:
         if not self._in_flight.knows_steps:
@@ -408,6 +365,13 @@ class CheckpointEngine:
     def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
         return self._portal.call(async_fn, *args, timeout=self.config.stall_timeout_secs, what=what)
 
+    def _unfinished(self) -> Iterator[Future[Any]]:
+        """What closing waits for; a retention pass is begun before its save settles."""
+        for save in self._in_flight.pending:
+            yield save.settled
+        if self._retaining is not None:
+            yield self._retaining
+
     def _shut_down(self) -> None:
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
@@ -417,13 +381,13 @@ class CheckpointEngine:
 
     def _drain_at_exit(self) -> None:
         self._in_flight.close()
+        deadline = time.monotonic() + self.config.drain_timeout_secs
         pending = self._in_flight.pending
-        wait([save.settled for save in pending], timeout=self.config.drain_timeout_secs)
+        for settled in self._unfinished():
+            wait([settled], timeout=max(0.0, deadline - time.monotonic()))
         late = [save.step for save in pending if not save.settled.done()]
         if late:
-            _log.error(
-                "interpreter exit after %.0f s: steps %s were not committed", self.config.drain_timeout_secs, late
-            )
+            _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
         self._shut_down()
 
 

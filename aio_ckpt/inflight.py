@@ -1,16 +1,20 @@
-"""The saves in flight of one engine: who may enter, in what order of steps, and whose failure nobody has seen."""
+"""The saves in flight of one engine: who may enter, how each is started and settled, which failures nobody saw."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from aio_ckpt import commit
-from aio_ckpt.config import BusyPolicy, FailurePolicy
-from aio_ckpt.errors import BusyError, EngineClosedError
-from aio_ckpt.pipeline import PendingSave
-from aio_ckpt.portal import Condition
+from aio_ckpt.device import CopyStreams
+from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
+from aio_ckpt.items import SaveReport
+from aio_ckpt.pipeline import PendingSave, Site, run_save
+from aio_ckpt.plan import PlannedSave
+from aio_ckpt.portal import Condition, Portal
+from aio_ckpt.snapshot import capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -25,10 +29,15 @@ class InFlight:
     failure that no waiter has seen stays here until it was raised once.
     """
 
-    def __init__(self, *, max_in_flight: int, when_busy: BusyPolicy, on_failure: FailurePolicy) -> None:
-        self._max = max_in_flight
-        self._when_busy = when_busy
-        self._on_failure = on_failure
+    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[BaseException | None], None]) -> None:
+        """``on_settled`` is told of each outcome before the save leaves the table."""
+        self._site = site
+        self._portal = portal
+        self._on_settled = on_settled
+        self._streams = CopyStreams()
+        self._max = site.config.max_in_flight
+        self._when_busy = site.config.when_busy
+        self._on_failure = site.config.on_failure
         self._changed = Condition()
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
@@ -79,20 +88,77 @@ class InFlight:
         with self._changed:
             return len(self._pending) < self._max
 
-    def add(self, save: PendingSave) -> None:
-        """Enter the table."""
+    # -- one save -------------------------------------------------------------------------------------
+
+    def ticket(self, step: int, waited_secs: float) -> SaveTicket:
+        """The ticket of a save that will be started."""
+
+        def cancel() -> bool:
+            chosen = [save for save in self.pending if save.ticket is ticket]
+            return bool(chosen) and self._portal.call(
+                chosen[0].cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()"
+            )
+
+        ticket = SaveTicket(step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs)
+        return ticket
+
+    def start(self, save: PendingSave, planned: PlannedSave) -> None:
+        """Start the pipeline, then copy: the first chunks are written while later ones are copied.
+
+        When it raises, the save is settled: nothing is visible and the ticket holds the error.
+        """
+        timeout_secs = self._site.config.stall_timeout_secs
+        issued: Future[object] = Future()
+        save.image.lease.hold_until(issued)
         with self._changed:
             self._pending.append(save)
+        running = self._portal.submit(run_save, self._site, save)
+        running.add_done_callback(lambda done: self._settle(save, done))
+        try:
+            work = capture(
+                planned,
+                save.image,
+                self._streams,
+                on_captured=lambda chunks: self._portal.post(save.progress.tell, chunks),
+                stall_timeout_secs=timeout_secs,
+            )
+        except BaseException as error:
+            issued.set_result(None)
+            self._portal.post(save.progress.fail, error)
+            save.ticket.exception(timeout_secs)
+            raise
 
-    def remove(self, save: PendingSave, error: BaseException | None) -> None:
-        """Leave the table, committed or failed."""
+        def finish() -> None:
+            work.finish()
+            save.staged_secs = save.elapsed()
+            save.ticket.staged.resolve(None)
+
+        if work.is_done:
+            finish()
+        else:
+            save.image.lease.hold_until(self._portal.executor.submit(finish))
+        issued.set_result(None)
+
+    def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
+        """The pipeline ended: leave the table, then tell the ticket."""
+        error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
+        is_cancelled = isinstance(error, SaveCancelledError)
+        if error is not None and not is_cancelled:
+            _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, error)
+        self._on_settled(error)
         with self._changed:
             self._pending.remove(save)
             if error is None and self._committed is not None:
                 self._committed.add(save.step)
-            if error is not None and not save.is_cancelled:
+            if error is not None and not is_cancelled:
                 self._unreported.append(save.ticket)
             self._changed.notify_all()
+        save.settled.set_result(None)
+        if error is None:
+            save.ticket.committed.resolve(done.result())
+        else:
+            save.ticket.staged.fail(error)
+            save.ticket.committed.fail(error)
 
     # -- steps ----------------------------------------------------------------------------------------
 

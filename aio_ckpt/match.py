@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aio_ckpt import tree
-from aio_ckpt.catalog import Chunks, Checkpoint, global_shape
+from aio_ckpt.catalog import Checkpoint, Chunks, global_shape
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.manifest import rank_manifest_name

@@ -26,7 +26,14 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 import anyio
 import anyio.abc
 
-from aio_ckpt.errors import EngineClosedError, EngineForkedError, StallError, WrongThreadError
+from aio_ckpt.errors import (
+    AioCkptError,
+    EngineClosedError,
+    EngineForkedError,
+    SaveCancelledError,
+    StallError,
+    WrongThreadError,
+)
 
 __all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal", "run_blocking", "run_owned", "watch_submissions"]
 
@@ -325,8 +332,6 @@ class Portal:
             _logger.exception("%s: the loop died", self.name)
             if not self._ready.done():
                 self._ready.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
         finally:
             self._resolve_rest(cause)
 
@@ -360,15 +365,11 @@ class Portal:
             future.add_done_callback(lambda done: done.cancelled() and self._schedule(scope.cancel))
             try:
                 value = await async_fn(*args)
-            except asyncio.CancelledError:  # not raised further: the task ends here, and its group must go on
-                if not self._is_closing:
-                    future.cancel()
+            except asyncio.CancelledError:
                 self._fail(future, None)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the waiter's to handle; raised here it would end the loop
                 if self._claim(future):
                     future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
             else:
                 if self._claim(future):
                     future.set_result(value)
@@ -379,7 +380,9 @@ class Portal:
 
     def _fail(self, future: Future[Any], cause: BaseException | None) -> None:
         if self._claim(future):
-            error = EngineClosedError(f"{self.name}: closed before the task had ended")
+            error: AioCkptError = SaveCancelledError(f"{self.name}: the task was cancelled from within")
+            if cause is not None or self.is_closed:
+                error = EngineClosedError(f"{self.name}: closed before the task had ended")
             error.__cause__ = cause
             future.set_exception(error)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from aio_ckpt.commit import TRASH_PREFIX, Committed
+import anyio
+
+from aio_ckpt.commit import TRASH_PREFIX, Committed, StepNames, discover
 from aio_ckpt.storage import Storage
 
-__all__ = ["expired", "remove_expired"]
+__all__ = ["Retention", "expired"]
+
+_log = logging.getLogger("aio_ckpt")
 
 
 def expired(committed: Sequence[Committed], *, keep_last: int | None, keep_every: int | None) -> list[Committed]:
@@ -22,10 +27,41 @@ def expired(committed: Sequence[Committed], *, keep_last: int | None, keep_every
     ]
 
 
-async def remove_expired(storage: Storage, root: Path, checkpoints: Sequence[Committed]) -> None:
-    """Delete checkpoints: renamed to trash first, so that no half-deleted directory is ever listed."""
-    for checkpoint in checkpoints:
-        trash = root / f"{TRASH_PREFIX}{checkpoint.path.name}"
-        await storage.rename(checkpoint.path, trash)
-        await storage.sync_dir(root)
-        await storage.remove_tree(trash)
+class Retention:
+    """Deletes what the policy lets go, in the background, one pass at a time.
+
+    Only the owner of the root's lock may run it. It never fails a save: what cannot be deleted is logged and
+    tried again after the next commit.
+    """
+
+    def __init__(
+        self, storage: Storage, root: Path, names: StepNames, *, keep_last: int | None, keep_every: int | None
+    ) -> None:
+        self._storage = storage
+        self._root = root
+        self._names = names
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._one_at_a_time = anyio.Lock()
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is ever deleted."""
+        return self._keep_last is not None
+
+    async def enforce(self) -> list[int]:
+        """Delete expired steps; returns them. Each is renamed to trash first: no half-deleted step is ever listed."""
+        async with self._one_at_a_time:
+            committed = await discover(self._storage, self._root, self._names)
+            removed = []
+            for checkpoint in expired(committed, keep_last=self._keep_last, keep_every=self._keep_every):
+                trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
+                try:
+                    await self._storage.rename(checkpoint.path, trash)
+                    await self._storage.sync_dir(self._root)
+                    await self._storage.remove_tree(trash)
+                except OSError as error:
+                    _log.warning("step %d is kept beyond its time: %s", checkpoint.step, error)
+                else:
+                    removed.append(checkpoint.step)
+            return removed

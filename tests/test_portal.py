@@ -10,12 +10,12 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 
 import pytest
 
-from aio_ckpt.errors import EngineClosedError, StallError, WrongThreadError
+from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, WrongThreadError
 from aio_ckpt.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
 
 TIMEOUT = 20.0
@@ -105,7 +105,7 @@ def test_a_task_that_ends_with_a_cancellation_of_its_own_does_not_end_the_portal
     async def fine() -> int:
         return 1
 
-    with pytest.raises(CancelledError):
+    with pytest.raises(SaveCancelledError):
         portal.call(cancelled, timeout=TIMEOUT)
     assert portal.call(fine, timeout=TIMEOUT) == 1
     assert not portal.is_closed
@@ -120,7 +120,7 @@ def test_a_call_that_takes_too_long_names_what_was_awaited_and_cancels_it(portal
         finally:
             ended.set()
 
-    with pytest.raises(StallError, match="the agreement did not end within 0.05 s"):
+    with pytest.raises(StallError, match=r"the agreement did not end within 0\.05 s"):
         portal.call(stage, timeout=0.05, what="the agreement")
     assert ended.wait(TIMEOUT)
     with pytest.raises(StallError, match="stage did not end"):
@@ -242,8 +242,9 @@ def test_close_leaves_a_stuck_loop_behind_with_a_warning_and_resolves_what_waits
 def test_close_does_not_wait_for_a_stuck_io_thread(caplog: pytest.LogCaptureFixture) -> None:
     portal = Portal("engine", 1)
     portal.start()
-    gate = threading.Event()
-    stuck = portal.executor.submit(gate.wait)
+    gate, entered = threading.Event(), threading.Event()
+    stuck = portal.executor.submit(lambda: entered.set() or gate.wait())
+    assert entered.wait(TIMEOUT)
     queued = portal.executor.submit(pytest.fail, "must not run")
     with caplog.at_level(logging.WARNING, "aio_ckpt"):
         portal.close(0.05)
@@ -278,19 +279,33 @@ def test_no_future_is_left_unresolved_when_threads_submit_while_it_closes() -> N
     assert all(isinstance(future.exception(0), EngineClosedError) for future in futures)
 
 
-def test_an_exit_request_in_a_task_ends_the_portal_and_tells_everyone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exit_request_in_a_task_is_its_waiters_and_the_portal_goes_on(portal: Portal) -> None:
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def fine() -> int:
+        return 1
+
+    assert isinstance(portal.submit(leave).exception(TIMEOUT), SystemExit)
+    assert portal.call(fine, timeout=TIMEOUT) == 1
+
+
+def test_a_loop_that_dies_tells_everyone_who_waits(caplog: pytest.LogCaptureFixture) -> None:
     portal = Portal("engine", 1)
     portal.start()
     waiting = portal.submit(forever)
 
-    async def leave() -> None:
+    def leave() -> None:
         raise SystemExit(3)
 
     with caplog.at_level(logging.ERROR, "aio_ckpt"):
-        assert isinstance(portal.submit(leave).exception(TIMEOUT), SystemExit)
-        assert isinstance(waiting.exception(TIMEOUT), EngineClosedError)
-    portal.close(TIMEOUT)
+        portal.post(leave)
+        with pytest.raises((EngineClosedError, SaveCancelledError)):
+            waiting.result(TIMEOUT)
+        portal.close(TIMEOUT)
     assert "loop died" in caplog.text
+    with pytest.raises(EngineClosedError):
+        portal.submit(forever)
 
 
 # -- executor -------------------------------------------------------------------------------------
@@ -376,8 +391,9 @@ async def test_the_result_of_a_cancelled_await_is_disposed_of(executor: Executor
 
 def test_an_executor_reports_whether_its_threads_let_go() -> None:
     executor = Executor("test", 1)
-    gate = threading.Event()
-    executor.submit(gate.wait)
+    gate, entered = threading.Event(), threading.Event()
+    executor.submit(lambda: entered.set() or gate.wait())
+    assert entered.wait(TIMEOUT)
     assert not executor.close(0.05)
     gate.set()
     assert executor.close(TIMEOUT)
