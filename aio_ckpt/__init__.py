@@ -3,6 +3,7 @@
 See README.md for use and guarantees; the module table of the README says where to find what.
 """
 
+from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import LoadReport, PerRank, SaveReport
@@ -17,4 +18,5 @@ __all__ = [
     "SaveReport",
     "SaveTicket",
     "SyncCheckpointEngine",
+    "__version__",
 ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import platform
 import struct
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import torch
 from isal import isal_zlib
 
+from aio_ckpt._version import __version__
 from aio_ckpt.items import WriteResult
 from aio_ckpt.manifest import (
     FORMAT_MAJOR,
@@ -28,6 +27,12 @@ from aio_ckpt.plan import Plan
 from aio_ckpt.snapshot import ObjectBytes
 
 __all__ = ["object_entries", "render_rank", "render_root", "written_names"]
+
+_VERSIONS = {
+    "aio_ckpt": __version__,
+    "torch": str(torch.__version__),
+    "python": platform.python_version(),
+}
 
 
 def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
@@ -95,16 +100,7 @@ def render_root(metadata: bytes, ranks: Sequence[FileEntry], *, step: int, save_
             metadata=FileEntry(METADATA_FILE, len(metadata), isal_zlib.crc32(metadata)),
             metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
             ranks=tuple(ranks),
-            written_by=dict(_versions()),
+            written_by=_VERSIONS,
             created_unix=created_unix,
         )
-    )
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    return (
-        ("aio_ckpt", version("aio-ckpt")),
-        ("torch", str(torch.__version__)),
-        ("python", platform.python_version()),
     )

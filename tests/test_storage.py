@@ -1,0 +1,907 @@
+"""The local file system: data files in each write mode, cancellation, full disks, renames and the lock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import itertools
+import mmap
+import os
+import random
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import datafile, storage
+from aio_ckpt.datafile import probe_read, probe_write
+from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
+from aio_ckpt.portal import Executor, Portal, watch_submissions
+from aio_ckpt.storage import DataFile, LocalStorage, RootLock
+
+PAGE = 4096
+TIMEOUT = 20.0
+MODES = ("direct", "dontcache", "buffered")
+
+
+class GatedExecutor(Executor):
+    """While ``gate`` is set, every call waits for it in its thread; ``before_each`` runs there before a call."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__(name, threads)
+        self.gate: threading.Event | threading.Barrier | None = None
+        self.before_each: Callable[[], None] = lambda: None
+        self.entered = threading.Semaphore(0)
+
+    def submit(self, fn, /, *args, **kwargs):
+        return super().submit(self._wait_and_call, self.gate, fn, *args, **kwargs)
+
+    def _wait_and_call(self, gate, fn, /, *args, **kwargs):
+        if gate is not None:
+            self.entered.release()
+            gate.wait(TIMEOUT)
+        self.before_each()
+        return fn(*args, **kwargs)
+
+
+@pytest.fixture
+def executor() -> Iterator[GatedExecutor]:
+    executor = GatedExecutor("test", 4)
+    yield executor
+    assert executor.close(TIMEOUT)
+
+
+@pytest.fixture
+def local(executor: GatedExecutor) -> LocalStorage:
+    return LocalStorage(executor)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left_open() -> Iterator[None]:
+    before = open_files()
+    yield
+    assert open_files() <= before
+
+
+@pytest.fixture(autouse=True)
+async def the_loops_default_executor_is_never_used() -> AsyncIterator[None]:
+    class Refusing(ThreadPoolExecutor):
+        def submit(self, *args: object, **kwargs: object) -> Future[Any]:
+            raise AssertionError("used the loop's default executor")
+
+    asyncio.get_running_loop().set_default_executor(Refusing(1))
+    async with asyncio.timeout(60):
+        yield
+
+
+def open_files() -> int:
+    """Descriptors of files: what a loop keeps for itself (sockets, epoll) does not count."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of listdir itself
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith("/") for link in links)
+
+
+def refuse_direct(descriptor: int, rwf_flags: int) -> None:
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "this file system takes no direct I/O")
+    probe_write(descriptor, rwf_flags)
+
+
+def refuse_all(descriptor: int, rwf_flags: int) -> None:
+    raise OSError(errno.EOPNOTSUPP, "nothing but the page cache")
+
+
+def storage_of_mode(executor: Executor, mode: str, path: Path) -> LocalStorage:
+    """A storage whose files are written in ``mode``; skips where this machine has no such mode."""
+    probe = {"direct": probe_write, "dontcache": refuse_direct, "buffered": refuse_all}[mode]
+    scratch = path / f"probe-{mode}"
+    descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT)
+    try:
+        if mode == "direct":
+            os.close(os.open(scratch, os.O_RDWR | os.O_DIRECT))
+        if mode == "dontcache":
+            probe_write(descriptor, datafile.RWF_DONTCACHE)
+    except OSError as error:
+        pytest.skip(f"{path} has no mode {mode}: {error}")
+    finally:
+        os.close(descriptor)
+        scratch.unlink()
+    return LocalStorage(executor, write_probe=probe)
+
+
+def aligned(data: bytes) -> memoryview:
+    memory = mmap.mmap(-1, max(len(data), 1))
+    memory[: len(data)] = data
+    return memoryview(memory)[: len(data)]
+
+
+def numbers(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+async def until_entered(executor: GatedExecutor, count: int = 1) -> None:
+    for _ in range(count):
+        while not executor.entered.acquire(blocking=False):
+            await asyncio.sleep(0)
+
+
+@contextlib.contextmanager
+def largest_file(nbytes: int) -> Iterator[Callable[[], None]]:
+    """A real limit of the kernel: writes fall short at it, then fail with EFBIG. Yields what lifts it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lift = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield lift
+    finally:
+        lift()
+
+
+def run_python(source: str, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source), *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_concurrent_writes_of_aligned_chunks_land_where_they_belong(
+    executor: GatedExecutor, tmp_path: Path, mode: str
+) -> None:
+    local = storage_of_mode(executor, mode, tmp_path)
+    data = numbers(64 * PAGE)
+    image = aligned(data)
+    file = await local.create_data_file(tmp_path / "d", len(data), writers=3)
+    assert (file.mode, file.path) == (mode, tmp_path / "d")
+    starts = list(range(0, len(data), 4 * PAGE))
+    random.Random(1).shuffle(starts)
+    async with asyncio.TaskGroup() as group:
+        for start in starts:
+            group.create_task(file.write(start, image[start : start + 4 * PAGE]))
+    await file.sync()
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == data
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(deadline=None, max_examples=25)
+@given(cuts=st.lists(st.integers(0, 5 * PAGE), max_size=6), shift=st.integers(0, 64), order=st.randoms())
+def test_any_cut_of_the_bytes_at_any_address_gives_the_same_file(
+    tmp_path_factory: pytest.TempPathFactory, mode: str, cuts: list[int], shift: int, order: random.Random
+) -> None:
+    data = numbers(5 * PAGE)
+    image = aligned(bytes(shift) + data)[shift:]
+    bounds = sorted({0, *cuts, len(data)})
+    pieces = list(itertools.pairwise(bounds))
+    order.shuffle(pieces)
+    directory = tmp_path_factory.mktemp("cut")
+
+    async def write() -> None:
+        local = storage_of_mode(portal.executor, mode, directory)
+        file = await local.create_data_file(directory / "d", len(data), writers=2)
+        await file.write(0, memoryview(b""))
+        async with asyncio.TaskGroup() as group:
+            for start, stop in pieces:
+                group.create_task(file.write(start, image[start:stop]))
+        await file.close()
+
+    portal = Portal("engine", 3)
+    portal.start()
+    try:
+        portal.call(write, timeout=TIMEOUT)
+    finally:
+        portal.close(TIMEOUT)
+    assert (directory / "d").read_bytes() == data
+
+
+async def test_the_bytes_are_reserved_before_any_is_written(local: LocalStorage, tmp_path: Path) -> None:
+    nbytes = 3 << 20
+    file = await local.create_data_file(tmp_path / "d", nbytes, writers=1)
+    status = (tmp_path / "d").stat()
+    await file.close()
+    assert status.st_size == nbytes
+    assert status.st_blocks * 512 >= nbytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1])
+async def test_a_file_shorter_than_the_probe_keeps_its_length(local: LocalStorage, tmp_path: Path, nbytes: int) -> None:
+    file = await local.create_data_file(tmp_path / "d", nbytes, writers=1)
+    await file.write(0, memoryview(numbers(nbytes)))
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == numbers(nbytes)
+
+
+async def test_where_nothing_can_be_reserved_the_length_is_set(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Libc:
+        @staticmethod
+        def fallocate(*_: object) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    monkeypatch.setattr(datafile, "_LIBC", Libc)
+    file = await local.create_data_file(tmp_path / "d", 2 * PAGE, writers=1)
+    await file.close()
+    assert (tmp_path / "d").stat().st_size == 2 * PAGE
+
+
+async def test_an_existing_file_is_never_written_over(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "d").write_bytes(b"precious")
+    with pytest.raises(WriteError) as caught:
+        await local.create_data_file(tmp_path / "d", PAGE, writers=1)
+    with pytest.raises(WriteError):
+        await local.write_file(tmp_path / "d", b"new")
+    assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, str(tmp_path / "d"))
+    assert isinstance(caught.value.__cause__, FileExistsError)
+    assert (tmp_path / "d").read_bytes() == b"precious"
+
+
+async def test_as_many_writes_run_at_once_as_there_are_writers(executor: GatedExecutor, tmp_path: Path) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path)
+    file = await local.create_data_file(tmp_path / "d", 3 * PAGE, writers=3)
+    executor.gate = threading.Barrier(3)  # passes only if three threads are in it at the same time
+    async with asyncio.TaskGroup() as group:
+        for index in range(3):
+            group.create_task(file.write(index * PAGE, aligned(bytes([index]) * PAGE)))
+    executor.gate = None
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == b"".join(bytes([index]) * PAGE for index in range(3))
+
+
+async def test_the_loop_answers_while_a_thread_writes(executor: GatedExecutor, tmp_path: Path) -> None:
+    local = LocalStorage(executor)
+    file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
+    executor.gate = gate = threading.Event()
+    tasks = [asyncio.create_task(file.write(0, aligned(bytes(PAGE)))), asyncio.create_task(file.sync())]
+    await until_entered(executor, 2)  # this loop ran while both were in their threads
+    assert not any(task.done() for task in tasks)
+    gate.set()
+    executor.gate = None
+    await asyncio.gather(*tasks)
+    await file.close()
+
+
+# -- modes ----------------------------------------------------------------------------------------
+
+
+async def test_direct_off_never_opens_with_o_direct(executor: GatedExecutor, tmp_path: Path) -> None:
+    probed: list[int] = []
+
+    def probe(descriptor: int, rwf_flags: int) -> None:
+        probed.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        probe_write(descriptor, rwf_flags)
+
+    local = LocalStorage(executor, "off", write_probe=probe, read_probe=probe)
+    file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
+    await file.close()
+    reading = await local.open_data_file(tmp_path / "d", readers=1)
+    await reading.close()
+    assert file.mode != "direct"
+    assert not reading.direct
+    assert not any(probed)
+
+
+async def test_direct_on_refuses_to_fall_back_and_leaves_nothing(executor: GatedExecutor, tmp_path: Path) -> None:
+    local = LocalStorage(executor, "on", write_probe=refuse_direct, read_probe=refuse_direct)
+    with pytest.raises(WriteError, match='direct_io="on" refuses') as caught:
+        await local.create_data_file(tmp_path / "d", PAGE, writers=1)
+    assert caught.value.errno == errno.EINVAL
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "d").write_bytes(bytes(PAGE))
+    with pytest.raises(ReadError, match='direct_io="on" refuses'):
+        await local.open_data_file(tmp_path / "d", readers=1)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+async def test_a_probe_that_fails_for_another_reason_is_no_fallback(
+    executor: GatedExecutor, tmp_path: Path, code: int
+) -> None:
+    def probe(descriptor: int, rwf_flags: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(WriteError) as caught:
+        await LocalStorage(executor, write_probe=probe).create_data_file(tmp_path / "d", PAGE, writers=1)
+    assert caught.value.errno == code
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_file_system_that_refuses_o_direct_at_open_is_written_all_the_same(executor: GatedExecutor) -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm to write to")
+    path = Path(f"/dev/shm/aio-ckpt-test-{os.getpid()}")
+    try:
+        file = await LocalStorage(executor).create_data_file(path, 2 * PAGE, writers=2)
+        await file.write(0, aligned(numbers(2 * PAGE)))
+        await file.sync()
+        await file.close()
+        reading = await LocalStorage(executor).open_data_file(path, readers=1)
+        assert await reading.read_into(0, view := aligned(bytes(2 * PAGE))) == 2 * PAGE
+        await reading.close()
+        assert bytes(view) == path.read_bytes() == numbers(2 * PAGE)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# -- short writes and full disks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    [("direct", 3 * PAGE), *((mode, limit) for mode in MODES[1:] for limit in (3 * PAGE, 3 * PAGE + 100))],
+)
+async def test_a_write_that_falls_short_is_continued(
+    executor: GatedExecutor, tmp_path: Path, mode: str, limit: int
+) -> None:
+    local = storage_of_mode(executor, mode, tmp_path)
+    file = await local.create_data_file(tmp_path / "d", 0, writers=1)
+    data = numbers(8 * PAGE)
+    sizes: list[int] = []
+    with largest_file(limit) as lift:
+
+        def lift_after_the_first_write() -> None:
+            sizes.append((tmp_path / "d").stat().st_size)
+            if sizes[-1]:
+                lift()
+
+        executor.before_each = lift_after_the_first_write
+        await file.write(0, aligned(data))
+    await file.close()
+    assert limit in sizes
+    assert (tmp_path / "d").read_bytes() == data
+
+
+async def test_what_a_short_direct_write_leaves_unaligned_goes_through_the_page_cache(
+    executor: GatedExecutor, tmp_path: Path
+) -> None:
+    class FallsShort:
+        """Stands in for a kernel that stops inside a page; this one does not."""
+
+        def __init__(self, handle: Any) -> None:
+            self.handle = handle
+            self.seek = handle.seek
+
+        async def write(self, view: memoryview) -> int:
+            await self.handle.write(view[:PAGE])
+            return 100
+
+    file = await storage_of_mode(executor, "direct", tmp_path).create_data_file(tmp_path / "d", 3 * PAGE, writers=1)
+    file._free[0] = FallsShort(file._free[0])
+    await file.write(0, aligned(numbers(3 * PAGE)))
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == numbers(3 * PAGE)
+
+
+async def test_a_write_that_makes_no_progress_fails_instead_of_repeating(
+    executor: GatedExecutor, tmp_path: Path
+) -> None:
+    class Stands:
+        async def seek(self, offset: int) -> None:
+            pass
+
+        async def write(self, view: memoryview) -> int:
+            return 0
+
+    file = await storage_of_mode(executor, "buffered", tmp_path).create_data_file(tmp_path / "d", PAGE, writers=1)
+    file._free[0] = Stands()
+    with pytest.raises(WriteError, match="nothing of 4096 bytes was written at offset 0"):
+        await file.write(0, aligned(bytes(PAGE)))
+    await file.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_write_that_fails_keeps_errno_and_path(executor: GatedExecutor, tmp_path: Path, mode: str) -> None:
+    local = storage_of_mode(executor, mode, tmp_path)
+    file = await local.create_data_file(tmp_path / "d", 0, writers=1)
+    with largest_file(PAGE), pytest.raises(WriteError) as caught:
+        await file.write(0, aligned(bytes(3 * PAGE)))
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "d"))
+    assert isinstance(caught.value.__cause__, OSError)
+    await file.write(0, aligned(numbers(3 * PAGE)))  # the handle came back
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == numbers(3 * PAGE)
+
+
+async def test_a_disk_without_room_is_found_before_a_byte_is_written(local: LocalStorage, tmp_path: Path) -> None:
+    with largest_file(PAGE), pytest.raises(WriteError) as caught:
+        await local.create_data_file(tmp_path / "d", 3 * PAGE, writers=2)
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_full_file_system_is_found_when_the_file_is_created(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "small")], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs: {mounted.stderr.strip()}")
+    try:
+        with pytest.raises(WriteError) as caught:
+            await local.create_data_file(tmp_path / "small" / "d", 2 << 20, writers=2)
+        assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(WriteError) as caught:
+            await local.write_file(tmp_path / "small" / "f", bytes(2 << 20))
+        assert caught.value.errno == errno.ENOSPC
+        assert os.listdir(tmp_path / "small") == []
+        file = await local.create_data_file(tmp_path / "small" / "d", 512 << 10, writers=2)
+        await file.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+async def test_a_small_file_that_could_not_be_written_is_removed(local: LocalStorage, tmp_path: Path) -> None:
+    with largest_file(PAGE), pytest.raises(WriteError) as caught:
+        await local.write_file(tmp_path / "f", bytes(3 * PAGE))
+    assert caught.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == []
+
+
+# -- cancellation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+async def test_a_cancelled_write_keeps_its_handle_until_its_thread_is_done(
+    executor: GatedExecutor, tmp_path: Path, mode: str
+) -> None:
+    local = storage_of_mode(executor, mode, tmp_path)
+    file = await local.create_data_file(tmp_path / "d", 8 * PAGE, writers=1)
+    executor.gate = gate = threading.Event()
+    first = asyncio.create_task(file.write(4 * PAGE, aligned(b"1" * PAGE)))
+    await until_entered(executor)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    executor.gate = None
+    submitted: list[Future[object]] = []
+    with watch_submissions(submitted.append):
+        second = asyncio.create_task(file.write(0, aligned(b"2" * PAGE)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert submitted == []  # it waits: a seek now would race with the one in the thread
+    gate.set()
+    await second
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == b"2" * PAGE + bytes(7 * PAGE)
+
+
+async def test_a_cancelled_wait_for_a_handle_takes_none(executor: GatedExecutor, tmp_path: Path) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path)
+    file = await local.create_data_file(tmp_path / "d", 2 * PAGE, writers=1)
+    executor.gate = gate = threading.Event()
+    first = asyncio.create_task(file.write(0, aligned(b"1" * PAGE)))
+    await until_entered(executor)
+    waiting = asyncio.create_task(file.write(0, aligned(b"2" * PAGE)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    executor.gate = None
+    await first
+    await file.write(PAGE, aligned(b"3" * PAGE))
+    await file.close()
+    assert (tmp_path / "d").read_bytes() == b"1" * PAGE + b"3" * PAGE
+
+
+@pytest.mark.parametrize("what", ["write", "sync", "read"])
+async def test_a_descriptor_is_closed_only_after_the_thread_that_uses_it_is_done(
+    executor: GatedExecutor, tmp_path: Path, what: str
+) -> None:
+    (tmp_path / "r").write_bytes(bytes(PAGE))
+    baseline = open_files()
+    local = LocalStorage(executor)
+    if what == "read":
+        file = await local.open_data_file(tmp_path / "r", readers=1)
+        use = file.read_into(0, aligned(bytes(PAGE)))
+    else:
+        file = await local.create_data_file(tmp_path / "d", PAGE, writers=2)
+        use = file.write(0, aligned(bytes(PAGE))) if what == "write" else file.sync()
+    opened = open_files()
+    executor.gate = gate = threading.Event()
+    submitted: list[Future[object]] = []
+    with watch_submissions(submitted.append):
+        task = asyncio.create_task(use)
+    await until_entered(executor)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    executor.gate = None
+    await file.close()
+    await file.close()
+    assert open_files() == opened > baseline
+    gate.set()
+    submitted[-1].result(TIMEOUT)
+    assert executor.close(TIMEOUT)  # joins the threads, so that their callbacks have run
+    assert open_files() == baseline
+
+
+async def test_a_write_under_way_when_the_file_is_closed_is_finished_first(
+    executor: GatedExecutor, tmp_path: Path
+) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path)
+    file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
+    executor.gate = gate = threading.Event()
+    task = asyncio.create_task(file.write(0, aligned(b"1" * PAGE)))
+    await until_entered(executor)  # in its seek: the write proper is yet to be submitted
+    await file.close()
+    gate.set()
+    await task
+    assert (tmp_path / "d").read_bytes() == b"1" * PAGE
+
+
+async def test_after_close_a_file_refuses_to_be_used(local: LocalStorage, tmp_path: Path) -> None:
+    file = await local.create_data_file(tmp_path / "d", PAGE, writers=1)
+    await file.close()
+    reading = await local.open_data_file(tmp_path / "d", readers=1)
+    await reading.close()
+    with pytest.raises(WriteError, match="closed"):
+        await file.write(0, aligned(bytes(PAGE)))
+    with pytest.raises(WriteError, match="closed"):
+        await file.sync()
+    with pytest.raises(ReadError, match="closed"):
+        await reading.read_into(0, aligned(bytes(PAGE)))
+
+
+async def test_a_cancelled_close_closes_all_the_same(executor: GatedExecutor, tmp_path: Path) -> None:
+    baseline = open_files()
+    file = await LocalStorage(executor).create_data_file(tmp_path / "d", PAGE, writers=2)
+    executor.gate = gate = threading.Event()
+    blockers = [executor.submit(int) for _ in range(4)]  # every thread is busy: the closing waits in the queue
+    await until_entered(executor, 4)
+    executor.gate = None
+    task = asyncio.create_task(file.close())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    for blocker in blockers:
+        blocker.result(TIMEOUT)
+    await asyncio.wrap_future(executor.submit(int))
+    while open_files() > baseline:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("step", range(3), ids=["while it is created", "at the first handle", "at the second handle"])
+async def test_a_cancelled_creation_leaves_neither_file_nor_descriptor(
+    executor: GatedExecutor, tmp_path: Path, step: int
+) -> None:
+    local = storage_of_mode(executor, "buffered", tmp_path)
+    baseline = open_files()
+    gates = [threading.Event() for _ in range(3)]
+    seen = iter(gates)
+
+    def next_gate(_: Future[object]) -> None:
+        executor.gate = next(seen, None)
+
+    next_gate(Future())
+    with watch_submissions(next_gate):
+        task = asyncio.create_task(local.create_data_file(tmp_path / "d", PAGE, writers=2))
+    for gate in gates[:step]:
+        await until_entered(executor)
+        gate.set()
+    await until_entered(executor)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gates[step].set()
+    executor.gate = None
+    assert executor.close(TIMEOUT)
+    assert os.listdir(tmp_path) == []
+    assert open_files() == baseline
+
+
+async def test_a_cancelled_opening_leaves_no_descriptor(executor: GatedExecutor, tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(bytes(PAGE))
+    baseline = open_files()
+    executor.gate = gate = threading.Event()
+    task = asyncio.create_task(LocalStorage(executor).open_data_file(tmp_path / "r", readers=1))
+    await until_entered(executor)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    assert executor.close(TIMEOUT)
+    assert open_files() == baseline
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 5, 3 * PAGE, 3 * PAGE + 700])
+async def test_every_range_reads_as_it_stands_in_the_file(
+    executor: GatedExecutor, tmp_path: Path, direct: bool, nbytes: int
+) -> None:
+    data = numbers(nbytes)
+    (tmp_path / "r").write_bytes(data)
+    file = await LocalStorage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r", readers=2)
+    if direct and not file.direct:
+        await file.close()
+        pytest.skip(f"{tmp_path} takes no direct reads")
+    assert (file.nbytes, file.direct, file.path) == (nbytes, direct, tmp_path / "r")
+    for offset in (0, 1, PAGE, 2 * PAGE + 512, 3 * PAGE, 4 * PAGE):
+        for length in (0, 1, 512, PAGE, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE):
+            for shift in (0, 8):
+                view = aligned(bytes(length + shift))[shift:]
+                count = await file.read_into(offset, view)
+                assert bytes(view[:count]) == data[offset : offset + length]
+                assert not any(view[count:])
+    await file.close()
+
+
+async def test_a_read_probe_that_is_refused_falls_back_to_the_page_cache(
+    executor: GatedExecutor, tmp_path: Path
+) -> None:
+    (tmp_path / "r").write_bytes(numbers(PAGE))
+    file = await LocalStorage(executor, read_probe=refuse_all).open_data_file(tmp_path / "r", readers=1)
+    assert not file.direct
+    assert await file.read_into(0, view := aligned(bytes(PAGE))) == PAGE
+    await file.close()
+    assert bytes(view) == numbers(PAGE)
+
+
+def test_the_read_probe_really_reads(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "w", os.O_WRONLY | os.O_CREAT)
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            probe_read(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+async def test_a_missing_file_is_a_read_error_with_its_errno(local: LocalStorage, tmp_path: Path) -> None:
+    for attempt in (
+        local.open_data_file(tmp_path / "x", readers=1),
+        local.read_file(tmp_path / "x", max_bytes=9),
+        local.list_dir(tmp_path / "x"),
+    ):
+        with pytest.raises(ReadError) as caught:
+            await attempt
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(tmp_path / "x"))
+        assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+async def test_a_whole_file_is_read_up_to_the_length_that_is_allowed(local: LocalStorage, tmp_path: Path) -> None:
+    await local.write_file(tmp_path / "f", b"12345")
+    assert await local.read_file(tmp_path / "f", max_bytes=5) == b"12345"
+    with pytest.raises(CorruptCheckpointError, match="5 bytes long, at most 4"):
+        await local.read_file(tmp_path / "f", max_bytes=4)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+async def test_directories_are_made_listed_and_removed(local: LocalStorage, tmp_path: Path) -> None:
+    await local.make_dir(tmp_path / "a" / "b" / "c", parents=True)
+    await local.make_dir(tmp_path / "a" / "b" / "c", parents=True)
+    await local.make_dir(tmp_path / "a" / "x")
+    with pytest.raises(WriteError) as caught:
+        await local.make_dir(tmp_path / "a" / "x")
+    assert caught.value.errno == errno.EEXIST
+    assert await local.list_dir(tmp_path / "a") == ["b", "x"]
+    assert await local.exists(tmp_path / "a" / "b")
+    await local.remove_tree(tmp_path / "a")
+    await local.remove_tree(tmp_path / "a")
+    assert not await local.exists(tmp_path / "a" / "b")
+
+
+async def test_not_knowing_whether_a_path_exists_is_an_error_and_no_answer(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    assert not await local.exists(tmp_path / "f" / "below a file")
+    with pytest.raises(ReadError) as caught:
+        await local.exists(tmp_path / ("n" * 300))
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
+async def test_what_is_promised_durable_is_fsynced(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, str]] = []
+
+    def record(name: str) -> None:
+        real = getattr(os, name)
+
+        def sync(descriptor: int) -> None:
+            synced.append((name, os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
+            real(descriptor)
+
+        monkeypatch.setattr(os, name, sync)
+
+    record("fsync")
+    record("fdatasync")
+    await local.make_dir(tmp_path / "a" / "b", parents=True)
+    await local.write_file(tmp_path / "a" / "f", b"1")
+    await local.sync_dir(tmp_path / "a")
+    file = await local.create_data_file(tmp_path / "a" / "d", PAGE, writers=1)
+    await file.sync()
+    await file.close()
+    assert synced == [("fsync", "."), ("fsync", "a"), ("fsync", "a/f"), ("fsync", "a"), ("fdatasync", "a/d")]
+    with pytest.raises(WriteError):
+        await local.sync_dir(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("has_renameat2", [True, False])
+async def test_a_rename_never_replaces_anything(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_renameat2: bool
+) -> None:
+    if not has_renameat2:
+        monkeypatch.setattr(storage, "_LIBC", object())
+    (tmp_path / "src").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for dst in ("empty", "dangling"):
+        with pytest.raises(WriteError) as caught:
+            await local.rename(tmp_path / "src", tmp_path / dst)
+        assert caught.value.errno == errno.EEXIST
+        assert str(tmp_path / dst) in str(caught.value)
+    await local.rename(tmp_path / "src", tmp_path / "dst")
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "dst", "empty"]
+    with pytest.raises(WriteError) as caught:
+        await local.rename(tmp_path / "src", tmp_path / "dst2")
+    assert caught.value.errno == errno.ENOENT
+
+
+async def test_two_directories_are_exchanged_in_one_step(local: LocalStorage, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    await local.exchange(tmp_path / "a", tmp_path / "b")
+    assert os.listdir(tmp_path / "a") == ["b"]
+    assert os.listdir(tmp_path / "b") == ["a"]
+    with pytest.raises(WriteError) as caught:
+        await local.exchange(tmp_path / "a", tmp_path / "missing")
+    assert caught.value.errno == errno.ENOENT
+
+
+async def test_a_file_system_that_cannot_exchange_says_so(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_LIBC", object())
+    with pytest.raises(RootError, match="cannot exchange"):
+        await local.exchange(tmp_path / "a", tmp_path / "b")
+
+
+async def test_a_replace_takes_the_place_of_the_old_file(local: LocalStorage, tmp_path: Path) -> None:
+    await local.write_file(tmp_path / "f", b"old")
+    await local.write_file(tmp_path / "tmp", b"new")
+    await local.replace(tmp_path / "tmp", tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == b"new"
+    assert not (tmp_path / "tmp").exists()
+
+
+# -- the lock -------------------------------------------------------------------------------------
+
+HOLDER = """
+    import sys
+    from pathlib import Path
+    from aio_ckpt.errors import RootError
+    from aio_ckpt.storage import RootLock
+
+    try:
+        with RootLock(Path(sys.argv[1])):
+            print("held", flush=True)
+            sys.stdin.read()
+    except RootError as error:
+        print(error, flush=True)
+    """
+
+
+def test_the_lock_keeps_other_processes_out_names_the_holder_and_dies_with_it(tmp_path: Path) -> None:
+    holder = run_python(HOLDER, str(tmp_path / "lock"))
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RootError, match=f"locked by another writer: process {holder.pid} on "):
+            RootLock(tmp_path / "lock")
+        holder.kill()
+        holder.wait(TIMEOUT)
+    RootLock(tmp_path / "lock").release()
+
+
+def test_a_second_lock_of_the_same_process_is_refused_and_does_not_drop_the_first(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    with RootLock(tmp_path / "lock"):
+        for path in (tmp_path / "lock", tmp_path / "link" / "lock"):
+            with pytest.raises(RootError, match="another engine of this process"):
+                RootLock(path)
+        with run_python(HOLDER, str(tmp_path / "lock")) as other:
+            message, _ = other.communicate(timeout=60)
+        assert f"process {os.getpid()} on" in message
+    with RootLock(tmp_path / "lock") as lock:
+        lock.release()
+        lock.release()
+
+
+def test_a_forked_child_neither_holds_nor_drops_its_parents_lock(tmp_path: Path) -> None:
+    source = """
+        import os, sys
+        from pathlib import Path
+        from aio_ckpt.errors import RootError
+        from aio_ckpt.storage import RootLock
+
+        lock = RootLock(Path(sys.argv[1]))
+        pid = os.fork()
+        if not pid:
+            lock.release()
+            try:
+                RootLock(Path(sys.argv[1]))
+            except RootError as error:
+                os._exit(0 if f"process {os.getppid()} " in str(error) else 2)
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """
+    with run_python(source, str(tmp_path / "lock")) as parent:
+        output, _ = parent.communicate(timeout=60)
+    assert output == "0\n"
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error_of_the_root(tmp_path: Path) -> None:
+    with pytest.raises(RootError, match="cannot open the lock file") as caught:
+        RootLock(tmp_path / "missing" / "lock")
+    assert caught.value.errno == errno.ENOENT
+    (tmp_path / "missing").mkdir()
+    RootLock(tmp_path / "missing" / "lock").release()
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with RootLock(tmp_path / "lock"):
+        assert "would not be noticed" in caplog.text
+
+
+async def test_the_storage_gives_the_lock(local: LocalStorage, tmp_path: Path) -> None:
+    with local.lock(tmp_path / "lock") as lock:
+        assert lock.path == tmp_path / "lock"
+
+
+# -- other loops ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_works_under_uvloop(tmp_path: Path, mode: str) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    executor = Executor("test", 2)
+
+    async def write() -> DataFile:
+        local = storage_of_mode(executor, mode, tmp_path)
+        file = await local.create_data_file(tmp_path / "d", 4 * PAGE, writers=2)
+        async with asyncio.TaskGroup() as group:
+            for index in range(4):
+                group.create_task(file.write(index * PAGE, aligned(bytes([index]) * PAGE)))
+        await file.sync()
+        await file.close()
+        return file
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            assert runner.run(write()).mode == mode
+    finally:
+        assert executor.close(TIMEOUT)
+    assert (tmp_path / "d").read_bytes() == b"".join(bytes([index]) * PAGE for index in range(4))
