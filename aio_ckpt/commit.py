@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
 from aio_ckpt.storage import Storage
 
 __all__ = [
@@ -93,7 +93,9 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         if self.boot_id != _boot_id():
             return True
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started_unix) > 1.0
+            process = psutil.Process(self.pid)
+            reused = abs(process.create_time() - self.started_unix) > 1.0
+            return reused or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
@@ -182,7 +184,10 @@ async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -
     if await storage.exists(directory / ROOT_MANIFEST):
         data = await storage.read_file(directory / ROOT_MANIFEST, max_bytes=MAX_SMALL_FILE_BYTES)
         try:
-            owned += [entry.name for entry in decode_root(data, name=ROOT_MANIFEST).ranks]
+            for entry in decode_root(data, name=ROOT_MANIFEST).ranks:
+                encoded = await storage.read_file(directory / entry.name, max_bytes=MAX_SMALL_FILE_BYTES)
+                file = decode_rank(encoded, name=entry.name).file
+                owned += [entry.name] if file is None else [entry.name, file.name]
         except AioCkptError:
             _log.warning("%s: the old manifest is unreadable; its files stay", directory)
     return tuple(owned)
@@ -219,7 +224,7 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
     for checkpoint in later:
         await storage.rename(checkpoint.path, root / f"{ABANDONED_PREFIX}{tag}-{checkpoint.path.name}")
-    await storage.sync_dir(root)
+        await storage.sync_dir(root)  # each: a power loss keeps renames that were not fsynced in any order
     return [checkpoint.step for checkpoint in later]
 
 

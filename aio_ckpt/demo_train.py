@@ -218,7 +218,7 @@ class Trainer:
         for name, value in zip(flat.names, flat.values, strict=True):
             sums.update(name.encode())
             if isinstance(value, torch.Tensor):
-                sums.update(value.detach().contiguous().flatten().view(torch.uint8).numpy())
+                sums.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
             else:
                 sums.update(repr(value).encode())
         return sums.hexdigest()

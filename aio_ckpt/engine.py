@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 from aio_ckpt import commit, tree
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
-from aio_ckpt.device import CopyStreams, cuda_is_available
+from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import BusyError, ConfigError, RootError
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
@@ -27,7 +27,7 @@ from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
 from aio_ckpt.retention import Retention
 from aio_ckpt.snapshot import ObjectEncoder, lease_image
-from aio_ckpt.storage import LocalStorage, RootLock, Storage
+from aio_ckpt.storage import LocalStorage, RootLock, Storage, make_dirs
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
@@ -90,7 +90,6 @@ class CheckpointEngine:
         self._lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=self._portal.executor, debug=config.debug)
         self._cache = PlanCache(rank=self._site.coordinator.rank)
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
-        self._streams = CopyStreams()
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
         self._retention = Retention(
             self._site.storage,
@@ -393,7 +392,7 @@ class CheckpointEngine:
 
 def _make_root(root: Path) -> None:
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_dirs(root)
     except OSError as error:
         raise RootError(
             error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)

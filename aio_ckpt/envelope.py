@@ -40,6 +40,7 @@ __all__ = [
     "parse",
     "raw_bytes",
     "render",
+    "row_major_stride",
     "storable_dtype",
     "stored_stride",
 ]
@@ -93,6 +94,11 @@ def stored_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
     """Stride of the stored bytes, in elements: ``stride`` if dense, else (and if empty) the contiguous one."""
     if 0 not in shape and is_dense(shape, stride):
         return tuple(stride)
+    return row_major_stride(shape)
+
+
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor, as torch gives it."""
     steps = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         steps[dim - 1] = steps[dim] * max(shape[dim], 1)

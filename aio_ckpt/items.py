@@ -12,6 +12,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from aio_ckpt.errors import AioCkptError, PlanChangedError
@@ -21,6 +23,7 @@ __all__ = [
     "PAGE_BYTES",
     "AgreedSave",
     "Chunk",
+    "ChunkSums",
     "Envelope",
     "ImageLayout",
     "LeafKind",
@@ -149,7 +152,23 @@ class Piece:
     """Length."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkSums:
+    """What is summed in one chunk and where the sums go, as arrays: a Python step a small item is what costs."""
+
+    spans: tuple[tuple[int, int], ...]
+    """(start, stop) in the chunk of the raw bytes of items of at most one block that lie wholly in it."""
+    span_items: npt.NDArray[np.intp]
+    """Item of each span."""
+    parts: tuple[Piece, ...]
+    """All other pieces."""
+    sealed_items: npt.NDArray[np.intp]
+    """Items whose trailer lies in the chunk."""
+    seals: npt.NDArray[np.intp]
+    """Positions in the chunk of their CRC32 fields, byte by byte: shape (items, fields, 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
     """What one write moves: the image from ``start`` to ``stop``."""
 
@@ -163,8 +182,8 @@ class Chunk:
     """Raw bytes inside it, ascending."""
     constants: tuple[tuple[int, bytes], ...]
     """(image offset, bytes) of the headers and trailers inside it, ascending."""
-    seals: tuple[tuple[int, tuple[int, ...]], ...]
-    """Items whose trailer is inside it, each with the image offsets of its CRC32 fields: filled once it is summed."""
+    sums: ChunkSums
+    """What is summed in it; a trailer inside it is filled, and so written, only once its item is summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +214,8 @@ class WriteResult:
     """Length of the data file, padding included."""
     file_crc32: int
     """CRC32 of the whole data file."""
-    block_crc32s: tuple[tuple[int, ...], ...]
-    """Per item of the layout, the CRC32 of each block of its raw bytes."""
+    sums: bytes
+    """CRC32 of each block of each item's raw bytes, little-endian, items in the order of the layout."""
     mode: WriteMode
     """How the bytes went to the disk."""
     chunks: int

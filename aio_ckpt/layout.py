@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from aio_ckpt.items import (
     BLOCK_BYTES,
     PAGE_BYTES,
     Chunk,
+    ChunkSums,
     Envelope,
     ImageLayout,
     Piece,
@@ -100,7 +103,7 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
     """Divide the tensor part of an image at the multiples of ``chunk_bytes``."""
     count = -(-stop // chunk_bytes)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
-    seals: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(count)]
+    sealed: list[list[int]] = [[] for _ in range(count)]
     constants: list[list[tuple[int, bytes]]] = [[] for _ in range(count)]
     position = 0
     pending: list[bytes] = []
@@ -113,8 +116,7 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             nbytes = min(raw_stop, (number + 1) * chunk_bytes) - cursor
             pieces[number].append(Piece(index, cursor - item.raw_offset, cursor, nbytes))
             cursor += nbytes
-        fields = tuple(raw_stop + offset for offset in item.envelope.crc_offsets)
-        seals[raw_stop // chunk_bytes].append((index, fields))
+        sealed[raw_stop // chunk_bytes].append(index)
         position, pending = raw_stop, [item.envelope.trailer]
     _cut_bytes(b"".join(pending), position, chunk_bytes, constants)
     return tuple(
@@ -124,9 +126,31 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             stop=min((number + 1) * chunk_bytes, stop),
             pieces=tuple(pieces[number]),
             constants=tuple(constants[number]),
-            seals=tuple(seals[number]),
+            sums=_plan_sums(items, pieces[number], sealed[number], number * chunk_bytes),
         )
         for number in range(count)
+    )
+
+
+def _plan_sums(
+    items: Sequence[TensorItem], pieces: Sequence[Piece], sealed: Sequence[int], chunk_start: int
+) -> ChunkSums:
+    def is_whole(piece: Piece) -> bool:
+        return piece.nbytes == items[piece.item].raw_bytes <= BLOCK_BYTES
+
+    wholes = [piece for piece in pieces if is_whole(piece)]
+    fields = [
+        [items[index].trailer_offset - chunk_start + offset for offset in items[index].envelope.crc_offsets]
+        for index in sealed
+    ]
+    return ChunkSums(
+        spans=tuple(
+            (piece.image_start - chunk_start, piece.image_start - chunk_start + piece.nbytes) for piece in wholes
+        ),
+        span_items=np.array([piece.item for piece in wholes], dtype=np.intp),
+        parts=tuple(piece for piece in pieces if not is_whole(piece)),
+        sealed_items=np.array(sealed, dtype=np.intp),
+        seals=np.array(fields, dtype=np.intp).reshape(len(sealed), len(fields[0]) if fields else 0, 1) + np.arange(4),
     )
 
 
@@ -145,7 +169,8 @@ def file_chunks(layout: ImageLayout, image_bytes: int) -> tuple[Chunk, ...]:
     if chunks:
         last = chunks[-1]
         chunks[-1] = replace(last, stop=min(last.start + size, image_bytes))
+    nothing = _plan_sums((), (), (), 0)
     for start in range(len(chunks) * size, image_bytes, size):
         stop = min(start + size, image_bytes)
-        chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), seals=()))
+        chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), sums=nothing))
     return tuple(chunks)

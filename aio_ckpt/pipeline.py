@@ -62,7 +62,8 @@ class CaptureProgress:
     def __init__(self, chunks: int) -> None:
         self._told = [asyncio.Event() for _ in range(chunks)]
         self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._ended_early = asyncio.Event()
         self.last_progress = time.monotonic()
         """When a byte or a message last moved, by ``time.monotonic``."""
 
@@ -79,15 +80,21 @@ class CaptureProgress:
 
     def fail(self, error: BaseException) -> None:
         """The capture ended early."""
+        if not isinstance(error, Exception):
+            # Raised in a task, a KeyboardInterrupt would end the engine's loop; the caller's thread raises it.
+            error = SaveCancelledError(f"{type(error).__name__} in the caller's thread ended the capture")
         self._error = error
-        for event in self._told:
-            event.set()
+        self._ended_early.set()
 
-    async def wait(self, index: int, executor: Executor) -> None:
-        """Until chunk ``index`` is captured. Raises what ended the capture."""
-        await self._told[index].wait()
+    async def raise_failure(self) -> None:
+        """Wait for the end of a capture that ended early, and raise what ended it."""
+        await self._ended_early.wait()
         if self._error is not None:
             raise self._error
+
+    async def wait(self, index: int, executor: Executor) -> None:
+        """Until chunk ``index`` is captured; for ever if the capture ended early."""
+        await self._told[index].wait()
         for mark in self._marks[index]:
             if not mark.query():
                 await run_blocking(executor, mark.synchronize)
@@ -194,7 +201,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
 
 
 async def _watch(site: Site, save: PendingSave) -> None:
-    """Raise StallError when nothing moves for too long or the save's own deadline passes."""
+    """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
     begin, limit = time.monotonic(), site.config.stall_timeout_secs
     while True:
         now = time.monotonic()
@@ -207,7 +214,8 @@ async def _watch(site: Site, save: PendingSave) -> None:
                 f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
                 f"storage under {site.root} is stalled"
             )
-        await anyio.sleep(min(idle_left, total_left))
+        with anyio.move_on_after(min(idle_left, total_left)):
+            await save.progress.raise_failure()
 
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:

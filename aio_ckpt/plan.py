@@ -224,16 +224,17 @@ def describe(flat: tree.FlatState) -> tuple[Structure, list[torch.Tensor], list[
             if isinstance(leaf, DTensor):
                 shards[position] = (tuple(leaf.shape), _mesh_key(leaf), leaf.placements)
                 tensors[position] = leaf._local_tensor
+    dtypes = [tensor.dtype for tensor in tensors]
     structure = Structure(
         flat.skeleton,
         flat.names,
         [type(value) for _, value in objects],
         types,
-        [tensor.dtype for tensor in tensors],
+        dtypes,
         [tensor.shape for tensor in tensors],
         [tensor.stride() for tensor in tensors],
         [tensor.device for tensor in tensors],
-        [tensor.is_conj() for tensor in tensors],
+        [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(dtypes, tensors, strict=True)],
         [tensor.is_neg() for tensor in tensors],
         shards,
     )
@@ -335,6 +336,8 @@ def _dcp_plan(flat: tree.FlatState) -> tuple[Metadata, dict[str, WriteItem]]:
 
 def _spec(structure: Structure, leaf: int) -> TensorSpec:
     shape = tuple(structure.shapes[leaf])
+    if structure.conj[leaf] or structure.neg[leaf]:  # resolved by a copy, which is packed row by row
+        return TensorSpec(structure.dtypes[leaf], shape, envelope.row_major_stride(shape))
     return TensorSpec(structure.dtypes[leaf], shape, envelope.stored_stride(shape, structure.strides[leaf]))
 
 

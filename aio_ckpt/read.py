@@ -209,7 +209,9 @@ class _Draft:
     ) -> None:
         """Plan ``tensors`` into their memory, ``fresh`` names into new memory, and ``objects``."""
         for name, tensor in tensors:
-            self._add_tensor(name, tensor)
+            items = self.source.items.get(name, ())
+            if len(items) != 1 or not self.plan.add_small_host(items[0], tensor):
+                self._add_tensor(name, tensor)
         self._add_fresh(fresh)
         for name in objects:
             if name in self.source.objects:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -75,7 +74,6 @@ def render_rank(
     world_size: int,
 ) -> bytes:
     """The rank's manifest."""
-    sums = [crc32 for blocks in result.block_crc32s for crc32 in blocks]
     return encode_rank(
         save_id=save_id,
         step=step,
@@ -83,7 +81,7 @@ def render_rank(
         world_size=world_size,
         file=FileEntry(data_file_name(rank), result.image_bytes, result.file_crc32),
         tensors=plan.tensors_static,
-        sums=struct.pack(f"<{len(sums)}I", *sums),
+        sums=result.sums,
         objects=entries,
         skeleton=plan.skeleton,
     )

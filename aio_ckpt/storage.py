@@ -24,7 +24,7 @@ from aio_ckpt.portal import Executor, run_blocking
 if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO
 
-__all__ = ["DataFile", "LocalStorage", "ReadFile", "RootLock", "Storage"]
+__all__ = ["DataFile", "LocalStorage", "ReadFile", "RootLock", "Storage", "make_dirs"]
 
 _logger = logging.getLogger("aio_ckpt")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -186,7 +186,7 @@ class LocalStorage:
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         """mkdir."""
         with translated(WriteError, path):
-            await run_blocking(self._executor, _make_dirs if parents else os.mkdir, path)
+            await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
 
     async def sync_dir(self, path: Path) -> None:
         """fsync of the directory."""
@@ -221,7 +221,7 @@ class LocalStorage:
     async def remove_file(self, path: Path) -> None:
         """See :meth:`Storage.remove_file`."""
         with translated(WriteError, path):
-            await run_blocking(self._executor, _remove_file, path)
+            await run_blocking(self._executor, path.unlink, True)
 
     async def remove_tree(self, path: Path) -> None:
         """shutil.rmtree."""
@@ -253,10 +253,11 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         return file.read(nbytes)
 
 
-def _make_dirs(path: Path) -> None:
+def make_dirs(path: Path) -> None:
+    """Make a directory and its parents, durably; it may be there. Raises what the system raises."""
     if path.is_dir():
         return
-    _make_dirs(path.parent)
+    make_dirs(path.parent)
     path.mkdir(exist_ok=True)
     _sync_dir(path.parent)
 
@@ -310,10 +311,6 @@ def _exchange(a: Path, b: Path) -> None:
         raise RootError(
             error.errno, "this file system cannot exchange two directories: overwrite=True needs it", str(b)
         ) from error
-
-
-def _remove_file(path: Path) -> None:
-    path.unlink(missing_ok=True)
 
 
 def _remove_tree(path: Path) -> None:

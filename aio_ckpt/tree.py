@@ -8,6 +8,7 @@ inside either. Every other list or tuple, whatever arrays it holds, is one objec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
@@ -77,6 +78,8 @@ __all__ = [
 
 _PLAIN_TYPES: tuple[type, ...] = (NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size)
 _TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
+_UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
+"""Opaque dtypes of less than a byte, or of no number at all: DCP's planner fails on them."""
 _NO_LEAVES = frozenset({*_PLAIN_TYPES, np.ndarray})
 """Elements that do not make a list or tuple one to enter."""
 _LEAVES: dict[type, LeafKind] = {
@@ -318,6 +321,8 @@ def _tensor_fault(value: Any) -> str | None:
         return f"a tensor of layout {tensor.layout}; give .to_dense()"
     if tensor.is_quantized:
         return "a quantized tensor; give .int_repr() with its scale and zero point, or .dequantize()"
+    if tensor.dtype in _UNPLANNED_DTYPES:
+        return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
     if tensor.device.type == "meta":
         return "a meta tensor, which has no values; materialize it first (.to_empty(device=...))"
     if type(tensor) not in _TENSOR_TYPES:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from aio_ckpt import envelope, manifest, metadata, tree
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, LeafKind, TensorSpec, align_up
+from aio_ckpt.readplan import bytes_of
 
 
 @dataclass
@@ -68,7 +69,7 @@ def raw_of(tensor: torch.Tensor, stride: tuple[int, ...]) -> bytes:
     """The elements in the order of ``stride``."""
     plain = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
     plain.copy_(tensor.detach().resolve_conj().resolve_neg())
-    return bytes(bytearray(plain.untyped_storage()))[: tensor.numel() * tensor.itemsize]
+    return bytes_of(plain).numpy().tobytes()
 
 
 def _lay_out(content: RankContent) -> None:

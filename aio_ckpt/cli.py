@@ -1,0 +1,266 @@
+"""``aio-ckpt``: list, inspect and verify checkpoints, and the demo.
+
+Exit codes: 0 all is well, 1 faults were found or the command failed, 2 it was called the wrong way.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from aio_ckpt._version import __version__
+from aio_ckpt.commit import StepNames
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.demo import MIN_STEPS, DemoSpec, run_demo
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
+from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe, list_root, locate
+from aio_ckpt.portal import Executor, Portal
+from aio_ckpt.screen import Advance, Screen, amount, printable
+from aio_ckpt.storage import LocalStorage, Storage
+from aio_ckpt.verify import Fault, verify_checkpoint
+
+__all__ = ["main", "run"]
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HOUSEKEEPING_THREADS = 2
+_CLOSE_SECS = 5.0
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; its exit code. Whatever goes wrong is one line on standard error."""
+    try:
+        code = commands.main(list(arguments) or ["--help"], prog_name="aio-ckpt", standalone_mode=False)
+    except click.ClickException as error:
+        return _complain(error.format_message(), error.exit_code)
+    except click.Abort:
+        return _complain("interrupted", 130)
+    except (CheckpointNotFoundError, ConfigError) as error:
+        return _complain(str(error), 2)
+    except (AioCkptError, OSError) as error:
+        return _complain(str(error), 1)
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"aio-ckpt: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return code
+
+
+def _call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
+    """Run ``work`` on a loop of its own."""
+    portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
+    portal.start()
+    try:
+        return portal.call(work, LocalStorage(portal.executor), portal.executor, timeout=None)
+    finally:
+        portal.close(_CLOSE_SECS)
+
+
+def _json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")(command)
+
+
+def _step_dir_option(command: F) -> F:
+    words = "Name of the checkpoints' directories, as in EngineConfig."
+    return click.option("--step-dir", default=EngineConfig().step_dir, show_default=True, help=words)(command)
+
+
+def _names(step_dir: str) -> StepNames:
+    return StepNames(EngineConfig(step_dir=step_dir).step_dir)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="aio-ckpt %(version)s")
+def commands() -> None:
+    """List, inspect and verify checkpoints; see the engine at work."""
+
+
+# -- ls ---------------------------------------------------------------------------------------------
+
+
+@commands.command("ls")
+@click.argument("root", type=_DIRECTORY)
+@_step_dir_option
+@_json_option
+def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
+    """List the committed checkpoints under ROOT."""
+    screen, names = Screen(as_json=as_json), _names(step_dir)
+    found = _call(lambda storage, executor: list_root(storage, executor, root.absolute(), names))
+    if as_json:
+        screen.json(found)
+        return 0
+    if found.checkpoints:
+        screen.table(
+            ("directory", "written", "torch", "step", "bytes", "ranks"), [*map(_root_cells, found.checkpoints)], left=3
+        )
+    else:
+        screen.line(f"no committed checkpoint under {root}")
+    for row in found.checkpoints:
+        if row.fault:
+            screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")
+    for kind, others in (("pending (not a checkpoint)", found.pending), ("abandoned by rollback", found.abandoned)):
+        if others:
+            screen.line(f"{kind}: {', '.join(map(printable, others))}")
+    return 0
+
+
+def _root_cells(row: RootRow) -> tuple[str, ...]:
+    ranks = "-" if row.world_size is None else str(row.world_size)
+    written, torch = _when(row.created_unix), printable(row.torch or "-")
+    return printable(Path(row.path).name), written, torch, str(row.step), amount(row.nbytes), ranks
+
+
+def _when(unix: float | None) -> str:
+    if unix is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
+    except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
+        return "?"
+
+
+# -- inspect ----------------------------------------------------------------------------------------
+
+
+@commands.command("inspect")
+@click.argument("path", type=_DIRECTORY)
+@_step_dir_option
+@_json_option
+def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
+    """Show what the checkpoint at PATH holds (of a root: its newest one). Reads no tensor."""
+    screen, names = Screen(as_json=as_json), _names(step_dir)
+
+    async def look(storage: Storage, executor: Executor) -> Contents:
+        found = await locate(storage, path.absolute(), names)
+        return await describe(storage, executor, found[-1], names)
+
+    contents = _call(look)
+    if as_json:
+        screen.json(contents)
+        return 0
+    writers = ", ".join(f"{name} {version}" for name, version in contents.written_by.items())
+    tensors = sum(leaf.kind == "tensor" for leaf in contents.leaves)
+    for label, words in (
+        ("path", contents.path),
+        ("step", "-" if contents.step is None else str(contents.step)),
+        ("format", contents.format),
+        ("written", f"{_when(contents.created_unix)} by {writers}" if writers else "-"),
+        ("ranks", "-" if contents.world_size is None else str(contents.world_size)),
+        ("tensors", f"{tensors}, {amount(contents.tensor_bytes)}"),
+        ("objects", f"{len(contents.leaves) - tensors}, {amount(contents.object_bytes)}"),
+    ):
+        screen.line(f"{label:<8} {printable(words)}")
+    screen.line()
+    screen.table(("name", "dtype", "shape", "bytes", "shards"), [*map(_leaf_cells, contents.leaves)], left=3)
+    return 0
+
+
+def _leaf_cells(leaf: LeafRow) -> tuple[str, ...]:
+    shape = "-" if leaf.shape is None else f"({', '.join(map(str, leaf.shape))})"
+    nbytes = f"{leaf.nbytes:,}" if leaf.tied_to is None else f"= {printable(leaf.tied_to)}"
+    return printable(leaf.name), leaf.dtype or leaf.kind, shape, nbytes, str(leaf.shards)
+
+
+# -- verify -----------------------------------------------------------------------------------------
+
+
+class _Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """What the verification of one checkpoint found."""
+
+    path: str
+    """Its directory."""
+    nbytes: int
+    """Of all files in it."""
+    secs: float
+    """How long it took."""
+    faults: tuple[Fault, ...]
+    """Empty: every byte is what was written."""
+
+
+@commands.command("verify")
+@click.argument("path", type=_DIRECTORY)
+@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Reads in flight at once.")
+@_step_dir_option
+@_json_option
+def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) -> int:
+    """Read every byte of the checkpoint at PATH, or of all under the root PATH; exit code 1 if any is not right."""
+    screen, names = Screen(as_json=as_json), _names(step_dir)
+    found = _call(lambda storage, _: locate(storage, path.absolute(), names))
+    results: list[_Verified] = []
+    for checkpoint in found:
+        nbytes = bytes_of(checkpoint)
+        with screen.progress(f"verify {printable(checkpoint.name)}", nbytes) as advance:
+            results.append(_verify(checkpoint, nbytes, workers, advance))
+        _tell_verified(results[-1], screen)
+    bad = sum(bool(result.faults) for result in results)
+    if as_json:
+        screen.json({"is_good": not bad, "checkpoints": results})
+    elif len(results) > 1:
+        screen.line(f"{len(results)} checkpoints, {bad} with faults")
+    return 1 if bad else 0
+
+
+def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _Verified:
+    begin = time.perf_counter()
+    done = 0
+
+    def on_progress(more: int) -> None:
+        nonlocal done
+        done += more
+        advance(done, f"{amount(done)} of {amount(nbytes)}")
+
+    async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
+        return await verify_checkpoint(storage, checkpoint, readers=workers, on_progress=on_progress)
+
+    try:
+        faults = _call(work, readers=workers)
+    except AioCkptError as error:  # one that cannot be read at all must not hide the faults of the others
+        faults = (Fault(file=checkpoint.name, tensor=None, message=str(error)),)
+    return _Verified(path=str(checkpoint), nbytes=nbytes, secs=time.perf_counter() - begin, faults=faults)
+
+
+def _tell_verified(result: _Verified, screen: Screen) -> None:
+    name = printable(Path(result.path).name)
+    if not result.faults:
+        speed = amount(result.nbytes / max(result.secs, 1e-9))
+        screen.line(f"{name}: good, {amount(result.nbytes)} in {result.secs:.2f} s ({speed}/s)", style="green")
+        return
+    screen.line(f"{name}: {len(result.faults)} fault(s)", style="bold red")
+    for fault in result.faults:
+        tensor = f" {fault.tensor!r}" if fault.tensor else ""
+        screen.line(f"  {printable(fault.file)}{printable(tensor)}: {printable(fault.message)}")
+
+
+# -- demo -------------------------------------------------------------------------------------------
+
+
+@commands.command("demo")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("demo-out"), show_default=True, help="Directory.")
+@click.option("--steps", type=click.IntRange(min=MIN_STEPS), default=100, show_default=True, help="Of training.")
+@click.option(
+    "--seed", type=click.IntRange(0, (1 << 31) - 2), help="Of everything random; drawn and shown if not given."
+)
+@_json_option
+def demo_command(out: Path, steps: int, seed: int | None, *, as_json: bool) -> int:
+    """Train a small GPT with asynchronous saves, kill it, resume, and compare bit for bit."""
+    screen = Screen(as_json=as_json)
+    spec = DemoSpec(out=out, steps=steps) if seed is None else DemoSpec(out=out, steps=steps, seed=seed)
+    report = run_demo(spec, screen)
+    if as_json:
+        screen.json(report)
+    return 0 if report.is_identical else 1

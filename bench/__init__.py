@@ -1,0 +1,1 @@
+"""Benchmarks beside the library: ``python -m bench.save``, ``bench.load``, ``bench.plan``, ``bench.memory``."""

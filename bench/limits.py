@@ -1,0 +1,155 @@
+"""The limit: the same bytes moved by nothing but system calls."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from bench.measure import DONE, Contender, Waitable
+
+__all__ = ["PAGE_BYTES", "MemoryCopy", "PlainRead", "PlainWrite", "SequentialWrite", "page_aligned"]
+
+PAGE_BYTES = 4096
+THREADS = 4
+_CHUNK_BYTES = 16 << 20
+
+
+def page_aligned(nbytes: int) -> mmap.mmap:
+    """Anonymous memory of at least ``nbytes``, rounded up to a page, on huge pages where there are any."""
+    memory = mmap.mmap(-1, -(-nbytes // PAGE_BYTES) * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return memory
+
+
+def pack(state: Mapping[str, torch.Tensor]) -> mmap.mmap:
+    """The raw bytes of all tensors, one after the other, page-aligned."""
+    memory = page_aligned(sum(tensor.nbytes for tensor in state.values()))
+    target, position = torch.frombuffer(memory, dtype=torch.uint8), 0
+    for tensor in state.values():
+        target[position : position + tensor.nbytes] = tensor.detach().reshape(-1).view(torch.uint8).cpu()
+        position += tensor.nbytes
+    return memory
+
+
+def _ranges(nbytes: int) -> list[tuple[int, int]]:
+    share = -(-nbytes // THREADS // PAGE_BYTES) * PAGE_BYTES
+    step = min(_CHUNK_BYTES, max(share, PAGE_BYTES))
+    return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)]
+
+
+class _Plain(Contender):
+    """Owns a page-aligned buffer with the state's bytes."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.path = folder / "plain"
+        self.memory = pack(state)
+        self.view = memoryview(self.memory)
+        self.pool = ThreadPoolExecutor(THREADS)
+
+    def after(self) -> None:
+        """Remove the file, so that the next round pays for allocation as a new checkpoint does."""
+        self.path.unlink()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown()
+
+
+class PlainWrite(_Plain):
+    """New file, fallocate, O_DIRECT pwrite by 4 threads, fdatasync, close: all of it timed."""
+
+    name = "plain O_DIRECT pwrite"
+    durability = "fdatasync"
+
+    def start(self) -> Waitable:
+        """Write the file."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666)
+        os.posix_fallocate(descriptor, 0, len(self.view))
+
+        def write(span: tuple[int, int]) -> None:
+            start, stop = span
+            while start < stop:
+                start += os.pwrite(descriptor, self.view[start:stop], start)
+
+        list(self.pool.map(write, _ranges(len(self.view))))
+        os.fdatasync(descriptor)
+        os.close(descriptor)
+        return DONE
+
+
+class SequentialWrite(_Plain):
+    """New file, one write through the page cache, fsync, close."""
+
+    name = "one plain write + fsync"
+    durability = "fsync"
+
+    def start(self) -> Waitable:
+        """Write the file."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        position = 0
+        while position < len(self.view):
+            position += os.write(descriptor, self.view[position:])
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return DONE
+
+
+class PlainRead(_Plain):
+    """O_DIRECT preadv by 4 threads into page-aligned memory that is already there."""
+
+    name = "plain O_DIRECT preadv"
+    durability = "-"
+
+    def __init__(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        super().__init__(state, folder)
+        self.path.write_bytes(self.view)
+        with self.path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+    def start(self) -> Waitable:
+        """Read the file."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
+
+        def read(span: tuple[int, int]) -> None:
+            start, stop = span
+            while start < stop:
+                start += os.preadv(descriptor, [self.view[start:stop]], start)
+
+        list(self.pool.map(read, _ranges(len(self.view))))
+        os.close(descriptor)
+        return DONE
+
+    def after(self) -> None:
+        """The file is read again."""
+
+
+class MemoryCopy(Contender):
+    """What a capture cannot do without: every tensor copied once to warm host memory."""
+
+    name = "memory copy alone"
+    durability = "none: no file"
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        tensors = [tensor.detach() for tensor in state.values()]
+        self.memory = page_aligned(sum(tensor.nbytes for tensor in tensors) + 64 * len(tensors))
+        flat, self.pairs = torch.frombuffer(self.memory, dtype=torch.uint8), list[tuple[torch.Tensor, torch.Tensor]]()
+        position = 0
+        for tensor in tensors:
+            target = flat[position : position + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self.pairs.append((target, tensor))
+            position += -(-tensor.nbytes // 64) * 64
+
+    def start(self) -> Waitable:
+        """Copy."""
+        for target, source in self.pairs:
+            target.copy_(source)
+        return DONE

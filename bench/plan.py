@@ -1,0 +1,150 @@
+"""``python -m bench.plan``: what planning an unchanged state costs the caller, beside DCP's planner."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.items import SaveReport
+from bench.limits import page_aligned
+from bench.measure import Spread
+from bench.options import Options, log, parse, work_folder
+from bench.report import FigureRow, Goal, Report, publish
+from bench.states import flattened_optimizer, tiny_tensors
+
+__all__ = ["main", "planning"]
+
+# PyDLL keeps the GIL, as the engine's own copies of small tensors do.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+
+
+def main() -> None:
+    """Run the bench."""
+    options = parse("plan", __doc__ or "")
+    count, parameters = (2_000, 43) if options.quick else (20_000, 432)
+    with work_folder(options) as folder:
+        tiny: Mapping[str, object] = tiny_tensors(count)
+        figures, cost = planning(f"{count:,} tensors of 64 bytes", tiny, folder / "tiny", options)
+        figures += _fresh_addresses(count, folder / "fresh", options)
+        figures += _dcp_planning(count, tiny, options.rounds)
+        optimizer = flattened_optimizer(parameters)
+        scalars = sum(not isinstance(value, torch.Tensor) for value in optimizer.values())
+        title = f"flattened AdamW of {parameters} parameters ({scalars:,} scalars)"
+        more, optimizer_cost = planning(title, optimizer, folder / "optimizer", options)
+    goals = [
+        Goal(text=f"{count:,} tensors, unchanged: caller's time less the copies", figure=cost, bound=30.0, unit="ms"),
+        Goal(text=f"{title}: caller's time less the copies", figure=optimizer_cost, bound=15.0, unit="ms"),
+    ]
+    report = Report(bench="plan", settings=options.settings(), figures=[*figures, *more], goals=goals)
+    log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
+
+
+def planning(title: str, state: Mapping[str, object], folder: Path, options: Options) -> tuple[list[FigureRow], float]:
+    """Rows of one unchanged state, and milliseconds of the caller's time without the copies (medians)."""
+    log(title)
+    copies = Copies([value for value in state.values() if isinstance(value, torch.Tensor)])
+    blocked, planned, copied = list[float](), list[float](), list[float]()
+    engine = CheckpointEngine(folder, options.config)
+    try:
+        first = _save(engine, state)
+        for _ in range(options.rounds):
+            report = _save(engine, state)
+            if not report.plan_hit:
+                raise AssertionError("an unchanged state was planned anew")
+            blocked.append(report.timings.blocked_secs)
+            planned.append(report.timings.plan_secs)
+            copied.append(_timed(copies.run))
+    finally:
+        engine.close_blocking()
+    figures = [
+        _row(f"{title}: first save(), plan included", [first.timings.blocked_secs]),
+        _row(f"{title}: save() until it returns", blocked),
+        _row(f"{title}: of it walk, digest, fingerprint", planned),
+        _row(f"{title}: its copies alone", copied),
+    ]
+    return figures, (Spread.of(blocked).median - Spread.of(copied).median) * 1e3
+
+
+class Copies:
+    """The copies of a save of small host tensors, and nothing else: one memmove each to warm memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        step = 1024  # about what an item takes in the image
+        self._memory = page_aligned(sum(tensor.nbytes + step for tensor in tensors))
+        self._tensors = tensors
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._moves: list[tuple[int, int, int]] = []
+        for tensor in tensors:
+            self._moves.append((address, tensor.data_ptr(), tensor.nbytes))
+            address += tensor.nbytes + step
+
+    def run(self) -> None:
+        """Copy."""
+        for target, source, nbytes in self._moves:
+            _memmove(target, source, nbytes)
+
+
+def _save(engine: CheckpointEngine, state: object) -> SaveReport:
+    report = engine.save(state).result()
+    if report is None:
+        raise AssertionError("the save was skipped")
+    shutil.rmtree(report.path)
+    return report
+
+
+def _fresh_addresses(count: int, folder: Path, options: Options) -> list[FigureRow]:
+    """The same structure, every tensor at a new address: the layout is reused, the descriptors are not."""
+    engine = CheckpointEngine(folder, options.config)
+    blocked = list[float]()
+    try:
+        state = tiny_tensors(count)
+        _save(engine, state)
+        for _ in range(options.rounds):
+            state = {name: tensor.clone() for name, tensor in state.items()}  # the old ones live until the new do
+            blocked.append(_save(engine, state).timings.blocked_secs)
+    finally:
+        engine.close_blocking()
+    return [_row(f"{count:,} tensors of 64 bytes, all at new addresses: save() until it returns", blocked)]
+
+
+def _dcp_planning(count: int, state: Mapping[str, object], rounds: int) -> list[FigureRow]:
+    """DCP's planner as ``dcp.save`` drives it on one rank, a fresh planner a save."""
+
+    def plan(*, caches: bool) -> None:
+        planner = DefaultSavePlanner(enable_plan_caching=caches)
+        planner.set_up_planner(dict(state), is_coordinator=True)
+        local = planner.create_local_plan()
+        plans, _ = planner.create_global_plan([local])
+        planner.finish_plan(plans[0])
+
+    rows = []
+    for text, caches in (("without its cache", False), ("with its cache, after the first", True)):
+        operation = partial(plan, caches=caches)
+        operation()
+        secs = [_timed(operation) for _ in range(rounds)]
+        rows.append(_row(f"{count:,} tensors: DCP's planner, {text}", secs))
+    return rows
+
+
+def _timed(operation: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    operation()
+    return time.perf_counter() - begin
+
+
+def _row(text: str, secs: Sequence[float]) -> FigureRow:
+    return FigureRow(text=text, values=Spread.of([value * 1e3 for value in secs]), unit="ms")
+
+
+if __name__ == "__main__":
+    main()

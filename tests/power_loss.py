@@ -1,0 +1,181 @@
+"""A small model of what survives a power loss, fed with the calls that a storage recorded.
+
+A file's bytes survive once they were fsynced after the last write. A name in a directory survives once that directory
+was fsynced; until then the disk may hold any value that the name had since the last fsync. Renames are atomic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gated_storage import Call
+
+CHECKPOINT = frozenset({".metadata", "aio_ckpt.json", "aio_ckpt.0.bin", "__0_0.distcp"})
+
+
+class NotDurableError(AssertionError):
+    """A power loss at some point would break a promise."""
+
+
+@dataclass(eq=False)
+class File:
+    data: bytes
+    is_synced: bool
+
+
+@dataclass(eq=False)
+class Directory:
+    names: dict[str, list[Node]] = field(default_factory=dict)
+    """What each name may be after a power loss; the last is what it is now."""
+
+    def now(self, name: str) -> Node:
+        return self.names.get(name, [None])[-1]
+
+    def after_loss(self, name: str) -> list[Node]:
+        return self.names.get(name, [None])
+
+    def put(self, name: str, node: Node) -> None:
+        self.names.setdefault(name, [None]).append(node)
+
+    def sync(self) -> None:
+        for name, nodes in self.names.items():
+            self.names[name] = nodes[-1:]
+
+    def is_certain(self, name: str) -> bool:
+        """Whether the name and the bytes behind it survive."""
+        nodes = self.after_loss(name)
+        return len(nodes) == 1 and isinstance(nodes[0], File) and nodes[0].is_synced
+
+
+Node = File | Directory | None
+
+
+class Disk:
+    """Everything below ``top``, which was durable when the log begins."""
+
+    def __init__(self, top: Path) -> None:
+        self._top = top
+        self._root = Directory()
+
+    def directory(self, path: Path) -> Directory:
+        node: Node = self._root
+        for part in path.relative_to(self._top).parts:
+            assert isinstance(node, Directory)
+            if part not in node.names:
+                node.names[part] = [Directory()]  # was there before the log began
+            node = node.now(part)
+        return node if isinstance(node, Directory) else Directory()
+
+    def node(self, path: Path) -> Node:
+        return self.directory(path.parent).now(path.name)
+
+    def apply(self, call: Call) -> None:
+        parent, name = self.directory(call.path.parent), call.path.name
+        match call.name:
+            case "make_dir":
+                parent.put(name, Directory())
+            case "create_data_file":
+                parent.put(name, File(b"", is_synced=False))
+            case "write_file" | "write_file without fsync":
+                parent.put(name, File(call.data, is_synced=call.name == "write_file"))
+            case "write" | "sync":
+                file = parent.now(name)
+                if isinstance(file, File):
+                    file.is_synced = call.name == "sync"
+            case "sync_dir":
+                self.directory(call.path).sync()
+            case "rename" | "replace" | "exchange":
+                assert call.other is not None
+                target = self.directory(call.other.parent)
+                node, other = parent.now(name), target.now(call.other.name)
+                parent.put(name, other if call.name == "exchange" else None)
+                target.put(call.other.name, node)
+            case "remove_file":
+                parent.put(name, None)
+            case "remove_tree":
+                for directory in _below(parent.now(name)):
+                    for inner in directory.names:
+                        directory.put(inner, None)
+                parent.put(name, None)
+            case _:
+                raise NotImplementedError(call.name)
+
+    def check_survives(self, path: Path) -> None:
+        """Every name on the way to ``path`` survives."""
+        for part in [path, *path.parents]:
+            if part == self._top:
+                return
+            nodes = self.directory(part.parent).after_loss(part.name)
+            if len(nodes) != 1 or nodes[0] is None:
+                raise NotDurableError(f"{part} may be gone after a power loss")
+
+
+def _below(node: Node) -> Iterator[Directory]:
+    if isinstance(node, Directory):
+        yield node
+        for nodes in node.names.values():
+            yield from _below(nodes[-1])
+
+
+def dropped(calls: Sequence[Call], index: int) -> list[Call]:
+    """The log without one fsync or rename; of a small file, only its fsync is left out."""
+    call = calls[index]
+    stays = [replace(call, name="write_file without fsync")] if call.name == "write_file" else []
+    return [*calls[:index], *stays, *calls[index + 1 :]]
+
+
+def check_root_mode(calls: Sequence[Call], *, top: Path, final: Path, was_committed: bool = False) -> None:
+    """A loss after any call leaves the step whole or invisible, never loses a committed one; the end is durable."""
+    disk = Disk(top)
+    for call in calls:
+        disk.apply(call)
+        seen = disk.directory(final.parent).after_loss(final.name)
+        for node in seen:
+            if node is not None:
+                _check_whole(node, f"after {call}: a power loss leaves {final.name} torn")
+            elif was_committed and final.name in disk.directory(final.parent).names:
+                raise NotDurableError(f"after {call}: a power loss loses the committed step")
+        was_committed = was_committed or (len(seen) == 1 and seen[0] is not None)
+    disk.check_survives(final)
+
+
+def _check_whole(node: Node, message: str) -> None:
+    assert isinstance(node, Directory)
+    lost = sorted(name for name in CHECKPOINT if not node.is_certain(name))
+    if lost:
+        raise NotDurableError(f"{message}: {lost}")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One checkpoint written to a caller's directory."""
+
+    metadata: bytes
+    root_manifest: bytes
+    files: frozenset[str]
+
+
+def check_directory_mode(
+    calls: Sequence[Call], *, top: Path, directory: Path, generations: Sequence[Generation]
+) -> None:
+    """Whatever ``.metadata`` a loss leaves, all that it speaks of is there and is of its own save."""
+    disk = Disk(top)
+    by_metadata = {generation.metadata: generation for generation in generations}
+    for call in calls:
+        disk.apply(call)
+        held = disk.directory(directory)
+        for node in held.after_loss(".metadata"):
+            if not isinstance(node, File):
+                continue
+            generation = by_metadata[node.data]
+            lost = sorted(name for name in {*generation.files, "aio_ckpt.json"} if not held.is_certain(name))
+            manifest = held.now("aio_ckpt.json")
+            is_own = isinstance(manifest, File) and manifest.data == generation.root_manifest
+            if not node.is_synced or lost or not is_own:
+                raise NotDurableError(f"after {call}: a power loss leaves a torn checkpoint: {lost}")
+    disk.check_survives(directory / ".metadata")
+    newest = disk.node(directory / ".metadata")
+    if not isinstance(newest, File) or newest.data != generations[-1].metadata:
+        raise NotDurableError("the newest checkpoint is not there")
