@@ -143,10 +143,10 @@ def _when(unix: float | None) -> str:
 @_json_option
 def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
     """Show what the checkpoint at PATH holds (of a root: its newest one). Reads no tensor."""
-    screen, names = Screen(as_json=as_json), _names(step_dir)
+    screen, names, at = Screen(as_json=as_json), _names(step_dir), path.absolute()
 
     async def look(storage: Storage, executor: Executor) -> Contents:
-        found = await locate(storage, path.absolute(), names)
+        found = await locate(storage, at, names)
         return await describe(storage, executor, found[-1], names)
 
     contents = _call(look)

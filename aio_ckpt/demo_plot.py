@@ -49,10 +49,10 @@ def _draw_times(axes: Any, undisturbed: Run, killed: Run, resumed: Run) -> None:
     steps, times = [call.step for call in calls], [call.secs * 1e3 for call in calls]
     axes.plot(steps, times, "v", color=_GREEN, label="save() blocked")
     _mark(axes, killed, resumed)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
     axes.set_ylabel("milliseconds")
     axes.set_xlabel("step")
-    axes.legend()
+    axes.legend(loc="upper left", ncols=3)
 
 
 def _mark(axes: Any, killed: Run, resumed: Run) -> None:

@@ -21,7 +21,7 @@ from aio_ckpt.errors import BusyError, ConfigError, RootError
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
-from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, follow
+from aio_ckpt.pipeline import Site, follow
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
@@ -101,7 +101,6 @@ class CheckpointEngine:
         self._retaining: Future[list[int]] | None = None
         self._save_lock = Lock()
         self._root_lock: RootLock | None = None
-        self._saves = 0
         self._portal.at_exit(self._drain_at_exit)
 
     # -- saving ---------------------------------------------------------------------------------------
@@ -150,26 +149,23 @@ class CheckpointEngine:
                 self.config.staging,
                 timeout_secs=self.config.stall_timeout_secs,
             )
-            pending = self._in_flight.pending
-            self._saves += 1
-            save = PendingSave(
-                step=step,
-                number=self._saves,
-                requested=flat.names,
-                plan=planned.plan,
-                plan_hit=planned.plan_hit,
-                fingerprint_hit=planned.fingerprint_hit,
-                objects=objects,
-                image=image,
-                progress=CaptureProgress(len(image.chunks)),
-                ticket=self._in_flight.ticket(step, waited_secs),
-                overwrite=overwrite,
-                deadline_secs=deadline_secs,
-                started=started,
-                plan_secs=plan_secs,
-                previous=pending[-1].settled if pending else None,
-            )
-            self._in_flight.start(save, planned)
+            try:
+                save = self._in_flight.enter(
+                    planned,
+                    objects,
+                    image,
+                    step=step,
+                    requested=flat.names,
+                    overwrite=overwrite,
+                    deadline_secs=deadline_secs,
+                    started=started,
+                    waited_secs=waited_secs,
+                    plan_secs=plan_secs,
+                )
+                self._in_flight.start(save, planned)
+            except BaseException:
+                image.lease.close()
+                raise
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 

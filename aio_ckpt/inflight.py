@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from aio_ckpt import commit
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import PendingSave, Site, run_save
+from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Portal
-from aio_ckpt.snapshot import capture
+from aio_ckpt.snapshot import Image, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -39,6 +40,7 @@ class InFlight:
         self._when_busy = site.config.when_busy
         self._on_failure = site.config.on_failure
         self._changed = Condition()
+        self._entered = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
         self._committed: set[int] | None = None
@@ -90,17 +92,48 @@ class InFlight:
 
     # -- one save -------------------------------------------------------------------------------------
 
-    def ticket(self, step: int, waited_secs: float) -> SaveTicket:
-        """The ticket of a save that will be started."""
+    def enter(
+        self,
+        planned: PlannedSave,
+        objects: ObjectBytes,
+        image: Image,
+        *,
+        step: int,
+        requested: Sequence[str],
+        overwrite: bool,
+        deadline_secs: float | None,
+        started: float,
+        waited_secs: float,
+        plan_secs: float,
+    ) -> PendingSave:
+        """Make a pending save and enter it in the table; :meth:`start` runs it."""
 
         def cancel() -> bool:
-            chosen = [save for save in self.pending if save.ticket is ticket]
-            return bool(chosen) and self._portal.call(
-                chosen[0].cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()"
-            )
+            return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
 
-        ticket = SaveTicket(step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs)
-        return ticket
+        self._entered += 1
+        with self._changed:
+            save = PendingSave(
+                step=step,
+                number=self._entered,
+                requested=requested,
+                plan=planned.plan,
+                plan_hit=planned.plan_hit,
+                fingerprint_hit=planned.fingerprint_hit,
+                objects=objects,
+                image=image,
+                progress=CaptureProgress(len(image.chunks)),
+                ticket=SaveTicket(
+                    step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs
+                ),
+                overwrite=overwrite,
+                deadline_secs=deadline_secs,
+                started=started,
+                plan_secs=plan_secs,
+                previous=self._pending[-1].settled if self._pending else None,
+            )
+            self._pending.append(save)
+        return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
         """Start the pipeline, then copy: the first chunks are written while later ones are copied.
@@ -110,9 +143,13 @@ class InFlight:
         timeout_secs = self._site.config.stall_timeout_secs
         issued: Future[object] = Future()
         save.image.lease.hold_until(issued)
-        with self._changed:
-            self._pending.append(save)
-        running = self._portal.submit(run_save, self._site, save)
+        try:
+            running = self._portal.submit(run_save, self._site, save)
+        except BaseException as error:
+            issued.set_result(None)
+            save.image.lease.close()
+            self._settle(save, failed(error))
+            raise
         running.add_done_callback(lambda done: self._settle(save, done))
         try:
             work = capture(
@@ -150,6 +187,8 @@ class InFlight:
             self._pending.remove(save)
             if error is None and self._committed is not None:
                 self._committed.add(save.step)
+            if error is not None:
+                self._committed = None  # a commit that stalled may have become visible: look again
             if error is not None and not is_cancelled:
                 self._unreported.append(save.ticket)
             self._changed.notify_all()
@@ -200,3 +239,10 @@ class InFlight:
             if error is not None:
                 error.add_note(f"this is the background save of step {failed[0].step}, which nobody awaited")
                 raise error
+
+
+def failed(error: BaseException) -> Future[Any]:
+    """A future that holds ``error``."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future

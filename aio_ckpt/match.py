@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
-from aio_ckpt.catalog import Checkpoint, Chunks, global_shape
+from aio_ckpt.catalog import Checkpoint, Chunks, Item, global_shape
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.manifest import rank_manifest_name
@@ -23,8 +24,10 @@ _SHOWN = 5
 class Match:
     """A template whose every leaf was found, or may be missing."""
 
+    whole: list[tuple[Item, torch.Tensor]] = field(default_factory=list)
+    """Plain host tensors, each stored whole as one item of ours. The common case, kept apart for its price."""
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """Names that are read into memory of the template."""
+    """Other names that are read into memory of the template."""
     arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
     """Names whose numpy value is replaced: a scalar, or an array that nothing may write to."""
     objects: list[str] = field(default_factory=list)
@@ -105,8 +108,8 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
     faults: list[str] = []
     for name, value, kind in zip(template.names, template.values, template.kinds, strict=True):
         chunks = catalog.chunks.get(name)
-        if kind is LeafKind.TENSOR and chunks is not None and _is_plain_match(value, chunks):
-            into.tensors.append((name, value))
+        if kind is LeafKind.TENSOR and chunks is not None and _is_whole(value, chunks):
+            into.whole.append((chunks[0], value))  # type: ignore[arg-type]  # _is_whole saw that it is an Item
         elif chunks is None:
             if name not in catalog.objects:
                 missing.append(name)
@@ -128,11 +131,13 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
     return missing, faults
 
 
-def _is_plain_match(tensor: Any, chunks: Chunks) -> bool:
-    """The common case at a third of the price: one whole host tensor, stored as one item."""
+def _is_whole(tensor: Any, chunks: Chunks) -> bool:
+    """Whether a tensor belongs into ``Match.whole``."""
     chunk = chunks[0]
     return (
-        tensor.dtype is chunk.dtype
+        type(chunk) is Item
+        and type(tensor) is not DTensor
+        and tensor.dtype is chunk.dtype
         and tensor.shape == chunk.shape
         and tensor.is_cpu
         and tensor.layout is torch.strided

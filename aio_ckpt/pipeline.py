@@ -285,7 +285,7 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
         )
         await file.sync()
     finally:
-        with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(_SETTLE_SECS, shield=True):
             await file.close()
     if save.image.is_whole:
         arena.rendered = layout
@@ -305,7 +305,7 @@ async def _commit(site: Site, save: PendingSave, pending: Path, messages: Sequen
     root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
-    with anyio.CancelScope(shield=True):
+    with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
         await commit.commit_root(
             site.storage,
             pending=pending,
@@ -313,6 +313,11 @@ async def _commit(site: Site, save: PendingSave, pending: Path, messages: Sequen
             metadata=metadata,
             root_manifest=root_manifest,
             overwrite=save.overwrite,
+        )
+    if scope.cancelled_caught:
+        raise StallError(
+            f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "
+            "stalled; the step may still become visible, whole, when it recovers"
         )
 
 

@@ -89,8 +89,10 @@ async def load_checkpoint(
     objects = [*found.objects, *(name for name in below if name in catalog.objects)]
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     async with Files(storage, checkpoint.path, readers=readers) as files:
+        await files.measure({item.file for item, _ in found.whole}, catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        await run_blocking(executor, draft.plan.add_whole, found.whole)
         await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
         with _target_modified():
             fetched = await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
@@ -209,9 +211,7 @@ class _Draft:
     ) -> None:
         """Plan ``tensors`` into their memory, ``fresh`` names into new memory, and ``objects``."""
         for name, tensor in tensors:
-            items = self.source.items.get(name, ())
-            if len(items) != 1 or not self.plan.add_small_host(items[0], tensor):
-                self._add_tensor(name, tensor)
+            self._add_tensor(name, tensor)
         self._add_fresh(fresh)
         for name in objects:
             if name in self.source.objects:

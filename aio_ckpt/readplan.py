@@ -28,8 +28,6 @@ __all__ = ["Landing", "Piece", "ReadPlan", "Segment", "bytes_of", "cut_segments"
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
 _SEGMENT_BYTES_MIN = 2 << 20
 _SEGMENT_BYTES_MAX = 16 << 20
 
@@ -171,25 +169,26 @@ class ReadPlan:
                 f"{items[0].name!r}: the stored shards cover {covered} of {math.prod(shape)} elements"
             )
 
-    def add_small_host(self, item: Item, target: torch.Tensor) -> bool:
-        """:meth:`add_tensor` for the common case at a third of its price; False (and nothing done) in any other.
+    def add_whole(self, pairs: Iterable[tuple[Item, torch.Tensor]]) -> None:
+        """Fill plain host tensors, each from an item of ours (dense) that has its dtype and shape.
 
-        The case: an item of one block that is a whole contiguous tensor in host memory.
+        The hot loop: 0.7 us a tensor.
         """
-        if (
-            len(item.sums) == 1
-            and target.is_cpu
-            and type(target) in _PLAIN_TENSORS
-            and target.shape == item.shape
-            and target.stride() == item.stride
-            and target.is_contiguous()
-            and not (any(item.offsets) or target.is_conj() or target.is_neg())
-        ):
-            self.filled.append(target)
-            piece = Piece(item.raw_offset, item.raw_bytes, item.sums[0], target.data_ptr(), item.name, None, 0)
-            self._pieces_of(item.file).append(piece)
-            return True
-        return False
+        for item, target in pairs:
+            if (
+                len(item.sums) == 1
+                and target.stride() == item.stride
+                and not (item.dtype.is_complex or target.is_neg())
+            ):
+                pieces = self.pieces.get(item.file)
+                if pieces is None:
+                    pieces = self.pieces[item.file] = []
+                pieces.append(
+                    Piece(item.raw_offset, item.raw_bytes, item.sums[0], target.data_ptr(), item.name, None, 0)
+                )
+                self.filled.append(target)
+            elif item.raw_bytes:
+                self._add_whole(item, target)
 
     def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
         """Give the bytes of an object to ``then``, once they are proven."""

@@ -77,6 +77,8 @@ class GatedStorage:
         self._gates: list[tuple[str, str, Gate]] = []
         self._failures: list[tuple[str, str, BaseException]] = []
         self._dropped: list[tuple[str, str]] = []
+        self._released: list[Gate] = []
+        self._ended = threading.Condition()
         self.begun: list[Call] = []
         self.calls: list[Call] = []
 
@@ -94,8 +96,18 @@ class GatedStorage:
         """Such calls do nothing and report success."""
         self._dropped.append((name, where))
 
+    def release(self, gate: Gate) -> None:
+        """Later calls pass; those that wait at the gate go on waiting until it is opened."""
+        self._gates = [entry for entry in self._gates if entry[2] is not gate]
+        self._released.append(gate)
+
+    def wait_for(self, name: str, where: str = "*") -> None:
+        """Until such a call has ended well, now or before."""
+        with self._ended:
+            assert self._ended.wait_for(lambda: any(call.matches(name, where) for call in self.calls), TIMEOUT)
+
     def open_gates(self) -> None:
-        for _, _, gate in self._gates:
+        for gate in [*self._released, *(gate for _, _, gate in self._gates)]:
             gate.open()
 
     async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
@@ -110,7 +122,9 @@ class GatedStorage:
         if any(call.matches(*dropped) for dropped in self._dropped):
             return None
         result = await act()
-        self.calls.append(call)
+        with self._ended:
+            self.calls.append(call)
+            self._ended.notify_all()
         return result
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:

@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order, conj and neg bits resolved."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    raw = torch.zeros(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
+    raw.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return raw.numpy().tobytes()
 
 
 def assert_same_tensor(got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -1,0 +1,402 @@
+"""Steps: their order, discovery, rollback, overwrite, the names of their directories, retention."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gated_storage import TIMEOUT, gated_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.commit import Committed, StepNames, check_step
+from aio_ckpt.errors import BusyError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
+from aio_ckpt.retention import expired
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def engine(root: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(root) as engine:
+        yield engine
+
+
+def weights(number: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((10,), float(number))}
+
+
+def save(engine: SyncCheckpointEngine, *steps: int) -> None:
+    for step in steps:
+        engine.save(weights(step), step).result(TIMEOUT)
+
+
+def value(engine: SyncCheckpointEngine, step: int | None = None) -> float:
+    state = engine.read(step)
+    assert isinstance(state, dict)
+    return float(state["w"][0])
+
+
+def listing(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".aio_ckpt.lock")
+
+
+# -- order ----------------------------------------------------------------------------------------
+
+
+def test_a_step_that_does_not_exceed_every_committed_one_is_refused(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 5, 9)
+    before = listing(root)
+    for step, hint in ((9, "overwrite=True"), (5, "overwrite=True"), (7, r"rollback\(7\)"), (0, r"rollback\(0\)")):
+        with pytest.raises(StepOrderError, match=rf"step={step} .* 9: {hint}"):
+            engine.save(weights(0), step)
+    assert listing(root) == before
+    assert value(engine) == 9
+    save(engine, 10)
+
+
+def test_a_step_that_does_not_exceed_a_pending_one_is_refused(root: Path) -> None:
+    with gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        first = engine.save(weights(5), 5)
+        gate.wait_reached()
+        with pytest.raises(StepOrderError, match="pending step 5"):
+            engine.save(weights(5), 5)
+        with pytest.raises(StepOrderError, match="pending step 5"):
+            engine.save(weights(4), 4, overwrite=True)
+        second = engine.save(weights(6))
+        gate.open()
+        assert [first.result(TIMEOUT).step, second.result(TIMEOUT).step] == [5, 6]
+
+
+def test_the_default_step_follows_the_newest_committed_or_pending_one(root: Path) -> None:
+    with gated_engine(root, max_in_flight=3) as (engine, storage):
+        assert engine.save(weights(1)).result(TIMEOUT).step == 1
+        engine.save(weights(41), 41).result(TIMEOUT)
+        gate = storage.hold("sync", "*.distcp")
+        assert engine.save(weights(1)).step == 42
+        gate.wait_reached()
+        assert engine.save(weights(1)).step == 43
+        gate.open()
+    with SyncCheckpointEngine(root) as again:
+        assert again.steps() == [1, 41, 42, 43]
+        assert again.save(weights(1)).result(TIMEOUT).step == 44
+
+
+def test_a_failed_save_gives_its_step_free(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        storage.fail("sync", "*", WriteError(errno.EIO, "broken", "x"))
+        with pytest.raises(WriteError):
+            engine.save(weights(7), 7).result(TIMEOUT)
+        assert engine.save(weights(7), 7).result(TIMEOUT).step == 7
+
+
+def test_a_later_save_is_never_visible_before_an_earlier_one(root: Path) -> None:
+    with gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("write_file", "aio_ckpt.0.bin")
+        first = engine.save(weights(1), 1)
+        gate.wait_reached()
+        storage.release(gate)  # later calls pass, the first still waits
+        second = engine.save(weights(2), 2)
+        storage.wait_for("write_file", "aio_ckpt.0.bin")  # the second's
+        assert engine.steps() == []
+        assert not second.done()
+        gate.open()
+        second.result(TIMEOUT)
+        assert first.done()
+        renamed = [call.other.name for call in storage.calls if call.name == "rename" and call.other]
+        assert renamed == ["step_000000001", "step_000000002"]
+
+
+BAD_STEPS = [-1, True, False, "3", 3.0, np.int64(3), torch.tensor(3), [3]]
+
+
+@pytest.mark.parametrize("step", BAD_STEPS, ids=repr)
+def test_a_step_that_is_no_whole_number_from_zero_is_refused(engine: SyncCheckpointEngine, root: Path, step) -> None:
+    with pytest.raises(StepOrderError, match="give a whole number of at least 0"):
+        engine.save(weights(1), step)
+    assert list(root.iterdir()) == []
+
+
+def test_step_zero_is_a_step(engine: SyncCheckpointEngine) -> None:
+    save(engine, 0)
+    assert engine.steps() == [0]
+    assert engine.latest_step() == 0
+    assert engine.save(weights(1)).result(TIMEOUT).step == 1
+
+
+def test_without_checkpoints_there_is_no_latest_step(engine: SyncCheckpointEngine) -> None:
+    assert engine.steps() == []
+    assert engine.latest_step() is None
+    with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint under .*; committed steps: \[\]"):
+        engine.read()
+
+
+@given(
+    step=st.integers(-3, 12),
+    newest=st.none() | st.integers(0, 10),
+    committed=st.sets(st.integers(0, 10)),
+    overwrite=st.booleans(),
+)
+@settings(deadline=None, max_examples=300)
+def test_a_step_is_taken_only_if_it_is_new_or_replaces_itself(
+    step: int, newest: int | None, committed: set[int], overwrite: bool
+) -> None:
+    may = step >= 0 and (newest is None or step > newest or (overwrite and step in committed))
+    try:
+        assert check_step(step, newest=newest, committed=committed, overwrite=overwrite) == step
+    except StepOrderError:
+        assert not may
+    else:
+        assert may
+
+
+def test_a_step_that_another_writer_committed_meanwhile_counts(root: Path) -> None:
+    with SyncCheckpointEngine(root) as mine:
+        with SyncCheckpointEngine(root) as other:
+            save(other, 1)
+            with pytest.raises(RootError, match="another engine"):
+                mine.save(weights(2), 2)  # it knows of step 1 now
+            save(other, 5)
+        with pytest.raises(StepOrderError, match="newest committed or pending step 5"):
+            mine.save(weights(3), 3)
+        assert mine.save(weights(6)).result(TIMEOUT).step == 6
+
+
+# -- overwrite and rollback -----------------------------------------------------------------------
+
+
+def test_overwrite_replaces_that_step_only(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1, 2, 3)
+    assert engine.save(weights(20), 2, overwrite=True).result(TIMEOUT).step == 2
+    assert [value(engine, step) for step in (1, 2, 3)] == [1, 20, 3]
+    assert engine.steps() == [1, 2, 3]
+    assert len(listing(root)) == 3
+
+
+def test_overwrite_of_a_step_that_is_not_there_needs_the_order_too(engine: SyncCheckpointEngine) -> None:
+    save(engine, 3)
+    with pytest.raises(StepOrderError, match=r"rollback\(2\)"):
+        engine.save(weights(2), 2, overwrite=True)
+    assert engine.save(weights(4), 4, overwrite=True).result(TIMEOUT).step == 4
+
+
+def test_rollback_puts_later_steps_aside_and_deletes_nothing(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1, 2, 3)
+    assert engine.rollback(1) == [3, 2]
+    assert engine.steps() == [1]
+    aside = [path for path in root.iterdir() if path.name.startswith(".abandoned-")]
+    assert sorted(path.name.rpartition("-")[2] for path in aside) == ["step_000000002", "step_000000003"]
+    assert all((path / ".metadata").exists() and (path / "__0_0.distcp").exists() for path in aside)
+    save(engine, 2)
+    assert engine.rollback(1) == [2]  # the second time too: names of abandoned steps do not collide
+    assert engine.save(weights(9)).result(TIMEOUT).step == 2
+
+
+def test_rollback_to_a_step_that_is_not_there_says_which_are(engine: SyncCheckpointEngine) -> None:
+    save(engine, 1, 3)
+    with pytest.raises(CheckpointNotFoundError, match=r"rollback\(2\).*committed are \[1, 3\]"):
+        engine.rollback(2)
+    assert engine.steps() == [1, 3]
+
+
+def test_rollback_to_the_newest_step_changes_nothing(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1, 2)
+    before = listing(root)
+    assert engine.rollback(2) == []
+    assert listing(root) == before
+
+
+def test_rollback_while_a_save_is_pending_is_refused(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        gate = storage.hold("sync", "*.distcp")
+        ticket = engine.save(weights(2), 2)
+        with pytest.raises(BusyError, match=r"rollback\(1\).*await"):
+            engine.rollback(1)
+        gate.open()
+        ticket.result(TIMEOUT)
+        assert engine.rollback(1) == [2]
+
+
+# -- names of directories -------------------------------------------------------------------------
+
+FOREIGN = ["step-7", "iter_0000007", "checkpoint-7", "global_step7"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_checkpoint_under_another_tools_name_is_found_and_read(
+    engine: SyncCheckpointEngine, root: Path, name: str
+) -> None:
+    save(engine, 7)
+    (root / "step_000000007").rename(root / name)
+    with SyncCheckpointEngine(root) as again:
+        assert again.steps() == [7]
+        assert value(again) == 7
+        with pytest.raises(StepOrderError):
+            again.save(weights(7), 7)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".pending-a-1",
+        ".abandoned-1-step_000000007",
+        ".trash-step_000000007",
+        "step_000000007.tmp",
+        "xstep_7",
+        "step_",
+        "step_-7",
+        "step_7x",
+        "checkpoint-",
+        "iter-7",
+        "epoch_7",
+    ],
+)
+def test_what_has_no_name_of_a_step_is_no_checkpoint(engine: SyncCheckpointEngine, root: Path, name: str) -> None:
+    save(engine, 7)
+    (root / "step_000000007").rename(root / name)
+    assert engine.steps() == []
+    assert StepNames("step_{step:09d}").step(name) is None
+
+
+def test_a_directory_without_metadata_is_no_checkpoint(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 6, 7)
+    (root / "step_000000007" / ".metadata").unlink()
+    (root / "step_000000008").mkdir()
+    (root / "step_000000009").write_text("a file")
+    assert engine.steps() == [6]
+    assert engine.latest_step() == 6
+
+
+def test_of_two_directories_of_one_step_ours_is_taken(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 7)
+    (root / "step_000000007").rename(root / "checkpoint-7")
+    with SyncCheckpointEngine(root, EngineConfig(step_dir="z-{step}")) as other:
+        other.save(weights(70), 7, overwrite=True).result(TIMEOUT)
+        assert listing(root) == ["checkpoint-7", "z-7"]
+        assert other.steps() == [7]
+        assert value(other) == 70
+
+
+@pytest.mark.parametrize("step_dir", ["ckpt.{step}", "{step}", "{step:04d}-model", "run[1]_{step}"])
+def test_a_step_dir_of_ones_own_is_written_and_found(root: Path, step_dir: str) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(step_dir=step_dir)) as engine:
+        save(engine, 12)
+        assert listing(root) == [step_dir.format(step=12)]
+        assert engine.steps() == [12]
+        assert value(engine) == 12
+
+
+def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 3)
+    with SyncCheckpointEngine(root, EngineConfig(step_dir="ckpt-{step}")) as changed:
+        assert changed.steps() == [3]
+        assert value(changed) == 3
+
+
+@given(step=st.integers(0, 10**12), step_dir=st.sampled_from(["step_{step:09d}", "{step}", "a.{step:03d}+"]))
+@settings(deadline=None)
+def test_the_name_of_a_step_gives_the_step_again(step: int, step_dir: str) -> None:
+    names = StepNames(step_dir)
+    assert names.step(names.name(step)) == step
+
+
+# -- retention ------------------------------------------------------------------------------------
+
+
+def kept(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    committed = [Committed(step=step, path=Path(f"/{step}")) for step in steps]
+    gone = expired(committed, keep_last=keep_last, keep_every=keep_every)
+    assert gone == sorted(gone, key=lambda checkpoint: checkpoint.step)
+    return [checkpoint.step for checkpoint in committed if checkpoint not in gone]
+
+
+def test_the_policy_keeps_the_newest_and_every_nth() -> None:
+    steps = [0, 5, 10, 15, 20, 25]
+    assert kept(steps, None, None) == steps
+    assert kept(steps, None, 10) == steps, "without keep_last nothing is ever deleted"
+    assert kept(steps, 2, None) == [20, 25]
+    assert kept(steps, 1, 10) == [0, 10, 20, 25]
+    assert kept(steps, 99, None) == steps
+    assert kept([], 1, None) == []
+
+
+@given(
+    steps=st.lists(st.integers(0, 50), unique=True).map(sorted),
+    keep_last=st.none() | st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 7),
+)
+@settings(deadline=None, max_examples=300)
+def test_no_policy_lets_go_what_it_promises_to_keep(
+    steps: list[int], keep_last: int | None, keep_every: int | None
+) -> None:
+    left = kept(steps, keep_last, keep_every)
+    assert set(steps[-(keep_last or 99) :]) <= set(left)
+    if keep_every is not None:
+        assert {step for step in steps if step % keep_every == 0} <= set(left)
+    if keep_last is not None:
+        assert len([step for step in left if keep_every is None or step % keep_every]) <= keep_last
+
+
+def test_old_steps_are_deleted_once_a_new_one_is_committed(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2, keep_every=10)) as engine:
+        save(engine, 5, 10, 15, 20, 25, 30)
+    assert listing(root) == [f"step_{step:09d}" for step in (10, 20, 25, 30)]
+
+
+def test_nothing_is_deleted_unasked(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_every=10)) as engine:
+        save(engine, *range(1, 12))
+        assert engine.steps() == list(range(1, 12))
+
+
+def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.calls.clear()
+        engine.save(weights(2), 2).result(TIMEOUT)
+        storage.wait_for("remove_tree", ".trash-*")
+        calls = [(call.name, call.path.name) for call in storage.calls]
+        trash = ".trash-step_000000001"
+        last = [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", trash)]
+        assert calls[-4:] == [("sync_dir", "root"), *last], "deleted only after the new step was durable"
+
+
+def test_a_failed_save_deletes_nothing(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.fail("sync", "*", WriteError(errno.EIO, "broken", "x"))
+        with pytest.raises(WriteError):
+            engine.save(weights(2), 2).result(TIMEOUT)
+        assert engine.steps() == [1]
+
+
+def test_what_cannot_be_deleted_fails_no_save_and_is_tried_again(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.fail("rename", "step_000000001", WriteError(errno.EACCES, "not yours", "x"))
+        with caplog.at_level(logging.WARNING, "aio_ckpt"):
+            engine.save(weights(2), 2).result(TIMEOUT)
+            engine.save(weights(3), 3).result(TIMEOUT)
+            storage.wait_for("remove_tree", ".trash-step_000000002")
+        assert "step 1 is kept beyond its time" in caplog.text
+        assert engine.steps() == [3]
+
+
+def test_steps_that_expired_no_longer_stand_in_the_way(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1, 2)
+        with pytest.raises(StepOrderError):
+            engine.save(weights(1), 1)
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == [2]
