@@ -33,6 +33,7 @@ from aio_ckpt.metadata import parse_metadata
 from aio_ckpt.storage import Storage
 
 __all__ = [
+    "DTYPES",
     "Catalog",
     "Checkpoint",
     "Chunks",
@@ -312,7 +313,7 @@ def _catalog_of_manifests(ranks: Iterable[RankManifest]) -> Catalog:
             item = Item(
                 entry.fqns[0],
                 file,
-                _DTYPES[entry.dtype],
+                DTYPES[entry.dtype],
                 entry.shape,
                 entry.stride,
                 entry.offsets,
@@ -381,6 +382,6 @@ def _check_catalog(chunks: Mapping[str, Chunks], objects: Mapping[str, StoredObj
         raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
 
 
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }

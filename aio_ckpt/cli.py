@@ -5,6 +5,7 @@ Exit codes: 0 all is well, 1 faults were found or the command failed, 2 it was c
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,7 +19,7 @@ import msgspec
 from aio_ckpt._version import __version__
 from aio_ckpt.commit import StepNames
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.demo import MIN_STEPS, DemoSpec, run_demo
+from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe, list_root, locate
 from aio_ckpt.portal import Executor, Portal
@@ -45,11 +46,15 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; its exit code. Whatever goes wrong is one line on standard error."""
     try:
         code = commands.main(list(arguments) or ["--help"], prog_name="aio-ckpt", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:
         return _complain("interrupted", 130)
-    except (CheckpointNotFoundError, ConfigError) as error:
+    except BrokenPipeError:  # the reader (head, less) has seen enough; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (CheckpointNotFoundError, ConfigError, OutError) as error:
         return _complain(str(error), 2)
     except (AioCkptError, OSError) as error:
         return _complain(str(error), 1)
@@ -172,8 +177,11 @@ def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
 
 def _leaf_cells(leaf: LeafRow) -> tuple[str, ...]:
     shape = "-" if leaf.shape is None else f"({', '.join(map(str, leaf.shape))})"
-    nbytes = f"{leaf.nbytes:,}" if leaf.tied_to is None else f"= {printable(leaf.tied_to)}"
-    return printable(leaf.name), leaf.dtype or leaf.kind, shape, nbytes, str(leaf.shards)
+    if leaf.tied_to is None:
+        name, nbytes = leaf.name, f"{leaf.nbytes:,}"
+    else:
+        name, nbytes = f"{leaf.name} = {leaf.tied_to}", "-"
+    return printable(name), leaf.dtype or leaf.kind, shape, nbytes, str(leaf.shards)
 
 
 # -- verify -----------------------------------------------------------------------------------------
@@ -225,7 +233,7 @@ def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _V
         advance(done, f"{amount(done)} of {amount(nbytes)}")
 
     async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
-        return await verify_checkpoint(storage, checkpoint, readers=workers, on_progress=on_progress)
+        return await verify_checkpoint(storage, checkpoint, executor=executor, readers=workers, on_progress=on_progress)
 
     try:
         faults = _call(work, readers=workers)

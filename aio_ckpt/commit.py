@@ -44,7 +44,7 @@ LOCK_FILE = ".aio_ckpt.lock"
 MAX_SMALL_FILE_BYTES = 1 << 30
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
-_FOREIGN_STEP = re.compile(r"(?:step-|iter_|checkpoint-|global_step)(\d+)")
+_FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
 _log = logging.getLogger("aio_ckpt")
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["BusyPolicy", "DirectIO", "EngineConfig", "FailurePolicy", "Staging", "VerifyPolicy"]
+__all__ = ["BusyPolicy", "DirectIO", "EngineConfig", "FailurePolicy", "Staging", "VerifyPolicy", "check_seconds"]
 
 Staging = Literal["auto", "pinned", "shm", "pageable"]
 DirectIO = Literal["auto", "on", "off"]
@@ -80,7 +80,7 @@ class EngineConfig:
         for name in ("workers", "max_in_flight", "budget_bytes", "keep_last", "keep_every"):
             self._check_count(name)
         for name in ("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"):
-            self._check_seconds(name)
+            check_seconds(name, getattr(self, name))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -96,10 +96,11 @@ class EngineConfig:
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
 
-    def _check_seconds(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"{name}={value!r}: give a finite number of seconds above 0")
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is a finite number of seconds above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}={value!r}: give a finite number of seconds above 0")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,15 +24,21 @@ from aio_ckpt.demo_train import Event, Started, Stepped, TrainSpec, decode_event
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.screen import Screen, amount
 
-__all__ = ["DemoError", "DemoSpec", "run_demo"]
+__all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "run_demo"]
 
 MIN_STEPS = 20
+"""Fewer leave no save that is surely durable before the kill: ``save()`` waits for the one before."""
+
 _MARKER = "demo.json"
 _MAX_THREADS = 4
 
 
 class DemoError(AioCkptError, RuntimeError):
     """The demo could not be run to its end; says what to do."""
+
+
+class OutError(DemoError):
+    """The directory for the demo cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +61,8 @@ def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
     """Run it, showing progress; what it found. Everything stays in ``spec.out``.
 
     Raises:
-        DemoError: ``out`` holds something else, or a run failed.
+        OutError: ``out`` holds something else or cannot be written.
+        DemoError: a run failed.
     """
     begin = time.perf_counter()
     _prepare(spec.out)
@@ -86,9 +94,9 @@ def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
 def _prepare(out: Path) -> None:
     """Make ``out``, or clear what an earlier demo left there, and nothing else."""
     if out.exists() and not out.is_dir():
-        raise DemoError(f"{out} is a file: give a directory with --out")
+        raise OutError(f"{out} is a file: give a directory with --out")
     if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).is_file():
-        raise DemoError(f"{out} is not empty and not an earlier demo's: give another directory with --out")
+        raise OutError(f"{out} is not empty and not an earlier demo's: give another directory with --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / _MARKER).write_text("{}\n")
@@ -96,7 +104,7 @@ def _prepare(out: Path) -> None:
             if (out / name).exists():
                 shutil.rmtree(out / name)
     except OSError as error:
-        raise DemoError(f"{error.filename or out}: {error.strerror}: give another directory with --out") from error
+        raise OutError(f"{error.filename or out}: {error.strerror}: give another directory with --out") from error
 
 
 def _train_spec(spec: DemoSpec) -> TrainSpec:
@@ -126,10 +134,10 @@ def _run(spec: DemoSpec, name: str, train: TrainSpec, screen: Screen, *, kill_st
                 time.sleep(instant * event.secs)  # anywhere in the next step: in a write, a commit or neither
                 child.kill()
         code = child.wait()
-    if kill_step is None and code:
+    if code not in (0, -signal.SIGKILL) or (code and kill_step is None):
         words = log.read_text(errors="replace").strip().splitlines()
         raise DemoError(f"the {name} run ended with {code}: {words[-1] if words else 'it said nothing'} ({log})")
-    if kill_step is not None and code >= 0:
+    if kill_step is not None and code == 0:
         raise DemoError(f"the {name} run ended before it could be killed at step {kill_step}: give more --steps")
     return run
 

@@ -8,11 +8,13 @@ import time
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.portal import Executor
 
-__all__ = ["PlainWrite", "plain_write"]
+__all__ = ["PlainDisk", "PlainWrite"]
 
 _PIECE_BYTES = 16 << 20
 _CLOSE_SECS = 10.0
@@ -28,23 +30,35 @@ class PlainWrite:
     """Whether O_DIRECT worked; else the page cache was in between."""
 
 
-def plain_write(path: Path, nbytes: int, *, writers: int) -> PlainWrite:
-    """Reserve, write (O_DIRECT where it works, ``writers`` threads, pages touched before), fdatasync; then remove.
+class PlainDisk:
+    """Plain writes under one directory. Threads and pages are made, and touched, once, as the engine's are."""
 
-    Raises:
-        OSError: the disk refuses even a buffered write.
-    """
-    nbytes = align_up(nbytes, PAGE_BYTES)
-    executor = Executor("aio_ckpt-plain-write", writers)
-    try:
-        with mmap.mmap(-1, nbytes) as pages:
-            pages[:] = os.urandom(PAGE_BYTES) * (nbytes // PAGE_BYTES)
-            try:
-                return PlainWrite(secs=_write(path, pages, executor, os.O_DIRECT), is_direct=True)
-            except OSError:  # tmpfs and some network and overlay file systems; a real fault shows again below
-                return PlainWrite(secs=_write(path, pages, executor, 0), is_direct=False)
-    finally:
-        executor.close(_CLOSE_SECS)
+    def __init__(self, folder: Path, nbytes: int, *, writers: int) -> None:
+        """``nbytes`` (rounded up to pages) a write, by ``writers`` threads."""
+        self._path = folder / "plain.bin"
+        self._executor = Executor("aio_ckpt-plain-write", writers)
+        self._pages = mmap.mmap(-1, align_up(nbytes, PAGE_BYTES))
+        self._pages[:] = os.urandom(PAGE_BYTES) * (len(self._pages) // PAGE_BYTES)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.close(_CLOSE_SECS)
+        self._pages.close()
+
+    def write(self) -> PlainWrite:
+        """Reserve, write, with O_DIRECT where it works, and fdatasync a file that is then removed.
+
+        Raises:
+            OSError: the disk refuses even a buffered write.
+        """
+        try:
+            return PlainWrite(secs=_write(self._path, self._pages, self._executor, os.O_DIRECT), is_direct=True)
+        except OSError:  # tmpfs and some network and overlay file systems; a real fault shows again here
+            return PlainWrite(secs=_write(self._path, self._pages, self._executor, 0), is_direct=False)
 
 
 def _write(path: Path, pages: mmap.mmap, executor: Executor, flags: int) -> float:

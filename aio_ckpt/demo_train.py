@@ -22,7 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.demo_disk import plain_write
+from aio_ckpt.demo_disk import PlainDisk
 from aio_ckpt.demo_model import GPT, Batches, ModelSize, read_corpus
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import PerRank, SaveReport
@@ -145,11 +145,9 @@ decode_event = msgspec.json.Decoder(Event).decode
 
 
 class Trainer:
-    """Model, AdamW, schedule and batches; the same numbers every time for the same spec."""
+    """Model, AdamW, schedule and batches. Seeds torch, so that the same spec gives the same numbers."""
 
     def __init__(self, spec: TrainSpec) -> None:
-        torch.set_num_threads(spec.threads)
-        torch.use_deterministic_algorithms(True)
         torch.manual_seed(spec.seed)
         self.corpus = read_corpus()
         self.model = GPT(spec.size)
@@ -279,21 +277,29 @@ def _saved(report: SaveReport) -> Saved:
 
 
 async def _measure_idle(trainer: Trainer, spec: TrainSpec, emit: Emit) -> None:
-    """Save and plain write in turn, so that a disk whose speed wanders is fair to both."""
-    root = Path(spec.root).with_name("idle")
-    config = EngineConfig(keep_last=1)
+    """Save and plain write in turn, so that a disk whose speed wanders is fair to both.
+
+    The first of each is not told: it pays for memory that a trainer pays for once. Nothing is deleted meanwhile:
+    the plain writes would pay for it.
+    """
+    root, config = Path(spec.root).with_name("idle"), EngineConfig()
     async with CheckpointEngine(root, config) as engine:
-        for number in range(spec.idle_saves + 1):
-            report = await engine.save(trainer.state())
-            if report is None or number == 0:  # the first one pays for the arena, which the training run had paid
-                continue
-            plain = plain_write(root / "plain.bin", report.image_bytes, writers=config.workers)
-            emit(Idle(saved=_saved(report), plain_secs=plain.secs, plain_direct=plain.is_direct))
+        report = await engine.save(trainer.state())
+        assert report is not None
+        with PlainDisk(root, report.image_bytes, writers=config.workers) as disk:
+            disk.write()
+            for _ in range(spec.idle_saves):
+                plain = disk.write()
+                report = await engine.save(trainer.state())
+                assert report is not None
+                emit(Idle(saved=_saved(report), plain_secs=plain.secs, plain_direct=plain.is_direct))
 
 
 def main() -> None:
     """Run the spec given as the only argument."""
     spec = msgspec.json.decode(sys.argv[1], type=TrainSpec)
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
     # Not sys.stdout: what a library prints there must not break into the events.
     events = os.dup(1)
     os.dup2(2, 1)

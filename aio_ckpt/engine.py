@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
 from aio_ckpt import commit, tree
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, check_seconds
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import BusyError, ConfigError, RootError
@@ -92,11 +92,7 @@ class CheckpointEngine:
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
         self._retention = Retention(
-            self._site.storage,
-            self.root,
-            self._site.names,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
+            self._site.storage, self.root, self._site.names, keep_last=config.keep_last, keep_every=config.keep_every
         )
         self._retaining: Future[list[int]] | None = None
         self._save_lock = Lock()
@@ -122,6 +118,7 @@ class CheckpointEngine:
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
                 SourceChangedError: bad input; nothing was touched.
+            ConfigError: ``deadline_secs`` is no finite number above 0.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
@@ -129,19 +126,23 @@ class CheckpointEngine:
         """
         started = time.perf_counter()
         self._portal.check_thread("save()")
+        if deadline_secs is not None:
+            check_seconds("deadline_secs", deadline_secs)
         with self._save_lock:
             self._in_flight.raise_unreported()
             waited_secs = self._in_flight.wait_for_room()
-            self._learn_steps()
+            if not self._in_flight.knows_steps:
+                self._in_flight.learn_steps(self.steps)
             if waited_secs is None:
                 skipped_step = self._in_flight.newest_step if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            step = self._in_flight.next_step(step, overwrite=overwrite)
+            self._in_flight.next_step(step, overwrite=overwrite)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
-            self._become_writer()
             plan_secs = time.perf_counter() - started - waited_secs
             objects = self._encoder.encode(planned.objects)
+            self._become_writer()
+            step = self._in_flight.next_step(step, overwrite=overwrite)
             image = lease_image(
                 planned,
                 len(objects.region),
@@ -284,7 +285,7 @@ class CheckpointEngine:
             abandoned = self._call(
                 commit.abandon_after, site.storage, site.root, site.names, step, str(time.time_ns()), what="rollback()"
             )
-            self._in_flight.learn_steps(self.steps())
+            self._in_flight.learn_steps(self.steps)
         return abandoned
 
     # -- closing --------------------------------------------------------------------------------------
@@ -345,14 +346,11 @@ class CheckpointEngine:
         elif self._retention.is_enabled:
             self._retaining = self._portal.submit(self._retention.enforce)
 
-    def _learn_steps(self) -> None:
-        if not self._in_flight.knows_steps:
-            self._in_flight.learn_steps(self.steps())
-
     def _become_writer(self) -> None:
-        """Before the first change under the root: take its lock, clear what dead writers left."""
+        """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
         if self._root_lock is None:
             self._root_lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
+            self._in_flight.learn_steps(self.steps)
             cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
             if cleared:
                 _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))

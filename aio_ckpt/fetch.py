@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
+import zipfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
+import anyio.lowlevel
 import torch
 from isal import isal_zlib
 
 from aio_ckpt.catalog import Item, Slot
 from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.items import BLOCK_BYTES, align_up
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.readplan import Landing, Piece, Segment, cut_segments
 from aio_ckpt.storage import ReadFile, Storage
 
-__all__ = ["Fetched", "Files", "check_inside", "fetch", "parse_slots"]
+__all__ = [
+    "Ends",
+    "Fetched",
+    "Files",
+    "bounce_buffers",
+    "check_inside",
+    "check_zip",
+    "fetch",
+    "parse_slot",
+    "parse_slots",
+    "read_ends",
+]
 
 _HUGE_PAGE_BYTES = 2 << 20
 _OPEN_FILES = 64
@@ -120,10 +135,11 @@ async def fetch(
     left = iter(segments)
     bounced = [segment.stop - segment.start for segment in segments if segment.target is None]
     count = min(readers, len(segments))
-    buffers = _bounce_buffers(max(bounced, default=0), count)
+    buffers = bounce_buffers(max(bounced, default=0), count)
 
     async def work(buffer: memoryview) -> None:
         for segment in left:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # nothing else here can be cancelled
             await run.segment(segment, buffer)
 
     try:
@@ -141,7 +157,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
+def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
     """Page-aligned buffers. Huge pages: touching fresh small ones costs as much as the read itself."""
     if not nbytes:
         return [memoryview(b"")] * count
@@ -238,13 +254,27 @@ def _mismatch(segment: Segment, piece: Piece) -> CorruptCheckpointError:
 # -- plain DCP: where the raw bytes are -------------------------------------------------------------
 
 
+Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
+"""Both ends of items, by ``id(slot)``."""
+
+
 async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:
     """Read both ends of each slot's item and parse its envelope; keyed by ``id(slot)``.
 
     Raises:
         CorruptCheckpointError: an item lies outside its file, is damaged, or is not what the metadata says.
     """
-    ends: dict[int, tuple[bytearray, bytearray]] = {}
+    ends = await read_ends(files, slots, executor=executor, readers=readers)
+    return await run_blocking(executor, _parse_all, slots, ends)
+
+
+async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> Ends:
+    """What :func:`parse_slot` needs of each slot's item.
+
+    Raises:
+        CorruptCheckpointError: an item lies outside its file.
+    """
+    ends: Ends = {}
     pieces: dict[str, list[Piece]] = {}
     for slot in slots:
         check_inside(slot.name, slot.file, slot.item_offset, slot.item_bytes, files.sizes)
@@ -256,7 +286,7 @@ async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor
             pieces.setdefault(slot.file, []).append(Piece(start, len(end), -1, address, slot.name, None, 0))
     segments = [found for file, some in pieces.items() for found in cut_segments(file, some, 4 * BLOCK_BYTES)]
     await fetch(files, segments, executor=executor, readers=readers, verify=False)
-    return await run_blocking(executor, _parse_all, slots, ends)
+    return ends
 
 
 def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[str, int]) -> None:
@@ -267,15 +297,22 @@ def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[
         )
 
 
-def _parse_all(slots: Sequence[Slot], ends: Mapping[int, tuple[bytearray, bytearray]]) -> dict[int, Item]:
-    return {id(slot): _parse_slot(slot, *ends[id(slot)]) for slot in slots}
+def _parse_all(slots: Sequence[Slot], ends: Ends) -> dict[int, Item]:
+    return {id(slot): parse_slot(slot, *ends[id(slot)]) for slot in slots}
 
 
-def _parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
+def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
+    """The item in a slot.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or not what the metadata says.
+    """
     try:
         found = parse(bytes(head), bytes(tail), slot.item_bytes)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
     if found.shape != slot.shape or found.dtype != slot.dtype:
         raise CorruptCheckpointError(
             f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, "
@@ -295,3 +332,19 @@ def _parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
         sums=(),
         record_crc32=found.crc32 or None,
     )
+
+
+def check_zip(name: str, data: bytes) -> None:
+    """Stock DCP has no sum over an object; its ``torch.save`` zip has one for each record.
+
+    Raises:
+        CorruptCheckpointError: no such zip, or a record that does not match its CRC32.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+            bad = packed[0] if packed else archive.testzip()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"object {name!r}: no torch.save zip: {error}") from error
+    if bad is not None:
+        raise CorruptCheckpointError(f"object {name!r}: record {bad} does not match its CRC32")

@@ -43,7 +43,9 @@ class InFlight:
         self._entered = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
-        self._committed: set[int] | None = None
+        self._committed: set[int] = set()
+        self._new: set[int] = set()
+        self._knows_steps = False
         self._is_closing = False
 
     # -- room -----------------------------------------------------------------------------------------
@@ -163,6 +165,8 @@ class InFlight:
             issued.set_result(None)
             self._portal.post(save.progress.fail, error)
             save.ticket.exception(timeout_secs)
+            with self._changed:  # raised here; kept, its traceback would keep the caller's state alive
+                self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
 
         def finish() -> None:
@@ -181,14 +185,16 @@ class InFlight:
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
         is_cancelled = isinstance(error, SaveCancelledError)
         if error is not None and not is_cancelled:
-            _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, error)
+            # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
+            _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
         self._on_settled(error)
         with self._changed:
             self._pending.remove(save)
-            if error is None and self._committed is not None:
+            if error is None:
                 self._committed.add(save.step)
-            if error is not None:
-                self._committed = None  # a commit that stalled may have become visible: look again
+                self._new.add(save.step)
+            else:
+                self._knows_steps = False  # a commit that stalled may have become visible: look again
             if error is not None and not is_cancelled:
                 self._unreported.append(save.ticket)
             self._changed.notify_all()
@@ -204,17 +210,26 @@ class InFlight:
     @property
     def knows_steps(self) -> bool:
         """Whether the committed steps were read from the disk."""
-        return self._committed is not None
+        return self._knows_steps
 
-    def learn_steps(self, committed: Iterable[int]) -> None:
-        """Take over what is committed on the disk; None of it is forgotten until the next call."""
-        self._committed = set(committed)
+    def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
+        """Take over what is committed on the disk, and what is being committed while the disk is read."""
+        with self._changed:
+            self._new.clear()
+            self._knows_steps = True
+        try:
+            found = set(read_steps())
+        except BaseException:
+            self._knows_steps = False
+            raise
+        with self._changed:
+            self._committed = found | self._new
 
     @property
     def newest_step(self) -> int:
         """Newest committed or pending step; 0 if there is none."""
         with self._changed:
-            return max((self._committed or set()).union(save.step for save in self._pending), default=0)
+            return max(self._committed.union(save.step for save in self._pending), default=0)
 
     def next_step(self, step: object, *, overwrite: bool) -> int:
         """The step of a save that enters now.
@@ -223,9 +238,9 @@ class InFlight:
             StepOrderError: see :func:`aio_ckpt.commit.check_step`.
         """
         with self._changed:
-            committed = self._committed or set()
-            taken = committed.union(save.step for save in self._pending)
-        return commit.check_step(step, newest=max(taken, default=None), committed=committed, overwrite=overwrite)
+            committed = self._committed
+            newest = max(committed.union(save.step for save in self._pending), default=None)
+            return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
 
     # -- failures -------------------------------------------------------------------------------------
 

@@ -25,13 +25,7 @@ from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
 from aio_ckpt.objects import as_tensor
 
-__all__ = [
-    "CopyDescriptors",
-    "Plan",
-    "PlanCache",
-    "PlannedSave",
-    "Structure",
-]
+__all__ = ["SMALL_COPY_BYTES", "CopyDescriptors", "Plan", "PlanCache", "PlannedSave", "Structure"]
 
 SMALL_COPY_BYTES = 256 << 10
 """Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
@@ -70,8 +64,8 @@ class Structure:
             (
                 self.skeleton,
                 self.names,
-                [kind.__qualname__ for kind in self.object_types],
-                [kind.__qualname__ for kind in self.types],
+                [f"{kind.__module__}.{kind.__qualname__}" for kind in self.object_types],
+                [f"{kind.__module__}.{kind.__qualname__}" for kind in self.types],
                 self.dtypes,
                 self.shapes,
                 self.strides,
@@ -154,6 +148,7 @@ class PlanCache:
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._plan: Plan | None = None
+        self._storage_bytes: list[int] = []  # freed and allocated again, one may be shorter at its old address
         self.hits = 0
         self.misses = 0
 
@@ -178,10 +173,10 @@ class PlanCache:
             tree.check_leaves(flat)
             return self._miss(flat, structure, tensors, objects)
         fingerprint = [tensor.data_ptr() for tensor in tensors]
-        if fingerprint == cached.descriptors.fingerprint:
+        if fingerprint == cached.descriptors.fingerprint and _storage_bytes(tensors) == self._storage_bytes:
             self.hits += 1
             return PlannedSave(plan=cached, tensors=tensors, objects=objects, plan_hit=True, fingerprint_hit=True)
-        _check_sources(structure, tensors, fingerprint)
+        self._storage_bytes = _check_sources(flat, tensors, fingerprint)
         if partition(structure, fingerprint) != cached.aliases:
             return self._miss(flat, structure, tensors, objects)
         descriptors = _descriptors(cached.layout, cached.moved, fingerprint)
@@ -198,7 +193,7 @@ class PlanCache:
     ) -> PlannedSave:
         self._plan = None
         fingerprint = [tensor.data_ptr() for tensor in tensors]
-        _check_sources(structure, tensors, fingerprint)
+        self._storage_bytes = _check_sources(flat, tensors, fingerprint)
         self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
         self.misses += 1
         return PlannedSave(plan=self._plan, tensors=tensors, objects=objects, plan_hit=False, fingerprint_hit=False)
@@ -265,18 +260,22 @@ def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:
     ]
 
 
-def _check_sources(structure: Structure, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> None:
-    for position, (tensor, address) in enumerate(zip(tensors, fingerprint, strict=True)):
-        if not tensor.numel():
-            continue
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def _check_sources(flat: tree.FlatState, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> list[int]:
+    names = (name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT)
+    storage_bytes = _storage_bytes(tensors)
+    for name, tensor, address, available in zip(names, tensors, fingerprint, storage_bytes, strict=True):
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         needed = (tensor.storage_offset() + extent) * tensor.element_size()
-        available = tensor.untyped_storage().nbytes()
-        if not address or needed > available:
+        if tensor.numel() and (not address or needed > available):
             raise SourceChangedError(
-                f"tensor leaf {position} of shape {tuple(tensor.shape)} needs {needed} bytes of its storage, which has "
+                f"{name!r}: a tensor of shape {tuple(tensor.shape)} needs {needed} bytes of its storage, which has "
                 f"{available}: it was freed or resized; save before freeing it, or materialize it first"
             )
+    return storage_bytes
 
 
 # -- a miss ---------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ are filled as they are read and proven; objects and ``load_state_dict`` come las
 from __future__ import annotations
 
 import functools
-import io
 import math
-import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint, Chunks, Item, Slot, StoredObject, global_shape, open_checkpoint
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
-from aio_ckpt.fetch import Fetched, Files, check_inside, fetch, parse_slots
+from aio_ckpt.fetch import Fetched, Files, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.readplan import ReadPlan
@@ -189,7 +187,7 @@ def _is_transformed(chunk: Item | Slot) -> bool:
 # -- what goes where --------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, repr=False, kw_only=True)
 class _Draft:
     """A load being put together; afterwards, the values that it read."""
 
@@ -286,20 +284,8 @@ def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
     increment_version(draft.plan.filled)
     for name, data in draft.undecoded.items():
         if checkpoint.root is None:
-            _check_zip(name, data)
+            check_zip(name, data)
         draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
-
-
-def _check_zip(name: str, data: bytes) -> None:
-    """Stock DCP has no sum over an object; its ``torch.save`` zip has one for each record."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
-            bad = packed[0] if packed else archive.testzip()
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"object {name!r}: no torch.save zip: {error}") from error
-    if bad is not None:
-        raise CorruptCheckpointError(f"object {name!r}: record {bad} does not match its CRC32")
 
 
 def _load_by_dcp(checkpoint: Checkpoint, draft: _Draft) -> None:

@@ -28,11 +28,11 @@ __all__ = ["Landing", "Piece", "ReadPlan", "Segment", "bytes_of", "cut_segments"
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
-_SEGMENT_BYTES_MIN = 2 << 20
+_SEGMENT_BYTES_MIN = 8 << 20
 _SEGMENT_BYTES_MAX = 16 << 20
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Landing:
     """Where pieces go that cannot be copied straight to their target, or whose sum covers all of them together.
 
@@ -125,7 +125,7 @@ class Segment:
     """Where the read itself goes, if straight to the tensor; else a bounce buffer, and the pieces are copied."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, repr=False, kw_only=True)
 class ReadPlan:
     """Collects the pieces of one load."""
 

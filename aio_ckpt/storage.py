@@ -379,8 +379,10 @@ class RootLock:
 def _open_locked(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise RootError(error.errno, f"cannot open the lock file: {error.strerror}", str(path)) from error
+    except OSError as exc:
+        raise RootError(
+            exc.errno, f"cannot open the lock file ({exc.strerror}): give a writable root", str(path)
+        ) from exc
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)

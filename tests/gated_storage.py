@@ -78,6 +78,7 @@ class GatedStorage:
         self._failures: list[tuple[str, str, BaseException]] = []
         self._dropped: list[tuple[str, str]] = []
         self._released: list[Gate] = []
+        self._delays: dict[str, float] = {}
         self._ended = threading.Condition()
         self.begun: list[Call] = []
         self.calls: list[Call] = []
@@ -110,11 +111,16 @@ class GatedStorage:
         for gate in [*self._released, *(gate for _, _, gate in self._gates)]:
             gate.open()
 
+    def slow(self, name: str, *, secs: float) -> None:
+        """Such calls take ``secs`` longer: a slow disk, no means to synchronise."""
+        self._delays[name] = secs
+
     async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
         self.begun.append(call)
         for name, where, gate in self._gates:
             if call.matches(name, where):
                 await gate.wait()
+        await asyncio.sleep(self._delays.get(call.name, 0))
         for failure in self._failures:
             if call.matches(*failure[:2]):
                 self._failures.remove(failure)

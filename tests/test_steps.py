@@ -278,8 +278,9 @@ def test_a_directory_without_metadata_is_no_checkpoint(engine: SyncCheckpointEng
     assert engine.latest_step() == 6
 
 
-def test_of_two_directories_of_one_step_ours_is_taken(engine: SyncCheckpointEngine, root: Path) -> None:
-    save(engine, 7)
+def test_of_two_directories_of_one_step_ours_is_taken(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 7)
     (root / "step_000000007").rename(root / "checkpoint-7")
     with SyncCheckpointEngine(root, EngineConfig(step_dir="z-{step}")) as other:
         other.save(weights(70), 7, overwrite=True).result(TIMEOUT)

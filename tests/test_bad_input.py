@@ -1,0 +1,351 @@
+"""Bad input: a typed error that says what is wrong and how to mend it, raised before anything is touched."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gated_storage import TIMEOUT
+
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt.errors import (
+    AioCkptError,
+    BudgetExceededError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DuplicateNameError,
+    EmptyStateError,
+    MissingNameError,
+    RootError,
+    SourceChangedError,
+    StepOrderError,
+    TemplateMismatchError,
+    UnexpectedNameError,
+    UnsafeObjectError,
+    UnsupportedLeafError,
+)
+
+Tree = dict[str, tuple[int, int]]
+
+
+class Odd:
+    """An object that only running code could read back."""
+
+
+class OddTensor(torch.Tensor):
+    pass
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(40)
+    return tensor
+
+
+def cyclic() -> dict[str, Any]:
+    state: dict[str, Any] = {"w": torch.ones(2)}
+    state["self"] = state
+    return state
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but old checkpoints' models still hold such tensors
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Exception], str]] = {
+    "an empty state": (lambda: {}, EmptyStateError, ValueError, "no leaf.*give at least one"),
+    "only empty containers": (lambda: {"a": {}, "b": {"c": {}}}, EmptyStateError, ValueError, "no leaf.*give"),
+    "no mapping at all": (lambda: [torch.ones(2)], UnsupportedLeafError, TypeError, "the state is a list: give a dict"),
+    "0 and '0'": (lambda: {0: 1, "0": 2}, DuplicateNameError, ValueError, "'0'"),
+    "a.b and a -> b": (lambda: {"a.b": 1, "a": {"b": 2}}, DuplicateNameError, ValueError, "'a.b'.*rename"),
+    "1 and 1.0 as text": (lambda: {"1.0": 1, 1.0: 2}, DuplicateNameError, ValueError, "'1.0'"),
+    "an arbitrary object": (lambda: {"opt": {"lr": Odd()}}, UnsafeObjectError, TypeError, "opt.lr.*Odd.*trusted"),
+    "an object inside a list": (lambda: {"x": [1, {2: Odd()}, 3]}, UnsafeObjectError, TypeError, "x.*Odd"),
+    "a function": (lambda: {"f": len}, UnsafeObjectError, TypeError, "f.*trusted_objects"),
+    "an array of objects": (lambda: {"a": np.array([Odd()])}, UnsafeObjectError, TypeError, "a: .*dtype.*convert"),
+    "a sparse tensor": (lambda: {"s": torch.eye(3).to_sparse()}, UnsupportedLeafError, TypeError, "'s'.*to_dense"),
+    "a quantized tensor": (lambda: {"q": quantized()}, UnsupportedLeafError, TypeError, "'q'.*dequantize"),
+    "a meta tensor": (lambda: {"m": torch.ones(2, device="meta")}, UnsupportedLeafError, TypeError, "'m'.*materialize"),
+    "a subclass of Tensor": (
+        lambda: {"t": torch.ones(2).as_subclass(OddTensor)}, UnsupportedLeafError, TypeError, "'t'.*plain tensor"
+    ),
+    "a lazy parameter": (
+        lambda: {"l": torch.nn.parameter.UninitializedParameter()}, UnsupportedLeafError, TypeError, "'l'.*forward pass"
+    ),
+    "a namedtuple of tensors": (lambda: {"p": Point(torch.ones(1), 2)}, UnsupportedLeafError, TypeError, "p.*_asdict"),
+    "a mapping of another type": (
+        lambda: {"c": collections.defaultdict(list)}, UnsupportedLeafError, TypeError, r"c.*dict\(value\)"
+    ),
+    "a key of another type": (lambda: {"a": {b"key": 1}}, UnsupportedLeafError, TypeError, "bytes"),
+    "a key that is not a number": (lambda: {float("nan"): torch.ones(1)}, UnsupportedLeafError, TypeError, "nan"),
+    "a name that is no text": (lambda: {"\ud800": torch.ones(1)}, UnsupportedLeafError, TypeError, "rename"),
+    "a container that holds itself": (cyclic, UnsupportedLeafError, TypeError, "hold itself"),
+    "a tensor that was freed": (lambda: {"w": freed()}, SourceChangedError, RuntimeError, "freed or resized"),
+    "a tensor whose memory shrank": (lambda: {"w": shrunk()}, SourceChangedError, RuntimeError, "400 bytes.*has 40"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def everything(root: Path) -> Tree:
+    """Every path below with size and time of its last change."""
+    return {
+        str(path.relative_to(root)): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(root.rglob("*"))
+    }
+
+
+@contextlib.contextmanager
+def refused(root: Path, kind: type[AioCkptError], builtin: type[Exception], message: str) -> Iterator[None]:
+    before = everything(root)
+    with pytest.raises(kind, match=rf"(?s){message}") as caught:
+        yield
+    assert isinstance(caught.value, builtin)
+    assert not caught.value.target_modified
+    assert everything(root) == before, "something was touched before the input was refused"
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True], ids=["new root", "after a save"])
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_anything_is_touched(
+    root: Path, case: str, has_checkpoint: bool
+) -> None:
+    make, kind, builtin, message = BAD_STATES[case]
+    with SyncCheckpointEngine(root) as engine:
+        if has_checkpoint:
+            engine.save({"w": torch.ones(2)}).result(TIMEOUT)
+        with refused(root, kind, builtin, message):
+            engine.save(make())
+        # The engine is none the worse for it: same step, right data.
+        ticket = engine.save({"w": torch.full((2,), 7.0)})
+        assert ticket.result(TIMEOUT).step == 1 + has_checkpoint
+        assert torch.equal(engine.read()["w"], torch.full((2,), 7.0))
+
+
+def test_a_bad_leaf_under_a_cached_plan_is_refused_too(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.ones(100), "lr": 0.1}).result(TIMEOUT)
+        for state in ({"w": freed(), "lr": 0.1}, {"w": torch.ones(100), "lr": Odd()}):
+            with refused(root, AioCkptError, Exception, "freed|Odd"):
+                engine.save(state)
+        engine.save({"w": torch.ones(100), "lr": 0.1}).result(TIMEOUT)
+
+
+class Resizes:
+    """While it is encoded, that is after the tensors were resolved, another one moves to new memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.tensor.untyped_storage().resize_(64 << 20)
+        return dict, ()
+
+
+def test_a_tensor_that_moves_while_it_is_captured_fails_the_save_and_leaves_nothing(root: Path) -> None:
+    tensor = torch.ones(1 << 20)
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        engine.save({"w": torch.ones(1)}).result(TIMEOUT)
+        with refused(root, SourceChangedError, RuntimeError, "keep the state still until save"):
+            engine.save({"w": tensor, "o": Resizes(tensor)})
+        assert engine.steps() == [1]
+        assert engine.lifetime.leases == 0
+        engine.save({"w": tensor}).result(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [(-1, "at least 0"), (True, "whole number"), ("5", "whole number"), (3, "overwrite"), (2, "rollback")],
+)
+def test_a_step_that_is_not_the_newest_is_refused_before_anything_is_touched(
+    root: Path, step: Any, message: str
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.ones(2)}, 3).result(TIMEOUT)
+        with refused(root, StepOrderError, ValueError, message):
+            engine.save({"w": torch.ones(2)}, step)
+
+
+@pytest.mark.parametrize("deadline_secs", [0, -1, float("nan"), float("inf"), True, "5"])
+def test_a_deadline_that_is_no_finite_time_is_refused(root: Path, deadline_secs: Any) -> None:
+    with SyncCheckpointEngine(root) as engine, refused(root, ConfigError, ValueError, "deadline_secs=.*above 0"):
+        engine.save({"w": torch.ones(2)}, deadline_secs=deadline_secs)
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+BAD_SETTINGS: list[tuple[str, Any]] = [
+    *(("budget_bytes", value) for value in (float("inf"), float("nan"), 1e9, 0, -1, True, "1G")),
+    *(("workers", value) for value in (0, -1, 1.5, None, True)),
+    *(("max_in_flight", value) for value in (0, None)),
+    *(("keep_last", value) for value in (0, -1, 1.0)),
+    *(("keep_every", value) for value in (0, 2.0)),
+    *(("stall_timeout_secs", value) for value in (0, -1, float("inf"), float("nan"), None, True)),
+    *(("drain_timeout_secs", value) for value in (0, float("inf"))),
+    *(("stale_after_secs", value) for value in (0, float("nan"))),
+    *(("when_busy", value) for value in ("drop", None)),
+    *(("staging", value) for value in ("gpu", None)),
+    *(("direct_io", value) for value in ("yes", True)),
+    *(("verify", value) for value in ("always", False)),
+    *(("on_failure", value) for value in ("ignore", None)),
+    *(("step_dir", value) for value in ("step", "{step}/x", ".{step}", "{step}-{step}", "{stop}", "{}")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_SETTINGS)
+def test_a_setting_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{name: value})
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(f"{name}={value!r}: ")
+    assert "give" in str(caught.value) or "allowed are" in str(caught.value)
+
+
+def test_a_state_larger_than_the_budget_is_refused_with_both_sizes(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(budget_bytes=1 << 20)) as engine:
+        engine.save({"w": torch.ones(2)}).result(TIMEOUT)
+        message = r"\d{7} bytes of host state.*budget_bytes=1048576: raise it"
+        with refused(root, BudgetExceededError, MemoryError, message):
+            engine.save({"w": torch.ones(1 << 20)})
+        engine.save({"w": torch.ones(2)}).result(TIMEOUT)
+
+
+def test_pinned_staging_without_a_device_is_refused(root: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device: pinned staging is allowed here")
+    with pytest.raises(ConfigError, match=r'staging="pinned": no CUDA device.*"pageable"'):
+        CheckpointEngine(root, EngineConfig(staging="pinned"))
+    assert not root.exists()
+
+
+# -- the root -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "sub/ckpt"])
+def test_a_root_that_is_a_file_or_below_one_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with refused(tmp_path, RootError, OSError, "the root cannot be used.*give a directory") as _:
+        CheckpointEngine(tmp_path / "file" / below)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A directory on which nothing can be written, for the superuser either."""
+    root = tmp_path / "read-only"
+    root.mkdir()
+    if os.geteuid():
+        root.chmod(0o555)
+        yield root
+        root.chmod(0o755)
+        return
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(root)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"the superuser may write anywhere and no read-only mount can be had here: {mount.stderr.strip()}")
+    try:
+        yield root
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_root_that_cannot_be_written_is_refused_at_the_first_save(read_only: Path) -> None:
+    with SyncCheckpointEngine(read_only) as engine:
+        assert engine.steps() == []
+        with refused(read_only, RootError, OSError, "lock file.*give a writable root"):
+            engine.save({"w": torch.ones(2)})
+        with pytest.raises(CheckpointNotFoundError):
+            engine.load({"w": torch.ones(2)})
+
+
+def test_a_root_that_cannot_be_made_is_refused(read_only: Path) -> None:
+    with refused(read_only, RootError, OSError, "the root cannot be used.*give a directory that can be made"):
+        CheckpointEngine(read_only / "sub" / "ckpt")
+
+
+def test_a_second_writer_is_refused_and_reading_is_not(root: Path) -> None:
+    with SyncCheckpointEngine(root) as first, SyncCheckpointEngine(root) as second:
+        first.save({"w": torch.ones(2)}).result(TIMEOUT)
+        with refused(root, RootError, OSError, "another engine of this process writes here"):
+            second.save({"w": torch.ones(2)})
+        assert second.steps() == [1]
+        assert torch.equal(second.read()["w"], torch.ones(2))
+
+
+# -- templates ------------------------------------------------------------------------------------
+
+
+def template(**changes: object) -> dict[str, Any]:
+    whole: dict[str, Any] = {
+        "w": torch.zeros(4, 3),
+        "n": np.zeros(5, np.int32),
+        "lr": 0.5,
+        "sub": {"b": torch.zeros(2)},
+    }
+    return {name: value for name, value in {**whole, **changes}.items() if value is not ...}
+
+
+BAD_TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, bool], type[AioCkptError], type[Exception], str]] = {
+    "another shape": ({"w": torch.zeros(3, 4)}, {}, TemplateMismatchError, ValueError, r"w.*\(3, 4\)|w.*\[3, 4\]"),
+    "more dimensions": ({"w": torch.zeros(4, 3, 1)}, {}, TemplateMismatchError, ValueError, "w"),
+    "another dtype": ({"w": torch.zeros(4, 3, dtype=torch.half)}, {}, TemplateMismatchError, ValueError, "w.*float16"),
+    "another dtype of array": ({"n": np.zeros(5, np.int64)}, {}, TemplateMismatchError, ValueError, "n.*int64"),
+    "an object for a tensor": ({"w": "text"}, {}, TemplateMismatchError, ValueError, "w"),
+    "a tensor for an object": ({"lr": torch.zeros(1)}, {}, TemplateMismatchError, ValueError, "lr"),
+    "a meta tensor": ({"w": torch.zeros(4, 3, device="meta")}, {}, TemplateMismatchError, ValueError, "w.*meta"),
+    "a name that is not stored": ({"new": torch.zeros(1)}, {}, MissingNameError, KeyError, "new.*allow_missing=True"),
+    "a name that it lacks": ({"lr": ...}, {"strict": True}, UnexpectedNameError, ValueError, "lacks.*lr"),
+    "an empty template": (dict.fromkeys(("w", "n", "lr", "sub"), ...), {}, EmptyStateError, ValueError, "give"),
+    "names equal as text": ({"sub.b": torch.zeros(2)}, {}, DuplicateNameError, ValueError, "sub.b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [None, 1], ids=["newest", "step 1"])
+@pytest.mark.parametrize("case", BAD_TEMPLATES)
+def test_a_template_that_does_not_match_is_refused_and_left_as_it_was(root: Path, case: str, step: int | None) -> None:
+    changes, options, kind, builtin, message = BAD_TEMPLATES[case]
+    stored = {"w": torch.ones(4, 3), "n": np.ones(5, np.int32), "lr": 0.1, "sub": {"b": torch.ones(2)}}
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(stored).result(TIMEOUT)
+        target = template(**changes)
+        if case == "an empty template":
+            target = {}
+        with refused(root, kind, builtin, message):
+            engine.load(target, step, **options)
+        fresh = template(**changes) if case != "an empty template" else {}
+        assert str(target) == str(fresh), "the template was changed although the load was refused"
+        report = engine.load(good := template())
+        assert report.verified
+        assert torch.equal(good["w"], stored["w"])
+
+
+def test_loading_a_step_that_is_not_there_says_which_are(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.ones(2)}, 4).result(TIMEOUT)
+        with refused(root, CheckpointNotFoundError, FileNotFoundError, r"step 9 under .*\[4\]"):
+            engine.load({"w": torch.zeros(2)}, 9)
+        with refused(root, CheckpointNotFoundError, FileNotFoundError, r"step 9 under .*\[4\]"):
+            engine.read(9)
+        with refused(root, MissingNameError, KeyError, "nothing"):
+            engine.read(4, only=["nothing"])

@@ -1,0 +1,366 @@
+"""The command line: what it shows, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from aio_ckpt import cli
+from aio_ckpt.catalog import Item, open_checkpoint
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.items import PerRank
+from aio_ckpt.portal import Executor
+from aio_ckpt.screen import amount
+from aio_ckpt.storage import LocalStorage
+from aio_ckpt.sync import SyncCheckpointEngine
+
+
+def state() -> dict[str, object]:
+    embed = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
+    return {
+        "model": OrderedDict(embed=embed, head=embed, bias=torch.ones(7, dtype=torch.bfloat16)),
+        "lr": 1e-3,
+        "rng": PerRank(torch.zeros(16, dtype=torch.uint8)),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("cli") / "root"
+    with SyncCheckpointEngine(root, EngineConfig()) as engine:
+        engine.save(state(), step=10).result()
+        engine.save(state(), step=20).result()
+    return root
+
+
+@pytest.fixture
+def root(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "root"))
+
+
+def called(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = cli.run([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def document(capsys, *arguments: object) -> tuple[int, dict]:
+    code, out, _ = called(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def save_by_dcp(values: dict[str, object], path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of one process being alone
+        dcp.save(values, checkpoint_id=path, no_dist=True)
+
+
+async def stored(checkpoint: Path, name: str) -> Item:
+    """Where the bytes of a tensor are."""
+    executor = Executor("test", 1)
+    try:
+        opened = await open_checkpoint(LocalStorage(executor), checkpoint)
+        item = opened.catalog.chunks[name][0]
+    finally:
+        executor.close(5.0)
+    assert isinstance(item, Item)
+    return item
+
+
+async def flip(checkpoint: Path, name: str) -> Item:
+    """Flip one bit in the middle of a tensor."""
+    item = await stored(checkpoint, name)
+    with (checkpoint / item.file).open("r+b") as file:
+        file.seek(item.raw_offset + item.raw_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+    return item
+
+
+# -- ls ---------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_each_step_with_its_bytes_ranks_and_torch(root, capsys):
+    code, out, _ = called(capsys, "ls", root)
+    lines = out.splitlines()
+    assert code == 0
+    assert len(lines) == 3
+    for line, step in zip(lines[1:], (10, 20), strict=True):
+        assert line.startswith(f"step_{step:09d}")
+        assert torch.__version__ in line
+        assert "2.4" in line
+        assert "MB" in line
+
+
+def test_ls_json_tells_what_the_table_tells_and_what_is_no_checkpoint(root, capsys):
+    (root / ".pending-x-1").mkdir()
+    (root / ".abandoned-1-step_000000030").mkdir()
+    code, found = document(capsys, "ls", root)
+    assert code == 0
+    assert [row["step"] for row in found["checkpoints"]] == [10, 20]
+    assert found["checkpoints"][0]["torch"] == torch.__version__
+    assert found["checkpoints"][0]["nbytes"] == sum(path.stat().st_size for path in (root / "step_000000010").iterdir())
+    assert found["pending"] == [".pending-x-1"]
+    assert found["abandoned"] == [".abandoned-1-step_000000030"]
+    assert ".pending-x-1" in called(capsys, "ls", root)[1]
+
+
+def test_ls_lists_a_checkpoint_with_a_broken_manifest_and_says_so(root, capsys):
+    (root / "step_000000010" / "aio_ckpt.json").write_text("{")
+    code, out, _ = called(capsys, "ls", root)
+    assert code == 0
+    assert "step 10: aio_ckpt.json" in out
+    assert "step_000000020" in out
+
+
+def test_ls_of_an_empty_root_is_no_error(tmp_path, capsys):
+    code, out, _ = called(capsys, "ls", tmp_path)
+    assert code == 0
+    assert out.startswith("no committed checkpoint")
+
+
+def test_a_root_with_names_of_its_own_is_listed_by_its_pattern(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path, EngineConfig(step_dir="epoch-{step}.ckpt")) as engine:
+        engine.save({"a": torch.ones(2)}, step=3).result()
+    assert document(capsys, "ls", tmp_path)[1]["checkpoints"] == []
+    found = document(capsys, "ls", tmp_path, "--step-dir", "epoch-{step}.ckpt")[1]
+    assert [row["step"] for row in found["checkpoints"]] == [3]
+
+
+# -- inspect ----------------------------------------------------------------------------------------
+
+
+def test_inspect_tells_names_dtypes_shapes_bytes_step_and_torch(root, capsys):
+    code, found = document(capsys, "inspect", root / "step_000000010")
+    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
+    assert code == 0
+    assert found["step"] == 10
+    assert found["written_by"]["torch"] == torch.__version__
+    assert found["format"] == "aio_ckpt 1.0"
+    assert found["world_size"] == 1
+    assert set(leaves) == {"model.embed", "model.head", "model.bias", "lr", "rng.rank0"}
+    embed, bias = leaves["model.embed"], leaves["model.bias"]
+    assert (embed["dtype"], embed["shape"], embed["nbytes"]) == ("float32", [600, 1000], 2_400_000)
+    assert (bias["dtype"], bias["shape"], bias["nbytes"]) == ("bfloat16", [7], 14)
+    assert leaves["lr"]["kind"] == "object"
+    assert found["object_bytes"] == leaves["lr"]["nbytes"] > 0
+
+
+def test_inspect_counts_a_tied_weight_once(root, capsys):
+    _, found = document(capsys, "inspect", root)
+    tied = [leaf["tied_to"] for leaf in found["leaves"] if leaf["name"] == "model.head"]
+    assert tied == ["model.embed"]
+    assert found["tensor_bytes"] == 2_400_000 + 14 + 16
+    assert "model.head = model.embed" in called(capsys, "inspect", root)[1]
+
+
+def test_inspect_of_a_root_takes_the_newest(root, capsys):
+    code, out, _ = called(capsys, "inspect", root)
+    assert code == 0
+    assert "step     20\n" in out
+    assert "model.embed" in out
+    assert "(600, 1000)" in out
+
+
+def test_inspect_reads_what_stock_dcp_wrote(tmp_path, capsys):
+    save_by_dcp({"w": torch.ones(3, 5, dtype=torch.int16), "n": 1}, tmp_path / "plain")
+    code, found = document(capsys, "inspect", tmp_path / "plain")
+    leaves = {leaf["name"]: leaf for leaf in found["leaves"]}
+    assert code == 0
+    assert (found["format"], found["step"], found["written_by"]) == ("plain DCP", None, {})
+    assert (leaves["w"]["dtype"], leaves["w"]["shape"], leaves["w"]["nbytes"]) == ("int16", [3, 5], 30)
+
+
+def test_a_name_cannot_steer_the_terminal(tmp_path, capsys):
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"\x1b[2Jgone": torch.ones(2), "[red]x[/red]": torch.ones(2)}, step=1).result()
+    _, out, _ = called(capsys, "inspect", tmp_path)
+    assert "\x1b" not in out
+    assert "\\x1b[2Jgone" in out
+    assert "[red]x[/red]" in out
+
+
+# -- verify -----------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_good_root_ends_with_0(root, capsys):
+    code, out, _ = called(capsys, "verify", root)
+    assert code == 0
+    assert "step_000000010: good" in out
+    assert "2 checkpoints, 0 with faults" in out
+
+
+def test_verify_shows_how_far_it_is(root, capsys):
+    _, out, _ = called(capsys, "verify", root / "step_000000020")
+    assert "verify step_000000020: 2.4" in out
+
+
+async def test_verify_names_file_and_tensor_of_a_flipped_bit_and_ends_with_1(root, capsys):
+    item = await flip(root / "step_000000010", "model.embed")
+    code, out, _ = called(capsys, "verify", root / "step_000000010")
+    assert code == 1
+    assert item.file in out
+    assert "model.embed" in out
+    code, found = document(capsys, "verify", root / "step_000000010")
+    (checkpoint,) = found["checkpoints"]
+    assert code == 1
+    assert found["is_good"] is False
+    assert (item.file, "model.embed") in {(fault["file"], fault["tensor"]) for fault in checkpoint["faults"]}
+
+
+async def test_one_bad_checkpoint_of_a_root_does_not_hide_the_others(root, capsys):
+    await flip(root / "step_000000010", "model.bias")
+    code, out, _ = called(capsys, "verify", root, "--workers", 1)
+    assert code == 1
+    assert "model.bias" in out
+    assert "step_000000020: good" in out
+    assert "2 checkpoints, 1 with faults" in out
+
+
+@pytest.mark.parametrize("name", [".metadata", "aio_ckpt.0.bin", "__0_0.distcp"])
+def test_a_missing_file_is_a_fault_of_its_checkpoint(root, capsys, name):
+    (root / "step_000000010" / name).unlink()
+    code, out, _ = called(capsys, "verify", root)
+    assert code == 1
+    assert name in out
+    assert "step_000000020: good" in out
+
+
+def test_a_checkpoint_of_a_newer_format_is_a_fault_that_names_it(root, capsys):
+    manifest = root / "step_000000020" / "aio_ckpt.json"
+    changed = json.loads(manifest.read_text())
+    changed["format"] = [99, 0]
+    manifest.write_text(json.dumps(changed))
+    code, out, _ = called(capsys, "verify", root)
+    assert code == 1
+    assert "99.0" in out
+
+
+def test_verify_reads_what_stock_dcp_wrote(tmp_path, capsys):
+    save_by_dcp({"w": torch.ones(300)}, tmp_path / "plain")
+    assert called(capsys, "verify", tmp_path / "plain")[0] == 0
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["verify"],
+        ["ls", "/nonexistent"],
+        ["ls", "--step-dir", "nostep", "."],
+        ["verify", ".", "--workers", "0"],
+        ["demo", "--steps", "1"],
+        ["demo", "--seed", "-1"],
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(arguments, capsys):
+    code, out, err = called(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("aio-ckpt: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_directory_that_holds_no_checkpoint_is_a_wrong_call(command, tmp_path, capsys):
+    code, _, err = called(capsys, command, tmp_path)
+    assert code == 2
+    assert str(tmp_path) in err
+
+
+def test_a_corrupt_checkpoint_is_one_line_and_exit_code_1(root, capsys):
+    (root / "step_000000020" / ".metadata").write_bytes(b"no pickle")
+    code, out, err = called(capsys, "inspect", root / "step_000000020")
+    assert code == 1
+    assert out == ""
+    assert ".metadata" in err
+    assert err.count("\n") == 1
+
+
+def test_the_demo_refuses_a_directory_with_other_things_in_it(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("")
+    code, _, err = called(capsys, "demo", "--out", tmp_path)
+    assert code == 2
+    assert "--out" in err
+
+
+def test_without_arguments_it_shows_its_commands(capsys):
+    code, out, _ = called(capsys)
+    assert code == 0
+    for command in ("ls", "inspect", "verify", "demo"):
+        assert f"\n  {command} " in out
+
+
+async def test_the_commands_work_inside_a_running_loop(root, capsys):
+    assert called(capsys, "verify", root)[0] == 0
+
+
+async def test_reading_commands_do_not_disturb_a_writer(root, capsys):
+    async with CheckpointEngine(root) as engine:
+        await engine.save(state(), step=30)
+        code, found = document(capsys, "ls", root)
+        await engine.save(state(), step=40)
+    assert code == 0
+    assert [row["step"] for row in found["checkpoints"]] == [10, 20, 30]
+
+
+# -- as a program -----------------------------------------------------------------------------------
+
+
+def test_python_m_shows_colours_on_a_terminal(root):
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen(
+        [sys.executable, "-m", "aio_ckpt", "verify", str(root)], stdout=follower, stderr=follower, env=environment
+    ) as child:
+        os.close(follower)
+        shown = _read_all(leader)
+    assert child.returncode == 0
+    assert b"\x1b[" in shown
+    assert b"good" in shown
+
+
+def _read_all(descriptor: int) -> bytes:
+    found = b""
+    try:
+        while more := os.read(descriptor, 65536):
+            found += more
+    except OSError:  # how Linux tells the end of a terminal
+        pass
+    finally:
+        os.close(descriptor)
+    return found
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(root):
+    with subprocess.Popen(
+        [sys.executable, "-m", "aio_ckpt", "inspect", str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (58_064_896, "58.1 MB"), (999_600_000, "1 GB"), (10**18, "1e+03 PB")],
+)
+def test_amounts_have_three_digits(nbytes, words):
+    assert amount(nbytes) == words

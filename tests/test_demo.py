@@ -1,0 +1,219 @@
+"""The demo: a real child, a real SIGKILL, a real resume."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.demo import DemoError, DemoSpec, OutError, _child, run_demo
+from aio_ckpt.demo_disk import PlainDisk
+from aio_ckpt.demo_model import ModelSize
+from aio_ckpt.demo_plot import draw
+from aio_ckpt.demo_report import DemoReport, Run, compare
+from aio_ckpt.demo_train import Ended, Event, Saved, Stepped, Trainer, TrainSpec, decode_event, train
+from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.screen import Screen
+
+SMALL = ModelSize(layers=2, width=128, heads=4, context=32, batch=8)
+TINY = ModelSize(layers=1, width=16, heads=2, context=8, batch=2)
+
+
+@dataclass
+class Shown:
+    report: DemoReport
+    text: str
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    out, text = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
+    with contextlib.redirect_stdout(text):
+        report = run_demo(DemoSpec(out=out, steps=40, seed=11, idle_saves=2, size=SMALL), Screen(as_json=False))
+    return Shown(report, text.getvalue(), out)
+
+
+def test_a_run_killed_by_sigkill_and_resumed_equals_the_undisturbed_one_bit_for_bit(shown):
+    report = shown.report
+    assert report.is_identical, report.continuation.difference
+    assert report.resumed_from is not None
+    assert report.resumed_from % 4 == 0
+    assert 0 < report.resumed_from <= report.killed_after < 40
+    assert report.killed_after >= 20
+    assert report.continuation.losses_compared == 40 + report.killed_after - report.resumed_from
+    assert "killed (SIGKILL)" in shown.text
+    assert "bit for bit: all" in shown.text
+
+
+def test_the_table_tells_every_promised_quantity(shown):
+    for name in (
+        "step without saves",
+        "step with saves",
+        "save() blocked",
+        "save to staged",
+        "save to durable",
+        "speed to durable",
+        "the disk's own speed",
+        "share of the disk",
+        "bytes of a save",
+    ):
+        assert name in shown.text
+    assert shown.report.bytes_per_save > 400_000 * 3 * 4
+    assert all(figure.count and figure.median > 0 for figure in shown.report.figures.values())
+
+
+def test_progress_is_plain_lines_where_nobody_looks(shown):
+    assert "undisturbed run: step" in shown.text
+    assert "resumed     run: step" in shown.text
+    assert "\x1b" not in shown.text
+    assert "\r" not in shown.text
+
+
+def test_the_plot_is_a_png_and_the_report_is_kept(shown):
+    assert (shown.out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((shown.out / "demo.json").read_text())
+    assert kept["is_identical"] is True
+    assert kept["seed"] == 11
+
+
+def test_the_checkpoints_stay_for_a_look_and_the_measuring_ones_go(shown):
+    assert (shown.out / "checkpoints" / "step_000000040" / ".metadata").exists()
+    assert not (shown.out / "idle").exists()
+
+
+def test_without_matplotlib_there_is_no_plot_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw(tmp_path / "demo.png", Run(), Run(), Run()) is None
+
+
+# -- what is compared -------------------------------------------------------------------------------
+
+
+def run_of(first: int, losses: list[float], digest: str = "") -> Run:
+    found = Run(digest=digest)
+    for number, loss in enumerate(losses):
+        found.add(Stepped(step=first + number, loss=loss, secs=0.1, is_saving=False))
+    return found
+
+
+WHOLE = [3.5, 2.25, 1.125, 0.75]
+
+
+def test_equal_runs_are_found_equal():
+    found = compare(run_of(1, WHOLE, "d"), run_of(1, WHOLE[:3]), run_of(3, WHOLE[2:], "d"))
+    assert found.is_identical
+    assert found.losses_compared == 5
+
+
+def test_one_changed_bit_of_one_loss_is_found():
+    changed = [WHOLE[2], WHOLE[3] * (1 + sys.float_info.epsilon)]
+    found = compare(run_of(1, WHOLE, "d"), run_of(1, WHOLE[:3]), run_of(3, changed, "d"))
+    assert not found.is_identical
+    assert "step 4" in (found.difference or "")
+
+
+def test_a_step_that_nobody_trained_is_found():
+    assert not compare(run_of(1, WHOLE, "d"), run_of(1, WHOLE[:1]), run_of(3, WHOLE[2:], "d")).is_identical
+
+
+def test_a_different_final_state_behind_equal_losses_is_found():
+    found = compare(run_of(1, WHOLE, "d"), run_of(1, WHOLE[:2]), run_of(3, WHOLE[2:], "e"))
+    assert not found.is_identical
+    assert "final states" in (found.difference or "")
+
+
+def test_a_loss_survives_the_pipe_bit_for_bit():
+    loss = torch.tensor(2.0).log().item() / 3
+    sent = Stepped(step=1, loss=loss, secs=0.1, is_saving=False)
+    received = decode_event(msgspec.json.encode(sent))
+    assert isinstance(received, Stepped)
+    assert received.loss.hex() == loss.hex()
+
+
+# -- the trainer ------------------------------------------------------------------------------------
+
+
+def tiny(root: Path, **changes: object) -> TrainSpec:
+    spec = TrainSpec(root=str(root), seed=3, steps=6, save_every=0, threads=1, size=TINY)
+    return msgspec.structs.replace(spec, **changes)
+
+
+async def trained(spec: TrainSpec) -> list[Event]:
+    events: list[Event] = []
+    await train(spec, events.append)
+    return events
+
+
+def losses(events: list[Event]) -> dict[int, float]:
+    return {event.step: event.loss for event in events if isinstance(event, Stepped)}
+
+
+async def test_saving_changes_no_loss_and_every_save_is_durable_at_the_end(tmp_path):
+    without = await trained(tiny(tmp_path / "a"))
+    saving = await trained(tiny(tmp_path / "b", save_every=2))
+    assert losses(without) == losses(saving)
+    assert [event.step for event in saving if isinstance(event, Saved)] == [2, 4, 6]
+    assert without[-1] == saving[-1]
+    assert isinstance(saving[-1], Ended)
+
+
+@pytest.mark.parametrize("forgotten", ["rng", "batches", "schedule", "optimizer"])
+async def test_each_part_of_the_state_is_needed_to_continue_bit_for_bit(tmp_path, forgotten):
+    spec = tiny(tmp_path, save_every=3)
+    whole = losses(await trained(msgspec.structs.replace(spec, steps=6)))
+    trainer = Trainer(spec)
+    fresh_rng = torch.get_rng_state()
+    async with CheckpointEngine(spec.root, EngineConfig()) as engine:
+        template = {name: value for name, value in trainer.state().items() if name != forgotten}
+        await engine.load(template, 3)
+        torch.set_rng_state(fresh_rng if forgotten == "rng" else template["rng"].value)
+    assert [trainer.train_step() for _ in range(3)] != [whole[step] for step in (4, 5, 6)]
+
+
+async def test_the_whole_state_is_enough_to_continue_bit_for_bit(tmp_path):
+    whole = await trained(tiny(tmp_path, save_every=3, steps=6))
+    async with CheckpointEngine(tmp_path) as engine:
+        engine.rollback(3)
+    resumed = await trained(tiny(tmp_path, resumes=True, steps=6))
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 3}
+    assert resumed[-1] == whole[-1]
+
+
+# -- what goes wrong --------------------------------------------------------------------------------
+
+
+def test_a_directory_that_holds_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(OutError, match="--out"):
+        run_demo(DemoSpec(out=tmp_path, size=TINY), Screen(as_json=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_that_fails_is_told_with_its_last_words(tmp_path, capsys):
+    odd = ModelSize(layers=1, width=17, heads=2, context=8, batch=2)
+    with pytest.raises(DemoError, match=r"undisturbed run ended with 1: .*Error.*undisturbed\.log"):
+        run_demo(DemoSpec(out=tmp_path / "out", steps=20, size=odd), Screen(as_json=False))
+
+
+def test_no_child_outlives_a_parent_that_fails(tmp_path):
+    with pytest.raises(KeyboardInterrupt), _child(tiny(tmp_path / "root"), tmp_path / "log") as child:
+        assert child.poll() is None
+        raise KeyboardInterrupt
+    assert child.returncode is not None
+    assert child.returncode != 0
+
+
+def test_the_plain_write_leaves_nothing_behind(tmp_path):
+    with PlainDisk(tmp_path, (16 << 20) + 5, writers=2) as disk:
+        found = disk.write()
+    assert found.secs > 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,496 @@
+"""The engine: busy policies, failures, cancelling, waiting from anywhere, deadlines, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
+
+from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
+from aio_ckpt.commit import LOCK_FILE
+from aio_ckpt.errors import (
+    BusyError,
+    EngineClosedError,
+    SaveCancelledError,
+    StallError,
+    WriteError,
+    WrongThreadError,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def weights(number: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), float(number))}
+
+
+def broken() -> WriteError:
+    return WriteError(errno.EIO, "the disk is gone", "/x")
+
+
+def listing(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
+
+
+def value(engine: CheckpointEngine, step: int | None = None) -> float:
+    state: Any = engine.submit_read(step, only=None).result(TIMEOUT)
+    return float(state["w"][0])
+
+
+def held_save(engine: CheckpointEngine, storage: GatedStorage) -> tuple[SaveTicket, Gate]:
+    """A save whose data is written but not yet synced."""
+    gate = storage.hold("sync", "*.distcp")
+    ticket = engine.save(weights(1))
+    gate.wait_reached()
+    return ticket, gate
+
+
+# -- busy -----------------------------------------------------------------------------------------
+
+
+def test_wait_blocks_the_caller_until_there_is_room_and_the_ticket_says_how_long(root: Path) -> None:
+    with gated_engine(root) as (engine, storage), ThreadPoolExecutor(1) as pool:
+        first, gate = held_save(engine, storage)
+        entered = threading.Event()
+
+        def save() -> SaveTicket:
+            entered.set()
+            return engine.save(weights(2))
+
+        waiting = pool.submit(save)
+        assert entered.wait(TIMEOUT)
+        assert not first.done()
+        assert not waiting.done()
+        gate.open()
+        second = waiting.result(TIMEOUT)
+        assert first.done(), "save() returned while max_in_flight others were pending"
+        report = second.result(TIMEOUT)
+        assert report is not None
+        assert second.step == 2
+        assert 0 < second.waited_secs == report.timings.waited_secs <= report.timings.blocked_secs
+        assert first.waited_secs < second.waited_secs
+
+
+def test_skip_returns_at_once_with_a_ticket_that_says_so(root: Path) -> None:
+    with gated_engine(root, when_busy="skip") as (engine, storage):
+        first, gate = held_save(engine, storage)
+        ticket = engine.save(weights(2))
+        assert ticket.skipped
+        assert ticket.done()
+        assert ticket.result() is None
+        assert ticket.staged.done()
+        assert "skipped" in repr(ticket)
+        assert not first.skipped
+        gate.open()
+        assert first.result(TIMEOUT).step == 1
+        assert engine.save(weights(3)).result(TIMEOUT).step == 2, "a skipped save uses up no step"
+        assert engine.steps() == [1, 2]
+
+
+def test_raise_raises_and_says_what_to_do(root: Path) -> None:
+    with gated_engine(root, when_busy="raise") as (engine, storage):
+        first, gate = held_save(engine, storage)
+        with pytest.raises(BusyError, match=r"step 1 is pending: await engine.ready\(\) first, or raise max_in_flight"):
+            engine.save(weights(2))
+        gate.open()
+        first.result(TIMEOUT)
+        assert engine.save(weights(2)).result(TIMEOUT).step == 2
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
+def test_as_many_saves_as_max_in_flight_enter_without_waiting(root: Path, when_busy: str) -> None:
+    with gated_engine(root, when_busy=when_busy, max_in_flight=3) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        tickets = [engine.save(weights(number)) for number in (1, 2, 3)]
+        assert not any(ticket.done() for ticket in tickets)
+        gate.open()
+        assert [ticket.result(TIMEOUT).step for ticket in tickets] == [1, 2, 3]
+        assert [value(engine, step) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+async def test_ready_returns_once_there_is_room_and_does_not_block_the_loop(root: Path) -> None:
+    with gated_engine(root, when_busy="raise") as (engine, storage):
+        _, gate = held_save(engine, storage)
+        ready = asyncio.create_task(engine.ready())
+        asyncio.get_running_loop().call_soon(gate.open)  # would never run if ready() blocked this loop
+        async with asyncio.timeout(TIMEOUT):
+            await ready
+            await engine.save(weights(2))
+
+
+# -- failures nobody saw --------------------------------------------------------------------------
+
+
+def fail_unseen(engine: CheckpointEngine, storage: GatedStorage) -> SaveTicket:
+    storage.fail("sync", "*", broken())
+    ticket = engine.save(weights(1))
+    settled = threading.Event()
+    ticket.committed.add_done_callback(lambda _: settled.set())
+    assert settled.wait(TIMEOUT)
+    return ticket
+
+
+def test_a_failure_that_nobody_awaited_is_raised_once_by_the_next_save(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        fail_unseen(engine, storage)
+        with pytest.raises(WriteError, match="the disk is gone") as caught:
+            engine.save(weights(2))
+        assert "background save of step 1, which nobody awaited" in "".join(caught.value.__notes__)
+        assert engine.save(weights(2)).result(TIMEOUT).step == 1
+        assert listing(root) == ["step_000000001"]
+
+
+def test_a_failure_that_nobody_awaited_is_raised_by_close_and_the_engine_is_closed(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        fail_unseen(engine, storage)
+        with pytest.raises(WriteError, match="the disk is gone"):
+            engine.close_blocking()
+        engine.close_blocking()
+        with pytest.raises(EngineClosedError):
+            engine.save(weights(2))
+
+
+def test_a_failure_is_not_raised_again_once_a_waiter_was_given_it(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        ticket = fail_unseen(engine, storage)
+        with pytest.raises(WriteError):
+            ticket.result(TIMEOUT)
+        engine.save(weights(2)).result(TIMEOUT)
+
+
+def test_a_failure_whose_ticket_was_dropped_is_raised_too(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        del (ticket := [fail_unseen(engine, storage)])[:]
+        assert not ticket
+        gc.collect()
+        with pytest.raises(WriteError, match="the disk is gone"):
+            engine.save(weights(2))
+
+
+def test_every_failure_that_nobody_awaited_is_raised_one_after_the_other(root: Path) -> None:
+    with gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        storage.fail("sync", "*", broken())
+        storage.fail("sync", "*", broken())
+        first, second = engine.save(weights(1)), engine.save(weights(2))
+        gate.open()
+        for ticket in (first, second):
+            settled = threading.Event()
+            ticket.committed.add_done_callback(lambda _, settled=settled: settled.set())
+            assert settled.wait(TIMEOUT)
+        for step in (1, 2):
+            with pytest.raises(WriteError) as caught:
+                engine.save(weights(3))
+            assert f"step {step}, which" in "".join(caught.value.__notes__)
+        engine.save(weights(3)).result(TIMEOUT)
+
+
+def test_with_log_a_failure_is_only_logged(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with gated_engine(root, on_failure="log") as (engine, storage), caplog.at_level(logging.ERROR, "aio_ckpt"):
+        ticket = fail_unseen(engine, storage)
+        assert "save of step 1 failed: WriteError" in caplog.text
+        engine.save(weights(2)).result(TIMEOUT)
+        with pytest.raises(WriteError):
+            ticket.result(TIMEOUT)
+
+
+def test_after_a_failed_save_the_next_one_plans_anew(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1)).result(TIMEOUT)
+        assert engine.save(weights(1)).result(TIMEOUT).plan_hit
+        storage.fail("sync", "*", broken())
+        assert isinstance(engine.save(weights(1)).exception(TIMEOUT), WriteError)
+        assert not engine.save(weights(1)).result(TIMEOUT).plan_hit
+        engine.clear_cache()
+        assert not engine.save(weights(1)).result(TIMEOUT).plan_hit
+
+
+# -- cancelling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [("create_data_file", "*"), ("write", "*"), ("sync", "*"), ("write_file", "*.bin")])
+def test_a_save_cancelled_before_its_commit_leaves_nothing(root: Path, stage: tuple[str, str]) -> None:
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold(*stage)
+        ticket = engine.save(weights(1))
+        gate.wait_reached()
+        assert ticket.cancel() is True
+        with pytest.raises(SaveCancelledError, match="step 1 was cancelled; nothing became visible"):
+            ticket.result(TIMEOUT)
+        assert "cancelled" in repr(ticket)
+        assert ticket.cancel() is False
+        gate.open()
+        assert listing(root) == []
+        assert engine.lifetime.leases == 0
+        assert engine.save(weights(2)).result(TIMEOUT).step == 1, "a cancelled save raises nothing and uses up no step"
+
+
+@pytest.mark.parametrize("stage", [("write_file", ".metadata"), ("rename", ".pending-*"), ("sync_dir", "root")])
+def test_a_save_cancelled_once_its_commit_began_is_committed(root: Path, stage: tuple[str, str]) -> None:
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold(*stage)
+        ticket = engine.save(weights(1))
+        gate.wait_reached()
+        assert ticket.cancel() is False
+        gate.open()
+        assert ticket.result(TIMEOUT).step == 1
+        assert listing(root) == ["step_000000001"]
+
+
+def test_cancelling_one_save_leaves_the_others_alone(root: Path) -> None:
+    with gated_engine(root, max_in_flight=3) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        tickets = [engine.save(weights(number)) for number in (1, 2, 3)]
+        assert tickets[1].cancel()
+        gate.open()
+        assert isinstance(tickets[1].exception(TIMEOUT), SaveCancelledError)
+        assert [tickets[n].result(TIMEOUT).step for n in (0, 2)] == [1, 3]
+        assert engine.steps() == [1, 3]
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+
+def wait_in_thread(ticket: SaveTicket) -> SaveReport | None:
+    return ticket.result(TIMEOUT)
+
+
+def wait_in_asyncio(ticket: SaveTicket) -> SaveReport | None:
+    async def main() -> SaveReport | None:
+        async with asyncio.timeout(TIMEOUT):
+            return await ticket
+
+    return asyncio.run(main())
+
+
+def wait_in_uvloop(ticket: SaveTicket) -> SaveReport | None:
+    async def main() -> SaveReport | None:
+        async with asyncio.timeout(TIMEOUT):
+            await ticket.staged
+            return await ticket
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def test_several_threads_and_loops_may_wait_for_one_save_at_once(root: Path) -> None:
+    waiters: list[Callable[[SaveTicket], SaveReport | None]] = [wait_in_thread, wait_in_asyncio, wait_in_uvloop] * 2
+    with gated_engine(root) as (engine, storage), ThreadPoolExecutor(len(waiters)) as pool:
+        ticket, gate = held_save(engine, storage)
+        waiting = [pool.submit(waiter, ticket) for waiter in waiters]
+        gate.open()
+        reports = [future.result(TIMEOUT) for future in waiting]
+        assert [report is ticket.result() for report in reports] == [True] * len(waiters)
+
+
+def test_every_waiter_of_a_failed_save_gets_the_failure(root: Path) -> None:
+    with gated_engine(root) as (engine, storage), ThreadPoolExecutor(3) as pool:
+        storage.fail("write_file", ".metadata", broken())
+        ticket, gate = held_save(engine, storage)
+        waiting = [pool.submit(waiter, ticket) for waiter in (wait_in_thread, wait_in_asyncio, wait_in_uvloop)]
+        gate.open()
+        assert [type(future.exception(TIMEOUT)) for future in waiting] == [WriteError] * 3
+
+
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_an_async_trainer_saves_and_loads_in_its_own_loop(
+    root: Path, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
+) -> None:
+    async def train() -> None:
+        async with CheckpointEngine(root) as engine:
+            report = await engine.save(weights(3))
+            assert report is not None
+            assert report.path == root / "step_000000001"
+            target = weights(0)
+            assert (await engine.load(target)).step == 1
+            assert torch.equal(target["w"], weights(3)["w"])
+            state: Any = await engine.read()
+            assert torch.equal(state["w"], weights(3)["w"])
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(train())
+
+
+async def test_giving_up_a_wait_does_not_cancel_the_save(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        ticket, gate = held_save(engine, storage)
+        waits = [asyncio.ensure_future(_wait(ticket)) for _ in range(3)]
+        for _ in range(3):
+            await asyncio.sleep(0)  # until each has come to its await
+        waits[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits[0]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await ticket
+        with pytest.raises(StallError, match="committed of step 1: not reached within 0 s; the save goes on"):
+            ticket.result(0)
+        assert not ticket.done()
+        gate.open()
+        assert (await waits[1]) is (await waits[2]) is (await ticket)
+        assert engine.steps() == [1]
+
+
+async def _wait(ticket: SaveTicket) -> SaveReport | None:
+    return await ticket
+
+
+def test_a_caller_whose_loop_was_closed_meanwhile_does_no_harm(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        ticket, gate = held_save(engine, storage)
+
+        async def leave() -> None:
+            waiting = asyncio.ensure_future(_wait(ticket))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+
+        asyncio.run(leave())
+        gate.open()
+        assert ticket.result(TIMEOUT).step == 1
+
+
+def test_the_callers_loop_runs_on_while_the_disk_stands_still(root: Path) -> None:
+    async def main() -> int:
+        with gated_engine(root) as (engine, storage):
+            ticket, gate = held_save(engine, storage)
+            waiting = asyncio.ensure_future(_wait(ticket))
+            turns = 0
+            while turns < 100:
+                await asyncio.sleep(0)
+                turns += 1
+            assert not waiting.done()
+            gate.open()
+            await waiting
+            return turns
+
+    assert asyncio.run(main()) == 100
+
+
+def test_waiting_on_the_engines_own_thread_is_refused(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        ticket, gate = held_save(engine, storage)
+        calls: list[Callable[[], object]] = [
+            ticket.result,
+            engine.steps,
+            engine.wait_ready,
+            lambda: engine.save(weights(2)),
+            lambda: engine.submit_load({}, None, strict=False, allow_missing=False, fallback=True),
+            engine.close_blocking,
+        ]
+        outcomes: list[str] = []
+
+        def attempt(_: object) -> None:
+            for call in calls:
+                try:
+                    call()
+                except WrongThreadError as error:
+                    outcomes.append(type(error).__name__)
+
+        first_write = threading.Event()
+        ticket.staged.add_done_callback(lambda _: first_write.set())
+        ticket.committed.add_done_callback(attempt)  # runs on the engine's loop
+        gate.open()
+        ticket.result(TIMEOUT)
+        assert engine.save(weights(2)).result(TIMEOUT).step == 2
+        assert outcomes == ["WrongThreadError"] * (len(calls) - 1), "only a ticket that is settled may be asked there"
+
+
+# -- deadlines ------------------------------------------------------------------------------------
+
+
+def test_a_save_that_misses_its_deadline_fails_and_the_next_one_works(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        ticket = engine.save(weights(1), deadline_secs=0.05)
+        with pytest.raises(StallError, match=r"step 1 did not end within deadline_secs=0.05") as caught:
+            ticket.result(TIMEOUT)
+        assert isinstance(caught.value, TimeoutError)
+        assert listing(root) == []
+        gate.open()
+        assert engine.save(weights(2)).result(TIMEOUT).step == 1
+
+
+def test_a_store_that_stands_still_fails_the_save_with_who_and_where(root: Path) -> None:
+    with gated_engine(root, stall_timeout_secs=0.1) as (engine, storage):
+        gate = storage.hold("write", "*.distcp")
+        ticket = engine.save(weights(1))
+        with pytest.raises(StallError, match=r"step 1 \(rank 0\) made no progress for 0.1 s: storage under .*root"):
+            ticket.result(TIMEOUT)
+        gate.open()
+    with gated_engine(root) as (engine, _):
+        assert engine.save(weights(2)).result(TIMEOUT).step == 1
+
+
+def test_a_save_that_goes_on_moving_is_never_stalled(root: Path) -> None:
+    """Each write takes most of the stall timeout, all together a multiple of it."""
+    with gated_engine(root, stall_timeout_secs=1.0, workers=1) as (engine, storage):
+        storage.slow("write", secs=0.4)
+        assert engine.save({"w": torch.ones(40 << 20)}).result(TIMEOUT).step == 1
+        assert len([call for call in storage.calls if call.name == "write"]) >= 4
+
+
+@pytest.mark.parametrize("stage", [("write_file", ".metadata"), ("rename", ".pending-*"), ("sync_dir", "root")])
+def test_a_store_that_stands_still_during_the_commit_ends_the_wait_too(root: Path, stage: tuple[str, str]) -> None:
+    with gated_engine(root, stall_timeout_secs=0.1) as (engine, storage):
+        gate = storage.hold(*stage)
+        ticket = engine.save(weights(1))
+        with pytest.raises(StallError):
+            ticket.result(TIMEOUT)
+        gate.open()
+
+
+def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold("sync_dir", "root")
+        ticket = engine.save(weights(1), deadline_secs=0.05)
+        gate.wait_reached()
+        with pytest.raises(StallError):
+            ticket.result(0.2)  # of the wait: the save is being committed and goes on
+        gate.open()
+        error = ticket.exception(TIMEOUT)
+        assert (error is None) == (engine.steps() == [1]), "what is reported and what is visible differ"
+        assert error is None
+
+
+# -- the sync face --------------------------------------------------------------------------------
+
+
+def test_the_sync_face_is_the_same_engine_for_a_classic_loop(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(workers=2)) as engine:
+        assert (engine.root, engine.config.workers) == (root, 2)
+        ticket = engine.save(weights(1), step=200)
+        ticket.staged.result(TIMEOUT)
+        assert ticket.result(TIMEOUT).step == 200
+        engine.ready()
+        target = weights(0)
+        assert engine.load(target).step == 200
+        assert torch.equal(target["w"], weights(1)["w"])
+        engine.save(weights(2), step=200, overwrite=True).result(TIMEOUT)
+        assert float(engine.read(200, only=["w"])["w"][0]) == 2
+        assert (engine.steps(), engine.latest_step()) == ([200], 200)
+        assert (engine.plan_hits, engine.plan_misses) == (1, 1)
+        engine.clear_cache()
+        engine.save(weights(3), step=300, deadline_secs=TIMEOUT).result(TIMEOUT)
+        assert (engine.plan_hits, engine.plan_misses) == (1, 2)
+        assert engine.rollback(200) == [300]
+        assert engine.lifetime.leases == 0
+
+
+async def test_the_sync_face_works_inside_a_running_loop(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(1)).result(TIMEOUT)
+        assert engine.load(weights(0)).step == 1

@@ -1,0 +1,762 @@
+"""Reading: what comes back is what was stored, bit for bit; what was damaged is found and named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import math
+import warnings
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_maker import RankContent, Shard, content_of, reseal, save_state, write_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from aio_ckpt import manifest, tree
+from aio_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingNameError,
+    TemplateMismatchError,
+    UnexpectedNameError,
+    UnsafeObjectError,
+)
+from aio_ckpt.fetch import Files, fetch
+from aio_ckpt.items import BLOCK_BYTES, PerRank
+from aio_ckpt.portal import Executor
+from aio_ckpt.read import load_checkpoint, open_checkpoint, read_state
+from aio_ckpt.readplan import ReadPlan, bytes_of
+from aio_ckpt.storage import LocalStorage
+
+FEW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+    *(torch.complex64, torch.complex128),
+]
+
+
+@pytest.fixture(scope="module")
+def executor():
+    made = Executor("test", 6)
+    yield made
+    made.close(10)
+
+
+@pytest.fixture(params=["auto", "off"])
+def storage(request, executor):
+    return LocalStorage(executor, request.param)
+
+
+@pytest.fixture
+def direct(executor):
+    return LocalStorage(executor, "auto")
+
+
+async def load(storage, path, state, **changed):
+    options = {
+        "rank": 0,
+        "world_size": 1,
+        "readers": 3,
+        "verify": True,
+        "strict": False,
+        "allow_missing": False,
+        "trusted": False,
+    }
+    checkpoint = await open_checkpoint(storage, path)
+    return await load_checkpoint(storage, checkpoint, state, executor=storage._executor, **options | changed)
+
+
+async def read(storage, path, **changed):
+    options = {"only": None, "rank": 0, "world_size": 1, "readers": 3, "verify": True, "trusted": False}
+    checkpoint = await open_checkpoint(storage, path)
+    return await read_state(storage, checkpoint, executor=storage._executor, **options | changed)
+
+
+def stock_save(path, state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+
+
+def stock_load(path, state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=str(path), no_dist=True)
+
+
+def bits(tensor):
+    """dtype, shape and the elements in row-major order; NaNs and signed zeros kept apart."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+    plain.copy_(tensor.detach().resolve_conj().resolve_neg())
+    return tensor.dtype, tuple(tensor.shape), bytes_of(plain).numpy().tobytes()
+
+
+def random_tensor(dtype, shape, seed=0):
+    """Random bytes seen as ``dtype``: every NaN there is."""
+    made = torch.empty(shape, dtype=dtype)
+    raw = np.random.default_rng(seed).integers(0, 256, made.numel() * made.itemsize, dtype=np.uint8)
+    bytes_of(made).copy_(torch.from_numpy(raw % 2 if dtype is torch.bool else raw))
+    return made
+
+
+def zeros_like(tensor):
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    bytes_of(made).zero_()
+    return made
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 7), max_size=4))
+    made = random_tensor(draw(st.sampled_from(DTYPES)), shape, draw(st.integers(0, 1 << 30)))
+    return made.permute(draw(st.permutations(range(len(shape)))))
+
+
+# -- bit for bit ------------------------------------------------------------------------------------
+
+
+@FEW
+@given(made=st.lists(tensors(), min_size=1, max_size=6), order=st.randoms())
+async def test_what_is_loaded_and_read_is_what_was_stored_bit_for_bit(direct, tmp_path_factory, made, order):
+    path = tmp_path_factory.mktemp("c") / "c"
+    state = {f"t{i}": tensor for i, tensor in enumerate(made)}
+    save_state(path, state)
+    wanted = {name: bits(tensor) for name, tensor in state.items()}
+    found = await read(direct, path)
+    assert {name: bits(tensor) for name, tensor in found.items()} == wanted
+    assert all(found[name].stride() == state[name].stride() for name in found if state[name].numel() > 1)
+    same = {name: zeros_like(tensor) for name, tensor in state.items()}
+    await load(direct, path, same)
+    assert {name: bits(tensor) for name, tensor in same.items()} == wanted
+    other = {}
+    for name, tensor in state.items():  # a target laid out in another way than the stored bytes
+        dims = list(range(tensor.dim()))
+        order.shuffle(dims)
+        other[name] = torch.empty([tensor.shape[d] for d in dims], dtype=tensor.dtype)
+        other[name] = other[name].permute([dims.index(d) for d in range(tensor.dim())])
+    await load(direct, path, other)
+    assert {name: bits(tensor) for name, tensor in other.items()} == wanted
+    stock = {name: zeros_like(tensor) for name, tensor in state.items()}
+    stock_load(path, stock)
+    assert {name: bits(tensor) for name, tensor in stock.items()} == wanted
+
+
+@FEW
+@given(made=st.lists(tensors(), min_size=1, max_size=6))
+async def test_what_stock_dcp_stored_is_read_bit_for_bit(direct, tmp_path_factory, made):
+    path = tmp_path_factory.mktemp("c") / "c"
+    state = {f"t{i}": tensor for i, tensor in enumerate(made)}
+    stock_save(path, state)
+    wanted = {name: bits(tensor) for name, tensor in state.items()}
+    assert {name: bits(tensor) for name, tensor in (await read(direct, path)).items()} == wanted
+    same = {name: zeros_like(tensor) for name, tensor in state.items()}
+    await load(direct, path, same)
+    assert {name: bits(tensor) for name, tensor in same.items()} == wanted
+
+
+def nested_state():
+    shared = torch.randn(40, 30)
+    return {
+        "model": {"w": shared, "head": shared, "0": torch.arange(7)},
+        "lists": [torch.randn(3).bfloat16(), {"k": (1, 2.5), "none": None}, torch.tensor(4.5)],
+        "empty": {},
+        "array": np.arange(6.0).reshape(2, 3),
+        "scalar": np.float32(2.5),
+        "ordered": OrderedDict(b=1, a="x"),
+        3: {"io": io.BytesIO(b"abc"), "names": ["a", "b"]},
+        "hollow": torch.empty(0, 5),
+        "big": torch.randn(3 * BLOCK_BYTES // 4 + 17),
+        "rng": PerRank({"seed": 11, "state": torch.arange(5)}),
+    }
+
+
+async def test_a_nested_state_comes_back_with_its_containers_keys_and_ties(storage, tmp_path):
+    state = nested_state()
+    path = save_state(tmp_path / "c", state)
+    found = await read(storage, path)
+    assert list(found) == list(state)
+    assert found["model"]["w"] is found["model"]["head"]
+    assert torch.equal(found["model"]["w"], state["model"]["w"])
+    assert found["empty"] == {}
+    assert type(found["ordered"]) is OrderedDict
+    assert found["ordered"] == state["ordered"]
+    assert found["lists"][1] == {"k": (1, 2.5), "none": None}
+    assert isinstance(found["array"], np.ndarray)
+    assert (found["array"] == state["array"]).all()
+    assert type(found["scalar"]) is np.float32
+    assert found["scalar"] == 2.5
+    assert found[3]["io"].getvalue() == b"abc"
+    assert found["hollow"].shape == (0, 5)
+    assert torch.equal(found["big"], state["big"])
+    assert found["rng"]["seed"] == 11
+
+
+async def test_a_load_fills_tensors_and_arrays_in_place_and_replaces_the_rest(storage, tmp_path):
+    state = nested_state()
+    path = save_state(tmp_path / "c", state)
+    frozen_array = np.zeros(2)
+    frozen_array.flags.writeable = False
+    save_state(tmp_path / "d", {"frozen": np.array([1.0, 2.0])})
+    target = nested_state()
+    target["model"]["head"] = target["model"]["w"].clone()  # untied in the template
+    kept = target["array"], target["big"], target["model"]["w"]
+    for tensor in (target["model"]["w"], target["model"]["head"], target["big"], target["lists"][0]):
+        tensor.zero_()
+    target["array"][:] = 0
+    target["scalar"], target["lists"][1], target["ordered"]["a"] = np.float32(0), {"k": None, "none": 1}, None
+    target["rng"].value["seed"] = 0
+    outcome = await load(storage, path, target)
+    assert (outcome.missing, outcome.unexpected, outcome.verified) == ((), (), True)
+    assert kept[0] is target["array"]
+    assert kept[1] is target["big"]
+    assert kept[2] is target["model"]["w"]
+    assert (target["array"] == state["array"]).all()
+    assert torch.equal(target["model"]["head"], state["model"]["w"])
+    assert torch.equal(target["big"], state["big"])
+    assert torch.equal(target["lists"][0], state["lists"][0])
+    assert target["lists"][1] == {"k": (1, 2.5), "none": None}
+    assert target["scalar"] == 2.5
+    assert target["rng"].value["seed"] == 11
+    fixed = {"frozen": frozen_array}
+    await load(storage, tmp_path / "d", fixed)
+    assert fixed["frozen"].tolist() == [1.0, 2.0]
+
+
+def trained(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.ReLU(), torch.nn.BatchNorm1d(6))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def as_values(state_dict):
+    flat = tree.flatten(state_dict, rank=0)
+    return {n: bits(v) if isinstance(v, torch.Tensor) else v for n, v in zip(flat.names, flat.values, strict=True)}
+
+
+@pytest.mark.parametrize("save", [save_state, stock_save])
+async def test_modules_and_optimizers_are_given_to_their_load_state_dict(storage, tmp_path, save):
+    model, optimizer = trained(1)
+    save(tmp_path / "c", {"model": model, "optim": optimizer, "inner": {"relu": 1}})
+    fresh = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.ReLU(), torch.nn.BatchNorm1d(6))
+    state = {"model": fresh, "optim": torch.optim.AdamW(fresh.parameters()), "inner": {"relu": 0}}
+    await load(storage, tmp_path / "c", state)
+    assert as_values(fresh.state_dict()) == as_values(model.state_dict())
+    assert as_values(state["optim"].state_dict()) == as_values(optimizer.state_dict())
+    assert list(state["optim"].state_dict()["state"]) == list(optimizer.state_dict()["state"])
+    state["optim"].step()
+
+
+async def test_a_stateful_state_is_loaded_as_a_whole(direct, tmp_path):
+    model, _ = trained(1)
+    save_state(tmp_path / "c", model)
+    other, _ = trained(2)
+    await load(direct, tmp_path / "c", other)
+    assert as_values(other.state_dict()) == as_values(model.state_dict())
+
+
+async def test_a_plain_dcp_checkpoint_gives_its_nested_state(storage, tmp_path):
+    state = {"a": {"b": torch.randn(4), "n": 3}, "l": [torch.randn(2), {"s": "x"}]}
+    stock_save(tmp_path / "c", state)
+    found = await read(storage, tmp_path / "c")
+    assert torch.equal(found["a"]["b"], state["a"]["b"])
+    assert found["a"]["n"] == 3
+    assert found["l"][1] == {"s": "x"}
+    target = {"a": {"b": torch.zeros(4), "n": 0}, "l": [torch.zeros(2), {"s": ""}]}
+    outcome = await load(storage, tmp_path / "c", target)
+    assert outcome.verified
+    assert torch.equal(target["l"][0], state["l"][0])
+    assert (target["a"]["n"], target["l"][1]["s"]) == (3, "x")
+
+
+async def test_autograd_sees_that_a_loaded_parameter_changed(direct, tmp_path):
+    save_state(tmp_path / "c", {"w": torch.ones(3)})
+    weight = torch.nn.Parameter(torch.zeros(3))
+    loss = (weight * weight).sum()
+    await load(direct, tmp_path / "c", {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+async def test_a_page_aligned_target_is_read_into_and_proven_in_place(storage, tmp_path):
+    import mmap
+
+    stored = torch.randn(5 * BLOCK_BYTES // 4 + 100)
+    path = save_state(tmp_path / "c", {"t": stored})
+    target = torch.frombuffer(mmap.mmap(-1, stored.numel() * 4), dtype=torch.float32)
+    await load(storage, path, {"t": target})
+    assert torch.equal(target, stored)
+    flip(path / "__0_0.distcp", (await open_checkpoint(storage, path)).ranks[0].tensors[0].raw_offset + BLOCK_BYTES)
+    with pytest.raises(CorruptCheckpointError, match="'t'"):
+        await load(storage, path, {"t": target})
+
+
+# -- the template -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [save_state, stock_save])
+@pytest.mark.parametrize(
+    ("template", "error", "message"),
+    [
+        ({"t": torch.zeros(4), "absent": torch.zeros(1)}, MissingNameError, "absent"),
+        ({"t": torch.zeros(4), "m": torch.nn.Linear(1, 1)}, MissingNameError, "'m'"),
+        ({"t": torch.zeros(5)}, TemplateMismatchError, r"\(5,\).*\(4,\)"),
+        ({"t": torch.zeros(4, dtype=torch.float64)}, TemplateMismatchError, "float64.*float32"),
+        ({"t": 3}, TemplateMismatchError, "object in the template"),
+        ({"n": torch.zeros(4)}, TemplateMismatchError, "tensor in the template"),
+        ({"t": torch.zeros(4, device="meta")}, TemplateMismatchError, "meta"),
+        ({"t": torch.zeros(4).to_sparse()}, TemplateMismatchError, "sparse"),
+    ],
+)
+async def test_a_template_that_does_not_fit_is_refused_before_a_byte_is_read(
+    direct, tmp_path, save, template, error, message
+):
+    save(tmp_path / "c", {"t": torch.ones(4), "n": 3})
+    (tmp_path / "c" / "__0_0.distcp").unlink()
+    with pytest.raises(error, match=message) as caught:
+        await load(direct, tmp_path / "c", template)
+    assert not caught.value.target_modified
+
+
+async def test_missing_names_are_left_alone_when_allowed_and_unexpected_ones_refused_when_strict(storage, tmp_path):
+    path = save_state(tmp_path / "c", {"t": torch.ones(4), "n": 3, "m": torch.nn.Linear(1, 1)})
+    state = {"t": torch.zeros(4), "more": torch.full((2,), 9.0)}
+    outcome = await load(storage, path, state, allow_missing=True)
+    assert outcome.missing == ("more",)
+    assert outcome.unexpected == ("m.bias", "m.weight", "n")
+    assert state["more"].tolist() == [9, 9]
+    assert state["t"].tolist() == [1] * 4
+    with pytest.raises(UnexpectedNameError, match="'n'"):
+        await load(storage, path, {"t": torch.zeros(4)}, strict=True)
+
+
+async def test_only_selects_names_and_what_lies_below_them(storage, tmp_path):
+    path = save_state(tmp_path / "c", nested_state())
+    found = await read(storage, path, only=["model.w", "lists", "empty"])
+    assert list(found) == ["model", "lists", "empty"]
+    assert list(found["model"]) == ["w"]
+    with pytest.raises(MissingNameError, match="nothing"):
+        await read(storage, path, only=["model", "nothing"])
+
+
+async def test_no_metadata_is_no_checkpoint(storage, tmp_path):
+    path = save_state(tmp_path / "c", {"t": torch.ones(4)})
+    (path / ".metadata").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="metadata"):
+        await open_checkpoint(storage, path)
+
+
+async def test_an_object_that_needs_code_is_refused_by_name_unless_trusted(storage, tmp_path):
+    stock_save(tmp_path / "c", {"obj": {"x": np.arange(3)}})
+    with pytest.raises(UnsafeObjectError, match=r"obj\.x.*trusted_objects=True"):
+        await read(storage, tmp_path / "c")
+    found = await read(storage, tmp_path / "c", trusted=True)
+    assert found["obj"]["x"].tolist() == [0, 1, 2]
+
+
+# -- slices and other layouts of ranks ----------------------------------------------------------------
+
+
+@FEW
+@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.complex128, torch.uint8]))
+async def test_any_box_of_a_tensor_equals_the_slice(direct, tmp_path_factory, data, dtype):
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    stored = random_tensor(dtype, shape).permute(data.draw(st.permutations(range(len(shape)))))
+    starts = [data.draw(st.integers(0, size - 1)) for size in stored.shape]
+    lengths = [data.draw(st.integers(1, size - start)) for start, size in zip(starts, stored.shape, strict=True)]
+    path = save_state(tmp_path_factory.mktemp("c") / "c", {"t": stored})
+    found, _ = await read_box(direct, path, "t", starts, lengths)
+    wanted = stored[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))]
+    assert bits(found) == bits(wanted)
+
+
+async def read_box(storage, path, name, starts, lengths):
+    """Call the box reader directly: the box and the bytes that were read for it."""
+    checkpoint = await open_checkpoint(storage, path)
+    items = checkpoint.catalog.chunks[name]
+    target = torch.empty(lengths, dtype=items[0].dtype)
+    async with Files(storage, path, readers=2) as files:
+        await files.measure({item.file for item in items}, checkpoint.catalog.files)
+        plan = ReadPlan(is_direct=files.is_direct)
+        plan.add_tensor(items, starts, target)
+        fetched = await fetch(files, plan.segments(2), executor=storage._executor, readers=2, verify=True)
+    return target, fetched.bytes_read
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "blocks"),
+    [
+        ((3, 0), (1, 1 << 20), 4),  # one row of 4 MiB
+        ((0, 5), (6, 3), 6),  # a narrow column: one block of each row
+        ((2, (1 << 18) - 2), (1, 4), 2),  # across a block's edge
+        ((0, 0), (6, 1 << 20), 24),
+    ],
+)
+async def test_a_slice_reads_only_the_blocks_that_it_touches(storage, tmp_path, starts, lengths, blocks):
+    stored = torch.arange(6 << 20, dtype=torch.int32).reshape(6, 1 << 20)
+    path = save_state(tmp_path / "c", {"t": stored})
+    found, bytes_read = await read_box(storage, path, "t", starts, lengths)
+    assert torch.equal(found, stored[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))])
+    assert blocks * BLOCK_BYTES <= bytes_read <= blocks * (BLOCK_BYTES + 8192)
+
+
+def sharded(stored, cuts, ranks, name="t"):
+    """Rows of ``stored`` cut at ``cuts``, shard by shard to the ranks in turn."""
+    contents = [
+        RankContent([], [], tree.flatten({name: stored}, rank=rank).skeleton, {name: (name,)}) for rank in ranks
+    ]
+    edges = [0, *cuts, len(stored)]
+    for number, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        offsets = (low,) + (0,) * (stored.dim() - 1)
+        contents[number % len(contents)].shards.append(Shard((name,), stored[low:high], offsets))
+    return contents
+
+
+@FEW
+@given(cuts=st.lists(st.integers(0, 12), max_size=4), box=st.tuples(st.integers(0, 11), st.integers(1, 12)))
+async def test_shards_of_several_ranks_make_up_any_box(direct, tmp_path_factory, cuts, box):
+    stored = torch.arange(60).reshape(12, 5)
+    path = tmp_path_factory.mktemp("c") / "c"
+    write_checkpoint(path, sharded(stored, sorted({*cuts} - {0, 12}), range(3)))
+    assert torch.equal((await read(direct, path))["t"], stored)
+    low, high = box[0], min(12, box[0] + box[1])
+    found, _ = await read_box(direct, path, "t", (low, 1), (high - low, 3))
+    assert torch.equal(found, stored[low:high, 1:4])
+
+
+async def test_a_hole_between_the_shards_is_found(direct, tmp_path):
+    contents = sharded(torch.arange(60).reshape(12, 5), [4, 8], range(3))
+    contents[1].shards.clear()
+    write_checkpoint(tmp_path / "c", contents)
+    with pytest.raises(CorruptCheckpointError, match="'t'"):
+        await read(direct, tmp_path / "c")
+    with pytest.raises(CorruptCheckpointError, match="'t'.*40 of 60"):
+        await load(direct, tmp_path / "c", {"t": torch.zeros(12, 5, dtype=torch.int64)})
+
+
+@pytest.fixture
+def fake_world(request):
+    """A process group of 4 ranks in which this process is rank 1; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("save", [save_state, stock_save])
+async def test_a_dtensor_gets_its_own_shard(direct, tmp_path, fake_world, save):
+    stored = torch.randn(10, 6)
+    save(tmp_path / "c", {"t": stored})
+    for placement, local in (
+        (ShardPlacement(0), stored[3:6]),
+        (ShardPlacement(1), stored[:, 2:4]),
+        (Replicate(), stored),
+    ):
+        shard = torch.zeros(local.shape)
+        target = DTensor.from_local(shard, fake_world, [placement], run_check=False, shape=(10, 6), stride=(6, 1))
+        await load(direct, tmp_path / "c", {"t": target})
+        assert torch.equal(shard, local), placement
+
+
+async def test_a_dtensor_of_a_real_group_is_loaded(direct, tmp_path):
+    stored = torch.randn(10, 6)
+    save_state(tmp_path / "c", {"t": stored})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        target = distribute_tensor(torch.zeros(10, 6), init_device_mesh("cpu", (1,)), [ShardPlacement(0)])
+        await load(direct, tmp_path / "c", {"t": target})
+        assert torch.equal(target.to_local(), stored)
+    finally:
+        dist.destroy_process_group()
+
+
+async def test_each_rank_gets_its_own_value_and_does_not_expect_that_of_others(direct, tmp_path):
+    contents = [
+        content_of({"rng": PerRank(rank), **({"w": torch.ones(2)} if not rank else {})}, rank) for rank in range(2)
+    ]
+    path = write_checkpoint(tmp_path / "c", contents)
+    for rank in range(2):
+        state = {"rng": PerRank(None)}
+        outcome = await load(direct, path, state, rank=rank, world_size=2)
+        assert state["rng"].value == rank
+        assert outcome.unexpected == (("w",) if rank == 0 else ())
+    assert await read(direct, path, rank=1, world_size=2) == {"rng": 1}
+    outcome = await load(direct, path, {"rng": PerRank(None)}, rank=0, world_size=1)
+    assert outcome.unexpected == ("w",)
+    with pytest.raises(MissingNameError, match="rank2"):
+        await load(direct, path, {"rng": PerRank(None)}, rank=2, world_size=3)
+
+
+# -- damage -----------------------------------------------------------------------------------------
+
+
+def flip(path, offset, mask=0x10):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)
+
+
+def two_sizes():
+    return {"small": torch.arange(50.0), "big": torch.arange(2 * BLOCK_BYTES // 4 + 99.0), "obj": list(range(50))}
+
+
+@FEW
+@given(name=st.sampled_from(["small", "big", "obj"]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+async def test_a_flipped_bit_in_any_tensor_or_object_is_found_and_named(direct, tmp_path_factory, name, place, bit):
+    path = save_state(tmp_path_factory.mktemp("c") / "c", two_sizes())
+    rank = (await open_checkpoint(direct, path)).ranks[0]
+    spans = {entry.fqns[0]: (entry.raw_offset, entry.raw_bytes) for entry in rank.tensors}
+    spans |= {entry.fqns[0]: (entry.offset, entry.nbytes) for entry in rank.objects}
+    offset, nbytes = spans[name]
+    flip(path / "__0_0.distcp", offset + math.floor(place * nbytes), 1 << bit)
+    state = {"small": torch.zeros(50), "big": torch.zeros(2 * BLOCK_BYTES // 4 + 99), "obj": "untouched"}
+    with pytest.raises(CorruptCheckpointError, match=rf"__0_0.distcp.*'{name}'") as caught:
+        await load(direct, path, state)
+    assert caught.value.target_modified
+    assert state["obj"] == "untouched"
+    with pytest.raises(CorruptCheckpointError, match=rf"__0_0.distcp.*'{name}'"):
+        await read(direct, path)
+
+
+@FEW
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@pytest.mark.parametrize("file", [".metadata", "aio_ckpt.json", "aio_ckpt.0.bin"])
+async def test_a_flipped_bit_in_any_small_file_is_found(direct, tmp_path_factory, file, place, bit):
+    path = save_state(tmp_path_factory.mktemp("c") / "c", two_sizes())
+    size = (path / file).stat().st_size
+    before = await open_checkpoint(direct, path)
+    flip(path / file, math.floor(place * size), 1 << bit)
+    if file == "aio_ckpt.json":  # fields that prove nothing (who wrote it, when, the format's minor version) may change
+        with contextlib.suppress(CorruptCheckpointError, ValueError):
+            assert (await open_checkpoint(direct, path)).ranks == before.ranks
+    else:
+        with pytest.raises(CorruptCheckpointError, match=file):
+            await open_checkpoint(direct, path)
+
+
+@pytest.mark.parametrize("save", [save_state, stock_save])
+async def test_a_flipped_bit_in_a_plain_record_or_object_is_found(storage, tmp_path, save):
+    save(tmp_path / "c", {"t": torch.arange(50000.0), "obj": list(range(200))})
+    data = (tmp_path / "c" / "__0_0.distcp").read_bytes()
+    for offset in (data.index(torch.arange(100.0, 200.0).numpy().tobytes()) + 5, data.index(bytes([75, 100, 75, 101]))):
+        flip(tmp_path / "c" / "__0_0.distcp", offset)
+        with pytest.raises(CorruptCheckpointError, match=r"'t'|'obj'"):
+            await read(storage, tmp_path / "c")
+        (tmp_path / "c" / "__0_0.distcp").write_bytes(data)
+
+
+async def test_without_verification_damage_passes_and_is_said_to_be_unverified(storage, tmp_path):
+    path = save_state(tmp_path / "c", {"t": torch.zeros(50)})
+    flip(path / "__0_0.distcp", (await open_checkpoint(storage, path)).ranks[0].tensors[0].raw_offset + 3)
+    state = {"t": torch.zeros(50)}
+    outcome = await load(storage, path, state, verify=False)
+    assert not outcome.verified
+    assert state["t"][0] != 0
+
+
+@pytest.mark.parametrize("save", [save_state, stock_save])
+async def test_a_missing_or_truncated_data_file_is_named(storage, tmp_path, save):
+    save(tmp_path / "c", {"t": torch.arange(50000.0)})
+    file = tmp_path / "c" / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[:100_000])
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
+        await read(storage, tmp_path / "c")
+    file.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0.distcp: missing"):
+        await load(storage, tmp_path / "c", {"t": torch.zeros(50000)})
+
+
+@pytest.mark.parametrize("file", ["aio_ckpt.0.bin", "aio_ckpt.1.bin"])
+async def test_a_missing_or_swapped_manifest_is_named(direct, tmp_path, file):
+    path = write_checkpoint(tmp_path / "c", sharded(torch.arange(60).reshape(12, 5), [6], range(2)))
+    data = (path / file).read_bytes()
+    (path / file).unlink()
+    with pytest.raises(CorruptCheckpointError, match=file):
+        await open_checkpoint(direct, path)
+    other = write_checkpoint(tmp_path / "d", sharded(torch.arange(60).reshape(12, 5), [6], range(2)), save_id="other")
+    reseal(path, int(file[9]), (other / file).read_bytes())
+    with pytest.raises(CorruptCheckpointError, match=f"{file}: of another save"):
+        await open_checkpoint(direct, path)
+    reseal(path, int(file[9]), data)
+    await open_checkpoint(direct, path)
+
+
+async def test_swapped_data_files_are_found(direct, tmp_path):
+    path = write_checkpoint(tmp_path / "c", sharded(torch.arange(60).reshape(12, 5), [6], range(2)))
+    first, second = (path / "__0_0.distcp").read_bytes(), (path / "__1_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(second)
+    (path / "__1_0.distcp").write_bytes(first)
+    with pytest.raises(CorruptCheckpointError, match="'t'"):
+        await read(direct, path)
+
+
+def forge(path, **changed):
+    """Change fields of the only tensor of rank 0 and vouch for it."""
+    old = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m")
+    fields = {name: getattr(old.tensors[0], name) for name in old.tensors[0].__struct_fields__}
+    entry = manifest.TensorEntry(**fields | changed)
+    encoded = manifest.encode_rank(
+        save_id=old.save_id,
+        step=old.step,
+        rank=0,
+        world_size=1,
+        file=old.file,
+        tensors=manifest.encode_static([entry]),
+        sums=old.sums,
+        objects=old.objects,
+        skeleton=old.skeleton,
+    )
+    reseal(path, 0, encoded)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"offsets": (1 << 45,)}, {"shape": (1 << 45,), "raw_bytes": 1 << 47}, {"stride": (1 << 40,)}]
+)
+async def test_forged_sizes_are_refused_before_anything_is_allocated(direct, tmp_path, changed):
+    path = save_state(tmp_path / "c", {"t": torch.zeros(50)})
+    forge(path, **changed)
+    with pytest.raises(CorruptCheckpointError):
+        await read(direct, path)
+
+
+async def test_a_forged_plain_metadata_allocates_nothing(direct, tmp_path):
+    import pickle
+
+    stock_save(tmp_path / "c", {"t": torch.zeros(50)})
+    found = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    entry = found.state_dict_metadata["t"]
+    entry.size = entry.chunks[0].sizes = torch.Size([1 << 45])
+    object.__setattr__(entry.chunks[0], "sizes", torch.Size([1 << 45]))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CorruptCheckpointError, match="'t'"):
+        await read(direct, tmp_path / "c")
+    info = next(iter(found.storage_data.values()))
+    info.length = 1 << 50
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CorruptCheckpointError, match="not inside the file"):
+        await read(direct, tmp_path / "c")
+
+
+async def test_a_stock_save_into_a_directory_of_ours_is_read_as_what_it_is(direct, tmp_path):
+    path = save_state(tmp_path / "c", {"t": torch.zeros(5)})
+    (path / "__0_0.distcp").unlink()
+    stock_save(path, {"t": torch.ones(5)})
+    with pytest.raises(CorruptCheckpointError, match="metadata"):  # the same file names: it cannot be told from damage
+        await open_checkpoint(direct, path)
+    stock_save(tmp_path / "d", {"t": torch.ones(5)})
+    data = (tmp_path / "d" / ".metadata").read_bytes().replace(b"__0_0.distcp", b"__9_0.distcp")
+    (path / ".metadata").write_bytes(data)
+    (path / "__0_0.distcp").rename(path / "__9_0.distcp")
+    assert (await read(direct, path))["t"].tolist() == [1] * 5
+
+
+# -- how it is read -----------------------------------------------------------------------------------
+
+
+class CountingStorage:
+    """The local storage, with a count of the reads in flight and a gate before each."""
+
+    def __init__(self, executor):
+        self._inner = LocalStorage(executor, "auto")
+        self._executor = executor
+        self.in_flight = self.most = self.done = self.closed = 0
+        self.gate = asyncio.Event()
+        self.entered = asyncio.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    async def open_data_file(self, path, *, readers):
+        return CountingFile(self, await self._inner.open_data_file(path, readers=readers))
+
+
+class CountingFile:
+    def __init__(self, owner, inner):
+        self._owner, self._inner = owner, inner
+        self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
+
+    async def read_into(self, offset, view):
+        owner = self._owner
+        owner.in_flight += 1
+        owner.most = max(owner.most, owner.in_flight)
+        if owner.in_flight == 3:
+            owner.entered.set()
+        await owner.gate.wait()
+        owner.in_flight -= 1
+        owner.done += 1
+        return await self._inner.read_into(offset, view)
+
+    async def close(self):
+        self._owner.closed += 1
+        await self._inner.close()
+
+
+async def test_as_many_reads_are_in_flight_as_there_are_readers(executor, tmp_path):
+    path = save_state(tmp_path / "c", {f"t{i}": torch.zeros(5 << 20, dtype=torch.uint8) for i in range(20)})
+    storage = CountingStorage(executor)
+    task = asyncio.create_task(
+        load(storage, path, {f"t{i}": torch.ones(5 << 20, dtype=torch.uint8) for i in range(20)})
+    )
+    await storage.entered.wait()
+    storage.gate.set()
+    await task
+    assert storage.most == 3
+    assert storage.closed == 1
+
+
+async def test_a_cancelled_load_returns_when_nothing_touches_the_target_any_more(executor, tmp_path):
+    path = save_state(tmp_path / "c", {f"t{i}": torch.ones(5 << 20, dtype=torch.uint8) for i in range(20)})
+    storage = CountingStorage(executor)
+    task = asyncio.create_task(
+        load(storage, path, {f"t{i}": torch.zeros(5 << 20, dtype=torch.uint8) for i in range(20)})
+    )
+    await storage.entered.wait()
+    task.cancel()
+    _, pending = await asyncio.wait({task}, timeout=0.05)
+    assert pending, "returned while reads were in flight"
+    storage.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (storage.in_flight, storage.done, storage.closed) == (0, 3, 1)
+
+
+async def test_load_state_dict_runs_only_after_everything_was_proven(direct, tmp_path):
+    model, _ = trained(1)
+    path = save_state(tmp_path / "c", {"model": model, "z": torch.ones(9)})
+    rank = (await open_checkpoint(direct, path)).ranks[0]
+    flip(path / "__0_0.distcp", rank.tensors[-1].raw_offset)
+    other, _ = trained(2)
+    before = as_values(other.state_dict())
+    with pytest.raises(CorruptCheckpointError, match="'z'"):
+        await load(direct, path, {"model": other, "z": torch.zeros(9)})
+    assert as_values(other.state_dict()) == before
+
+
+async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, tmp_path):
+    pytest.importorskip("pyzstd")
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    writer = dcp.FileSystemWriter(str(tmp_path / "c"), _extensions=[ZStandard()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"t": torch.ones(5), "n": 3}, storage_writer=writer, no_dist=True)
+    state = {"t": torch.zeros(5), "n": 0}
+    with pytest.raises(UnsafeObjectError, match="trusted_objects"):
+        await load(direct, tmp_path / "c", state)
+    await load(direct, tmp_path / "c", state, trusted=True)
+    assert state["t"].tolist() == [1] * 5
+    assert state["n"] == 3
