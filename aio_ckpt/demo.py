@@ -20,7 +20,7 @@ import msgspec
 from aio_ckpt.demo_model import ModelSize
 from aio_ckpt.demo_plot import draw
 from aio_ckpt.demo_report import Continuation, DemoReport, Run, compare, report_on, rows_of
-from aio_ckpt.demo_train import Event, Started, Stepped, TrainSpec, decode_event
+from aio_ckpt.demo_train import Event, Idle, Started, Stepped, TrainSpec, decode_event
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.screen import Screen, amount
 
@@ -84,7 +84,7 @@ def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
     report = report_on(undisturbed, killed, resumed, continuation, seed=spec.seed)
     screen.table(("", "median", "mean", "worst", "of"), rows_of(report))
     plot = draw(spec.out / "demo.png", undisturbed, killed, resumed)
-    screen.line(f"plot: {plot}" if plot else "no plot: matplotlib is missing (pip install 'aio-ckpt[plot]')")
+    screen.line(_plot_line(plot))
     report = msgspec.structs.replace(report, secs=time.perf_counter() - begin, plot=str(plot) if plot else None)
     (spec.out / _MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     screen.line(f"{report.secs:.0f} s in all; look around with: aio-ckpt verify {spec.out / 'checkpoints'}")
@@ -178,18 +178,23 @@ def _show(event: Event, steps: int, advance: Callable[[int, str], None], screen:
         )
     elif isinstance(event, Stepped):
         advance(event.step, f"step {event.step}/{steps}, loss {event.loss:.4f}, {event.secs * 1e3:.0f} ms")
+    elif isinstance(event, Idle):
+        advance(steps, "all steps done; measuring saves and the disk while nothing trains")
 
 
 # -- words ------------------------------------------------------------------------------------------
 
 
 def _tell_kill(killed: Run, spec: DemoSpec, screen: Screen) -> None:
-    pending = [path.name for path in (spec.out / "checkpoints").glob(".pending-*")]
-    durable = max((saved.step for saved in killed.saved), default=None)
-    screen.line(
-        f"killed (SIGKILL) after step {killed.steps[-1].step}; last save known to be durable: step {durable}; "
-        + (f"torn save left behind, invisible: {', '.join(pending)}" if pending else "no save was being written")
-    )
+    names = sorted(path.name for path in (spec.out / "checkpoints").iterdir())
+    pending = [name for name in names if name.startswith(".pending-")]
+    torn = f"torn save left behind, invisible: {', '.join(pending)}" if pending else "no save was being written"
+    committed = ", ".join(name for name in names if not name.startswith("."))
+    screen.line(f"killed (SIGKILL) after step {killed.steps[-1].step}; committed: {committed}; {torn}")
+
+
+def _plot_line(plot: Path | None) -> str:
+    return f"plot: {plot}" if plot else "no plot: matplotlib is missing (pip install 'aio-ckpt[plot]')"
 
 
 def _tell(found: Continuation, resumed: Run, screen: Screen) -> None:

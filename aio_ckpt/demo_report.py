@@ -13,6 +13,25 @@ from aio_ckpt.screen import amount
 
 __all__ = ["Continuation", "DemoReport", "Figure", "Run", "compare", "report_on", "rows_of"]
 
+_LABELS = {
+    "step_without_saves": "step without saves (undisturbed run)",
+    "step_with_saves": "step with saves, save() included",
+    "step_while_idle": "  of them while nothing is written",
+    "step_while_written": "  of them while a save is written",
+    "first_save_blocked": "save() blocked, first of a process",
+    "save_blocked": "save() blocked, later ones",
+    "save_to_staged": "save to staged",
+    "save_to_durable_training": "save to durable, training",
+    "save_to_durable_idle": "save to durable, idle",
+    "plain_write": "plain write of as many bytes",
+    "speed_training": "speed to durable, training",
+    "speed_idle": "speed to durable, idle",
+    "disk_speed": "the disk's own speed",
+    "disk_share_training": "share of the disk, training",
+    "disk_share_idle": "share of the disk, idle",
+}
+"""Figures of the report as the table names them."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -143,22 +162,23 @@ def report_on(undisturbed: Run, killed: Run, resumed: Run, continuation: Continu
     training = [save.image_bytes / save.durable_secs for save in saved]
     idle = [found.saved.image_bytes / found.saved.durable_secs for found in resumed.idle]
     disk = median(plain) if plain else 0.0
+    pairs = [found.plain_secs / found.saved.durable_secs for found in resumed.idle]  # moments apart: a fair race
     figures = {
-        "step without saves (undisturbed run)": Figure.of(event.secs for event in undisturbed.steps),
-        "step with saves, save() included": Figure.of(_full_steps(killed) + _full_steps(resumed)),
-        "    while nothing is written": Figure.of(event.secs for event in steps if not event.is_saving),
-        "    while a save is written": Figure.of(event.secs for event in steps if event.is_saving),
-        "save() blocked, first of a process": Figure.of(save.blocked_secs for save in first),
-        "save() blocked": Figure.of(save.blocked_secs for save in later),
-        "save to staged": Figure.of(save.staged_secs for save in later),
-        "save to durable, training": Figure.of(save.durable_secs for save in saved),
-        "save to durable, idle": Figure.of(found.saved.durable_secs for found in resumed.idle),
-        "plain write of as many bytes": Figure.of(found.plain_secs for found in resumed.idle),
-        "speed to durable, training": Figure.of(training, "B/s"),
-        "speed to durable, idle": Figure.of(idle, "B/s"),
-        "the disk's own speed": Figure.of(plain, "B/s"),
-        "share of the disk, training": Figure.of((speed / disk for speed in training if disk), "1"),
-        "share of the disk, idle": Figure.of((speed / disk for speed in idle if disk), "1"),
+        "step_without_saves": Figure.of(event.secs for event in undisturbed.steps),
+        "step_with_saves": Figure.of(_full_steps(killed) + _full_steps(resumed)),
+        "step_while_idle": Figure.of(event.secs for event in steps if not event.is_saving),
+        "step_while_written": Figure.of(event.secs for event in steps if event.is_saving),
+        "first_save_blocked": Figure.of(save.blocked_secs for save in first),
+        "save_blocked": Figure.of(save.blocked_secs for save in later),
+        "save_to_staged": Figure.of(save.staged_secs for save in later),
+        "save_to_durable_training": Figure.of(save.durable_secs for save in saved),
+        "save_to_durable_idle": Figure.of(found.saved.durable_secs for found in resumed.idle),
+        "plain_write": Figure.of(found.plain_secs for found in resumed.idle),
+        "speed_training": Figure.of(training, "B/s"),
+        "speed_idle": Figure.of(idle, "B/s"),
+        "disk_speed": Figure.of(plain, "B/s"),
+        "disk_share_training": Figure.of((speed / disk for speed in training if disk), "1"),
+        "disk_share_idle": Figure.of(pairs, "1"),
     }
     return DemoReport(
         seed=seed,
@@ -183,7 +203,11 @@ def _full_steps(run: Run) -> list[float]:
 def rows_of(report: DemoReport) -> Sequence[Sequence[str]]:
     """The table: what, median, mean, worst, how many."""
     rows = [
-        (name, *(_show(value, figure.unit) for value in (figure.median, figure.mean, figure.worst)), str(figure.count))
+        (
+            _LABELS[name],
+            *(_show(value, figure.unit) for value in (figure.median, figure.mean, figure.worst)),
+            str(figure.count),
+        )
         for name, figure in report.figures.items()
     ]
     size = amount(report.bytes_per_save)

@@ -160,7 +160,7 @@ class CheckpointEngine:
                     overwrite=overwrite,
                     deadline_secs=deadline_secs,
                     started=started,
-                    waited_secs=waited_secs,
+                    waited_secs=waited_secs + image.lease.waited_secs,
                     plan_secs=plan_secs,
                 )
                 self._in_flight.start(save, planned)

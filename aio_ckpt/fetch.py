@@ -44,6 +44,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 _OPEN_FILES = 64
 """Files kept open at once; beyond, a file is opened for each read: descriptors are few (1,024 is a usual limit)."""
 
+_PLACERS = 2
+"""Segments that are proven and copied while as many reads as allowed stay in flight."""
+
 _HELD_COPY_BYTES = 64 << 10
 """Up to this size a copy keeps the GIL: giving it up costs more than the copy."""
 
@@ -131,11 +134,10 @@ async def fetch(
         CorruptCheckpointError: bytes that do not match their CRC32, or a file that ends too soon.
         ReadError: the operating system could not read.
     """
-    run = _Run(files, executor, verify)
+    run = _Run(files, executor, anyio.Semaphore(readers), verify)
     left = iter(segments)
     bounced = [segment.stop - segment.start for segment in segments if segment.target is None]
-    count = min(readers, len(segments))
-    buffers = bounce_buffers(max(bounced, default=0), count)
+    buffers = bounce_buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
 
     async def work(buffer: memoryview) -> None:
         for segment in left:
@@ -176,9 +178,10 @@ def _address(view: memoryview) -> int:
 class _Run:
     """One run of a plan. Landings are opened and finished on the loop, filled by threads."""
 
-    def __init__(self, files: Files, executor: Executor, verify: bool) -> None:
+    def __init__(self, files: Files, executor: Executor, reading: anyio.Semaphore, verify: bool) -> None:
         self._files = files
         self._executor = executor
+        self._reading = reading
         self._verify = verify
         self.bytes_read = 0
         self.sums_checked = 0
@@ -191,7 +194,7 @@ class _Run:
             landing.open()
         # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
         with anyio.CancelScope(shield=True):
-            async with self._files.use(segment.file) as file:
+            async with self._reading, self._files.use(segment.file) as file:
                 got = await file.read_into(segment.start, view)
             self.bytes_read += got
             last = segment.pieces[-1]

@@ -75,7 +75,12 @@ class InFlight:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """No save may enter from now on; those that wait get EngineClosedError."""
+        """No save may enter from now on; those that wait get EngineClosedError.
+
+        Raises:
+            WrongThreadError: on the engine's own thread, where what is pending could never end.
+        """
+        self._portal.check_thread("close()")
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

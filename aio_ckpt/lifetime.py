@@ -63,6 +63,8 @@ class Arena:
         """Bytes mapped: the image, rounded up to a huge page (64 KiB for small ones)."""
         self.rendered: ImageLayout | None = None
         """Layout whose constant bytes stand in the memory."""
+        self.last_used = time.monotonic()
+        """When a thread last let go of the bytes."""
         self._registered = False
         self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
         self.memory.madvise(mmap.MADV_DONTFORK)
@@ -138,8 +140,10 @@ class LifetimeStats:
 class Lease:
     """The right of one save over one arena; ends exactly once, when closed and its last held future resolved."""
 
-    def __init__(self, arena: Arena, ended: Callable[[Arena], None]) -> None:
+    def __init__(self, arena: Arena, ended: Callable[[Arena], None], *, waited_secs: float) -> None:
         self.arena = arena
+        self.waited_secs = waited_secs
+        """How long ``acquire`` waited for earlier leases."""
         self.settled: Future[None] = Future()
         """Resolved when the lease has ended."""
         self._ended = ended
@@ -168,6 +172,7 @@ class Lease:
     def _let_go(self, _: Future[object]) -> None:
         with self._changed:
             self._holds -= 1
+            self.arena.last_used = time.monotonic()
             ends_now = self._is_closed and not self._holds
         if ends_now:
             self._end()
@@ -210,22 +215,26 @@ class LifetimeManager:
 
         Raises:
             BudgetExceededError: ``nbytes`` alone is more than the budget, or the memory cannot be had.
-            StallError: no lease ended within ``timeout_secs``.
+            StallError: no thread let go of a lent byte for ``timeout_secs``.
             EngineClosedError: the manager was closed.
         """
         if nbytes > self.budget_bytes:
             raise BudgetExceededError(
                 f"an image of {nbytes} bytes exceeds budget_bytes={self.budget_bytes}: raise it, or save less at once"
             )
-        deadline = time.monotonic() + timeout_secs
+        began = time.monotonic()
         with self._changed:
             while (arena := self._try_take(nbytes, kind)) is None and not self._may_map(nbytes):
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise StallError(f"waited {timeout_secs} s for an earlier save to give back its {kind} arena")
+                last_used = max([began, *(lent.last_used for lent in self._lent)])
+                left = last_used + timeout_secs - time.monotonic()
+                if left <= 0:
+                    raise StallError(f"an earlier save keeps its arena and made no progress for {timeout_secs} s")
+                self._changed.wait(left)
+            waited_secs = time.monotonic() - began
             if arena is None:
                 self._reserved_bytes += nbytes
         arena = arena if arena is not None else self._map(nbytes, kind)
-        lease = Lease(arena, self._give_back)
+        lease = Lease(arena, self._give_back, waited_secs=waited_secs)
         if registers and kind != "pageable":
             try:
                 arena.register()

@@ -203,7 +203,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
 async def _watch(site: Site, save: PendingSave) -> None:
     """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
     begin, limit = time.monotonic(), site.config.stall_timeout_secs
-    while True:
+    while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
         now = time.monotonic()
         idle_left = save.progress.last_progress + limit - now
         total_left = limit if save.deadline_secs is None else begin + save.deadline_secs - now

@@ -294,11 +294,11 @@ class Portal:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
 
-        def run_unless_forked() -> None:
-            if os.getpid() == self._pid and not self.is_closed:
+        def run_if_open() -> None:
+            if not self.is_closed:  # as it is in a forked child, where the loop's thread is not
                 callback()
 
-        _register_exit(run_unless_forked, self)
+        _register_exit(run_if_open, self)
 
     def close(self, timeout: float) -> None:
         """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.

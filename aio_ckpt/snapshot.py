@@ -92,7 +92,7 @@ def lease_image(
 
     Raises:
         BudgetExceededError: see :func:`ring_slots`.
-        StallError: no arena became free within ``timeout_secs``.
+        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``.
     """
     layout = planned.plan.layout
     image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
@@ -268,7 +268,8 @@ def capture(
             _await_slot(image, chunk, stall_timeout_secs)
             marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
             untold.append((chunk.index, marks))
-            if chunk.stop - told_bytes >= _TELL_BYTES or chunk is image.chunks[-1]:
+            # In a ring the capture itself waits for what it told: a chunk kept back would never be written.
+            if not image.is_whole or chunk.stop - told_bytes >= _TELL_BYTES or chunk is image.chunks[-1]:
                 on_captured(untold)
                 untold, told_bytes = [], chunk.stop
         work.check_sources()

@@ -380,9 +380,8 @@ def _open_locked(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as exc:
-        raise RootError(
-            exc.errno, f"cannot open the lock file ({exc.strerror}): give a writable root", str(path)
-        ) from exc
+        message = f"cannot open the lock file ({exc.strerror}): give a writable root"
+        raise RootError(exc.errno, message, str(path)) from exc
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
@@ -391,11 +390,9 @@ def _open_locked(path: Path) -> int:
         if error.errno in _NO_LOCKS:
             _logger.warning("%s: no file locks here (%s): a second writer would not be noticed", path, error.strerror)
             return descriptor
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "(not named)"
         os.close(descriptor)
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
-        raise RootError(
-            error.errno, f"locked by another writer: process {holder or '(not named)'}", str(path)
-        ) from error
+        raise RootError(error.errno, f"locked by another writer: process {holder}", str(path)) from error
     return descriptor

@@ -14,7 +14,7 @@ import torch
 
 from bench.measure import DONE, Contender, Waitable
 
-__all__ = ["PAGE_BYTES", "MemoryCopy", "PlainRead", "PlainWrite", "SequentialWrite", "page_aligned"]
+__all__ = ["PAGE_BYTES", "MemoryCopy", "PlainRead", "PlainWrite", "SequentialWrite", "pack", "page_aligned"]
 
 PAGE_BYTES = 4096
 THREADS = 4
@@ -50,13 +50,12 @@ def _ranges(nbytes: int) -> list[tuple[int, int]]:
 
 
 class _Plain(Contender):
-    """Owns a page-aligned buffer with the state's bytes."""
+    """Moves page-aligned memory that holds the state's bytes (see :func:`pack`)."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    def __init__(self, packed: mmap.mmap, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.path = folder / "plain"
-        self.memory = pack(state)
-        self.view = memoryview(self.memory)
+        self.view = memoryview(packed)
         self.pool = ThreadPoolExecutor(THREADS)
 
     def after(self) -> None:
@@ -113,8 +112,8 @@ class PlainRead(_Plain):
     name = "plain O_DIRECT preadv"
     durability = "-"
 
-    def __init__(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        super().__init__(state, folder)
+    def __init__(self, packed: mmap.mmap, folder: Path) -> None:
+        super().__init__(packed, folder)
         self.path.write_bytes(self.view)
         with self.path.open("rb+") as file:
             os.fsync(file.fileno())

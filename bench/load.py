@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.limits import PlainRead
+from bench.limits import PlainRead, pack
 from bench.measure import Contender, beside, interleave
 from bench.options import Options, log, parse, work_folder
 from bench.report import Goal, Report, Row, make_row, publish
@@ -37,7 +37,7 @@ def bench_shape(shape: Shape, folder: Path, options: Options) -> tuple[str, list
     nbytes = sum(tensor.nbytes for tensor in state.values())
     title = f"{shape.name}: {len(state)} tensors, {nbytes / 1e6:.1f} MB"
     log(title)
-    limit = PlainRead(state, folder / "plain")
+    limit = PlainRead(pack(state), folder / "plain")
     rivals = loaders(state, folder, options.config)
     chosen = [rival for rival in rivals if not options.only or rival.name in options.only]
     contenders: list[Contender] = [limit, *chosen]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import logging
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
@@ -293,12 +295,18 @@ def test_an_exit_request_in_a_task_is_its_waiters_and_the_portal_goes_on(portal:
 def test_a_loop_that_dies_tells_everyone_who_waits(caplog: pytest.LogCaptureFixture) -> None:
     portal = Portal("engine", 1)
     portal.start()
-    waiting = portal.submit(forever)
+    started = threading.Event()
+
+    async def wait() -> None:
+        started.set()
+        await forever()
 
     def leave() -> None:
         raise SystemExit(3)
 
     with caplog.at_level(logging.ERROR, "aio_ckpt"):
+        waiting = portal.submit(wait)
+        assert started.wait(TIMEOUT)
         portal.post(leave)
         with pytest.raises((EngineClosedError, SaveCancelledError)):
             waiting.result(TIMEOUT)
@@ -472,6 +480,23 @@ def test_at_exit_the_callback_runs_while_threads_work_but_not_when_closed_or_for
     assert (done.stdout, done.stderr) == ("drained in a thread\n", "")
 
 
+def test_a_closed_portal_keeps_nothing_alive_for_the_exit() -> None:
+    class Engine:
+        def drain(self) -> None:
+            pass
+
+    engine = Engine()
+    alive = weakref.ref(engine)
+    portal = Portal("engine", 1)
+    portal.start()
+    portal.at_exit(engine.drain)
+    del engine
+    assert alive() is not None
+    portal.close(TIMEOUT)
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_callback_that_fails_at_exit_does_not_keep_the_others_from_running() -> None:
     done = run_python(
         """
@@ -487,6 +512,21 @@ def test_a_callback_that_fails_at_exit_does_not_keep_the_others_from_running() -
     assert done.stdout == "first drained\n"
     assert "ZeroDivisionError" in done.stderr
     assert done.returncode == 0
+
+
+def test_without_threadings_private_hook_the_callback_still_runs_at_exit() -> None:
+    done = run_python(
+        """
+        import threading
+        from aio_ckpt.portal import Portal
+
+        del threading._register_atexit
+        portal = Portal("engine", 1)
+        portal.start()
+        portal.at_exit(lambda: print("logged"))
+        """
+    )
+    assert (done.stdout, done.stderr) == ("logged\n", "")
 
 
 def test_it_runs_on_uvloop_where_that_is_the_policy() -> None:

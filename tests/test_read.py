@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import math
 import warnings
 from collections import OrderedDict
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_maker import RankContent, Shard, content_of, reseal, save_state, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -418,7 +420,7 @@ def sharded(stored, cuts, ranks, name="t"):
         RankContent([], [], tree.flatten({name: stored}, rank=rank).skeleton, {name: (name,)}) for rank in ranks
     ]
     edges = [0, *cuts, len(stored)]
-    for number, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (low, high) in enumerate(itertools.pairwise(edges)):
         offsets = (low,) + (0,) * (stored.dim() - 1)
         contents[number % len(contents)].shards.append(Shard((name,), stored[low:high], offsets))
     return contents
@@ -442,7 +444,7 @@ async def test_a_hole_between_the_shards_is_found(direct, tmp_path):
     write_checkpoint(tmp_path / "c", contents)
     with pytest.raises(CorruptCheckpointError, match="'t'"):
         await read(direct, tmp_path / "c")
-    with pytest.raises(CorruptCheckpointError, match="'t'.*40 of 60"):
+    with pytest.raises(CorruptCheckpointError, match=r"'t'.*40 of 60"):
         await load(direct, tmp_path / "c", {"t": torch.zeros(12, 5, dtype=torch.int64)})
 
 
@@ -746,11 +748,26 @@ async def test_load_state_dict_runs_only_after_everything_was_proven(direct, tmp
     assert as_values(other.state_dict()) == before
 
 
-async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, tmp_path):
-    pytest.importorskip("pyzstd")
-    from torch.distributed.checkpoint._extension import ZStandard
+async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, tmp_path, monkeypatch):
+    class Flipped(StreamTransformExtension):
+        registry_name = staticmethod(lambda: "stream.zstd")
+        from_descriptor = staticmethod(lambda version: Flipped())
 
-    writer = dcp.FileSystemWriter(str(tmp_path / "c"), _extensions=[ZStandard()])
+        def get_descriptor(self):
+            return "stream.zstd/1"
+
+        def transform_to(self, output):
+            class Writer(io.BytesIO):
+                def close(self):
+                    output.write(bytes(byte ^ 0xFF for byte in self.getvalue()))
+
+            return Writer()
+
+        def transform_from(self, input):
+            return io.BytesIO(bytes(byte ^ 0xFF for byte in input.read(-1)))
+
+    monkeypatch.setattr(ZStandard, "from_descriptor", Flipped.from_descriptor)
+    writer = dcp.FileSystemWriter(str(tmp_path / "c"), _extensions=[Flipped()])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"t": torch.ones(5), "n": 3}, storage_writer=writer, no_dist=True)
@@ -760,3 +777,4 @@ async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, 
     await load(direct, tmp_path / "c", state, trusted=True)
     assert state["t"].tolist() == [1] * 5
     assert state["n"] == 3
+    assert (await read(direct, tmp_path / "c", only=["t"]))["t"].tolist() == [1] * 5

@@ -392,6 +392,24 @@ async def test_what_a_short_direct_write_leaves_unaligned_goes_through_the_page_
     assert (tmp_path / "d").read_bytes() == numbers(3 * PAGE)
 
 
+@pytest.mark.parametrize(("mode", "flags"), [("direct", 0), ("dontcache", 0x80)])
+async def test_only_the_uncached_mode_asks_for_uncached_writes(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, flags: int
+) -> None:
+    asked: list[int] = []
+    file = await storage_of_mode(executor, mode, tmp_path).create_data_file(tmp_path / "d", PAGE, writers=1)
+
+    def pwritev(descriptor: int, buffers: list[memoryview], offset: int, rwf_flags: int = 0) -> int:
+        asked.append(rwf_flags)
+        return real(descriptor, buffers, offset, rwf_flags)
+
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    await file.write(0, aligned(numbers(100)))  # unaligned: in every mode but buffered it takes this way
+    await file.close()
+    assert asked == [flags]
+
+
 async def test_a_write_that_makes_no_progress_fails_instead_of_repeating(
     executor: GatedExecutor, tmp_path: Path
 ) -> None:
@@ -789,6 +807,11 @@ async def test_a_replace_takes_the_place_of_the_old_file(local: LocalStorage, tm
     await local.replace(tmp_path / "tmp", tmp_path / "f")
     assert (tmp_path / "f").read_bytes() == b"new"
     assert not (tmp_path / "tmp").exists()
+    await local.remove_file(tmp_path / "f")
+    await local.remove_file(tmp_path / "f")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(WriteError):
+        await local.remove_file(tmp_path)
 
 
 # -- the lock -------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def test_one_outcome_reaches_awaits_in_several_loops_and_waits_in_several_thread
 
 
 async def test_a_cancelled_await_cancels_nothing_and_the_others_go_on(milestone: Milestone[int]) -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     given_up = asyncio.ensure_future(milestone)
     patient = asyncio.ensure_future(milestone)
     await asyncio.sleep(0)
@@ -95,6 +97,7 @@ async def test_a_cancelled_await_cancels_nothing_and_the_others_go_on(milestone:
     milestone.resolve(1)
     assert await patient == 1
     assert await asyncio.wait_for(milestone, TIMEOUT) == 1
+    assert complaints == []
 
 
 async def test_awaiting_does_not_block_the_loop(milestone: Milestone[int]) -> None:
@@ -106,7 +109,9 @@ async def test_awaiting_does_not_block_the_loop(milestone: Milestone[int]) -> No
     assert await waiting == 5
 
 
-def test_a_waiters_loop_that_was_closed_does_no_harm(milestone: Milestone[int]) -> None:
+def test_a_waiters_loop_that_was_closed_does_no_harm(
+    milestone: Milestone[int], caplog: pytest.LogCaptureFixture
+) -> None:
     loop = asyncio.new_event_loop()
     task = loop.create_task(milestone._wait_in_loop())
     loop.run_until_complete(asyncio.sleep(0))
@@ -119,6 +124,7 @@ def test_a_waiters_loop_that_was_closed_does_no_harm(milestone: Milestone[int]) 
     assert milestone.resolve(3)
     assert called == [milestone]
     assert milestone.result() == 3
+    assert caplog.records == []
 
 
 def test_a_wait_that_times_out_names_the_milestone_and_leaves_the_save_alone(milestone: Milestone[int]) -> None:
@@ -132,9 +138,10 @@ def test_a_wait_that_times_out_names_the_milestone_and_leaves_the_save_alone(mil
     assert milestone.exception(0) is None
 
 
-def test_a_failure_that_is_a_timeout_is_not_taken_for_the_waits_own(milestone: Milestone[int]) -> None:
+def test_a_failure_that_is_a_timeout_is_not_taken_for_the_waits_own() -> None:
     failure = TimeoutError("the store did not answer")
-    milestone.fail(failure)
+    # The check is made when a wait begins: the milestone fails after that.
+    milestone: Milestone[int] = Milestone("staged of step 7", lambda _: milestone.fail(failure))
     with pytest.raises(TimeoutError, match="did not answer") as caught:
         milestone.result(TIMEOUT)
     assert caught.value is failure

@@ -1,0 +1,168 @@
+"""The image layout: every byte of the file has one owner, and chunks can be written on their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt.envelope import render
+from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, ImageLayout, TensorSpec, align_up
+from aio_ckpt.layout import RAW_ALIGNMENT, Placement, chunk_bytes_for, file_chunks, lay_out
+
+MIB = 1 << 20
+
+
+def spec_of(nbytes: int, *, dims: int = 1) -> TensorSpec:
+    shape = (*(1,) * (dims - 1), nbytes)
+    return TensorSpec(torch.uint8, shape, (1,) * dims)
+
+
+def laid_out(sizes: list[int], *, dims: int = 1) -> ImageLayout:
+    specs = [spec_of(nbytes, dims=dims) for nbytes in sizes]
+    return lay_out([Placement(leaf, (f"n{leaf}",), (0,) * dims, spec, render(spec)) for leaf, spec in enumerate(specs)])
+
+
+near_boundaries = st.builds(
+    lambda base, delta: max(base + delta, 0),
+    st.sampled_from([0, 64, PAGE_BYTES, 256 << 10, MIB, 4 * MIB, 8 * MIB, 32 * MIB]),
+    st.integers(-1500, 1500),
+)
+sizes = st.lists(st.integers(0, 5000) | st.integers(0, 40 * MIB) | near_boundaries, max_size=60)
+
+
+def brim(chunk_bytes: int, count: int = 6) -> st.SearchStrategy[list[int]]:
+    """Items that end just before, on or after a chunk boundary: where headers and trailers would straddle it."""
+    return st.lists(st.integers(-1600, 200).map(lambda delta: chunk_bytes + delta), min_size=1, max_size=count)
+
+
+layouts = st.one_of(sizes, brim(4 * MIB), brim(2 * MIB, 20)).map(laid_out)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts)
+def test_raw_bytes_are_aligned_and_items_stand_in_order_without_overlap(layout: ImageLayout):
+    position = 0
+    for item in layout.items:
+        assert item.item_offset >= position
+        assert item.raw_offset % (PAGE_BYTES if item.raw_bytes >= BLOCK_BYTES else RAW_ALIGNMENT) == 0
+        position = item.item_offset + item.envelope.item_bytes
+    assert position == layout.tensor_bytes
+    assert layout.raw_bytes == sum(item.raw_bytes for item in layout.items)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts)
+def test_no_header_or_trailer_straddles_a_chunk_boundary(layout: ImageLayout):
+    """Else a chunk could not be sealed, or reused as rendered, on its own."""
+    size = layout.chunk_bytes
+    for item in layout.items:
+        assert item.item_offset // size == (item.raw_offset - 1) // size
+        end = item.item_offset + item.envelope.item_bytes
+        assert item.trailer_offset // size == (end - 1) // size
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts, st.integers(0, 80 * MIB))
+def test_chunks_cover_the_file_exactly(layout: ImageLayout, objects_bytes: int):
+    image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
+    chunks = file_chunks(layout, image_bytes)
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert [chunk.start for chunk in chunks] == [index * layout.chunk_bytes for index in range(len(chunks))]
+    assert [chunk.stop for chunk in chunks[:-1]] == [chunk.start for chunk in chunks[1:]]
+    assert chunks[-1].stop == image_bytes
+    assert all(0 < chunk.stop - chunk.start <= layout.chunk_bytes for chunk in chunks)
+    assert all(chunk.stop % PAGE_BYTES == 0 for chunk in chunks)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts)
+def test_pieces_and_constants_tile_every_chunk_of_the_tensors(layout: ImageLayout):
+    """No byte is left as the last user of the arena left it, none has two sources."""
+    for chunk in layout.chunks:
+        spans = [(piece.image_start, piece.image_start + piece.nbytes) for piece in chunk.pieces]
+        spans += [(start, start + len(data)) for start, data in chunk.constants]
+        position = chunk.start
+        for start, stop in sorted(span for span in spans if span[0] < span[1]):
+            assert start == position
+            position = stop
+        assert position == min(chunk.start + layout.chunk_bytes, layout.tensor_bytes)
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts)
+def test_pieces_name_the_right_bytes_of_the_right_item(layout: ImageLayout):
+    found = [0] * len(layout.items)
+    for chunk in layout.chunks:
+        for piece in chunk.pieces:
+            assert piece.raw_start == found[piece.item]
+            assert piece.image_start == layout.items[piece.item].raw_offset + piece.raw_start
+            found[piece.item] += piece.nbytes
+    assert found == [item.raw_bytes for item in layout.items]
+
+
+@settings(deadline=None, max_examples=100)
+@given(layouts)
+def test_constants_are_the_headers_the_trailers_and_zeros(layout: ImageLayout):
+    wanted: dict[int, bytes] = {}
+    for item in layout.items:
+        wanted[item.item_offset] = item.envelope.header
+        wanted[item.trailer_offset] = item.envelope.trailer
+    for chunk in layout.chunks:
+        for start, data in chunk.constants:
+            rest = bytearray(data)
+            for offset, body in wanted.items():
+                if start <= offset < start + len(data):
+                    assert data[offset - start : offset - start + len(body)] == body
+                    rest[offset - start : offset - start + len(body)] = bytes(len(body))
+            assert not any(rest)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts)
+def test_the_image_is_not_larger_than_promised(layout: ImageLayout):
+    """Raw bytes + 1 KiB an item + alignment: a page for each item of a mebibyte, and what a boundary displaces."""
+    pages = sum(item.raw_bytes >= BLOCK_BYTES for item in layout.items)
+    displaced = (len(layout.chunks) + 1) * 1024
+    assert layout.tensor_bytes <= layout.raw_bytes + 1024 * len(layout.items) + PAGE_BYTES * pages + displaced
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1 << 40))
+def test_a_chunk_is_a_whole_number_of_blocks_and_bounded(raw_bytes: int):
+    size = chunk_bytes_for(raw_bytes)
+    assert size % BLOCK_BYTES == 0
+    assert 4 * MIB <= size <= 32 * MIB
+
+
+def test_a_small_image_has_some_chunks_to_overlap_and_a_large_one_few():
+    assert len(laid_out([MIB] * 64).chunks) in range(8, 11)
+    assert len(laid_out([64 * MIB] * 16).chunks) in range(32, 35)
+
+
+def test_every_item_is_sealed_in_the_chunk_of_its_trailer():
+    layout = laid_out([3 * MIB, 0, 100, 9 * MIB, 4 * MIB - 700, 64])
+    sealed = [(int(item), chunk.index) for chunk in layout.chunks for item in chunk.sums.sealed_items]
+    assert sealed == [(index, item.trailer_offset // layout.chunk_bytes) for index, item in enumerate(layout.items)]
+
+
+def test_a_layout_of_nothing_holds_only_objects():
+    layout = laid_out([])
+    assert (layout.items, layout.chunks, layout.tensor_bytes, layout.raw_bytes) == ((), (), 0, 0)
+    (chunk,) = file_chunks(layout, PAGE_BYTES)
+    assert (chunk.start, chunk.stop, chunk.pieces, chunk.constants) == (0, PAGE_BYTES, (), ())
+
+
+@pytest.mark.parametrize("nbytes", [(4 << 30) - 1, 4 << 30, (4 << 30) + 1, 20 << 30])
+def test_an_item_above_4_gib_is_laid_out(nbytes: int):
+    layout = laid_out([10, nbytes, 10])
+    assert layout.items[2].item_offset >= layout.items[1].trailer_offset + len(layout.items[1].envelope.trailer)
+    assert sum(piece.nbytes for chunk in layout.chunks for piece in chunk.pieces) == nbytes + 20
+
+
+def test_items_of_many_dimensions_keep_to_the_rules():
+    layout = laid_out([4 * MIB - 300, 10, 4 * MIB - 2000, 10], dims=60)
+    for item in layout.items:
+        assert item.raw_offset % RAW_ALIGNMENT == 0
+        assert item.item_offset // layout.chunk_bytes == (item.raw_offset - 1) // layout.chunk_bytes

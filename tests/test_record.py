@@ -1,0 +1,157 @@
+"""What a save reports as written, and the post-condition: written set == requested set."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isal import isal_zlib
+
+from aio_ckpt import tree
+from aio_ckpt.errors import PlanChangedError
+from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up, check_complete
+from aio_ckpt.layout import file_chunks
+from aio_ckpt.manifest import FileEntry, block_sums, decode_rank, decode_root
+from aio_ckpt.plan import Plan, PlanCache
+from aio_ckpt.record import object_entries, render_rank, render_root, written_names
+from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
+
+TIED = torch.empty(300)
+STATE = {
+    "first": torch.empty(10),
+    "spread": torch.empty(3 << 20),  # 12 MiB: over several chunks
+    "empty": torch.empty(0),
+    "tied": TIED,
+    "also_tied": TIED,
+    "last": torch.empty(1 << 20),
+    "lr": 0.1,
+    "same_lr": 0.1,
+    "blob": b"x" * (9 << 20),
+    "epoch": 3,
+}
+
+
+def planned(state: object) -> tuple[Plan, ObjectBytes]:
+    found = PlanCache(rank=0).resolve(tree.flatten(state, rank=0))
+    return found.plan, ObjectEncoder(trusted=False).encode(found.objects)
+
+
+PLAN, OBJECTS = planned(STATE)
+ENTRIES = object_entries(PLAN, OBJECTS)
+IMAGE_BYTES = align_up(PLAN.layout.tensor_bytes + len(OBJECTS.region), PAGE_BYTES)
+CHUNKS = file_chunks(PLAN.layout, IMAGE_BYTES)
+
+
+def result(*, lost: frozenset[int] = frozenset(), unsealed: int = 0, sums: bytes = b"") -> WriteResult:
+    return WriteResult(
+        image_bytes=IMAGE_BYTES,
+        file_crc32=7,
+        sums=sums,
+        mode="direct",
+        chunks=len(CHUNKS),
+        chunks_written=frozenset(range(len(CHUNKS))) - lost,
+        items_sealed=len(PLAN.layout.items) - unsealed,
+    )
+
+
+def spans() -> dict[str, tuple[int, int]]:
+    """Where every name's bytes begin and end in the file, from its manifest entries."""
+    found = {
+        name: (item.item_offset, item.item_offset + item.envelope.item_bytes)
+        for item in PLAN.layout.items
+        for name in item.fqns
+    }
+    found |= {name: (entry.offset, entry.offset + entry.nbytes) for entry in ENTRIES for name in entry.fqns}
+    return found
+
+
+# -- written_names --------------------------------------------------------------------------------
+
+
+def test_when_every_chunk_was_written_every_name_is():
+    assert written_names(PLAN, ENTRIES, result()) == STATE.keys()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.frozensets(st.integers(0, len(CHUNKS) - 1)))
+def test_a_name_is_written_unless_one_of_its_bytes_lies_in_a_lost_chunk(lost: frozenset[int]):
+    holes = {
+        name
+        for name, (start, stop) in spans().items()
+        if any(start < CHUNKS[index].stop and CHUNKS[index].start < stop for index in lost)
+    }
+    assert written_names(PLAN, ENTRIES, result(lost=lost)) == STATE.keys() - holes
+
+
+@pytest.mark.parametrize("index", range(len(CHUNKS)))
+def test_no_chunk_can_be_lost_unnoticed(index: int):
+    """Each chunk holds bytes of some name: the padding alone fills none."""
+    written = written_names(PLAN, ENTRIES, result(lost=frozenset({index})))
+    with pytest.raises(PlanChangedError, match="not written"):
+        check_complete(frozenset(STATE), written)
+
+
+def test_an_unsealed_item_makes_every_tensor_a_hole():
+    """The write stage counts sealed items; which one it missed is not told."""
+    assert written_names(PLAN, ENTRIES, result(unsealed=1)) == {"lr", "same_lr", "blob", "epoch"}
+
+
+def test_names_with_equal_bytes_are_written_together():
+    assert {entry.fqns for entry in ENTRIES} == {("lr", "same_lr"), ("blob",), ("epoch",)}
+    assert {item.fqns for item in PLAN.layout.items if len(item.fqns) > 1} == {("tied", "also_tied")}
+
+
+def test_object_entries_hold_the_place_and_the_sum_of_each_object():
+    image = bytes(PLAN.layout.tensor_bytes) + OBJECTS.region
+    for entry in ENTRIES:
+        stored = image[entry.offset : entry.offset + entry.nbytes]
+        assert entry.crc32 == isal_zlib.crc32(stored)
+        for name in entry.fqns:
+            assert tree.decode_object(stored, name=name, trusted=False) == STATE[name]
+
+
+# -- check_complete -------------------------------------------------------------------------------
+
+names = st.frozensets(st.sampled_from("abcdefgh"))
+
+
+@given(names, names)
+def test_the_post_condition_holds_only_for_equal_sets(requested: frozenset[str], written: frozenset[str]):
+    if requested == written:
+        check_complete(requested, written)
+        return
+    with pytest.raises(PlanChangedError) as caught:
+        check_complete(requested, written)
+    missing, extra = sorted(requested - written)[:5], sorted(written - requested)[:5]
+    assert f"not written {missing}, not asked for {extra}" in str(caught.value)
+
+
+# -- the manifests that are rendered from it ------------------------------------------------------
+
+
+def test_the_rank_manifest_holds_what_was_written():
+    blocks = [max(-(-item.raw_bytes >> 20), 0) for item in PLAN.layout.items]
+    sums = [tuple(range(100 * index, 100 * index + count)) for index, count in enumerate(blocks)]
+    packed = b"".join(value.to_bytes(4, "little") for row in sums for value in row)
+    data = render_rank(PLAN, ENTRIES, result(sums=packed), step=4, save_id="s-1", rank=0, world_size=1)
+    found = decode_rank(data, name="aio_ckpt.0.bin")
+    assert (found.step, found.save_id, found.rank, found.world_size) == (4, "s-1", 0, 1)
+    assert found.file == FileEntry("__0_0.distcp", IMAGE_BYTES, 7)
+    assert [entry.fqns for entry in found.tensors] == [item.fqns for item in PLAN.layout.items]
+    assert [entry.raw_offset for entry in found.tensors] == [item.raw_offset for item in PLAN.layout.items]
+    assert list(map(tuple, block_sums(found))) == sums
+    assert list(found.objects) == ENTRIES
+    assert tree.skeleton_names(tree.decode_skeleton(found.skeleton, name="m"), rank=0) == list(STATE)
+
+
+def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
+    ranks = [FileEntry("aio_ckpt.0.bin", 10, 1), FileEntry("aio_ckpt.1.bin", 20, 2)]
+    data = render_root(b"metadata", ranks, step=4, save_id="s-1", created_unix=5.0)
+    found = decode_root(data, name="aio_ckpt.json")
+    assert (found.step, found.save_id, found.world_size, found.ranks) == (4, "s-1", 2, tuple(ranks))
+    assert found.metadata == FileEntry(".metadata", 8, isal_zlib.crc32(b"metadata"))
+    assert found.metadata_blake2b == hashlib.blake2b(b"metadata", digest_size=32).hexdigest()
+    assert found.written_by["torch"] == str(torch.__version__)

@@ -1,0 +1,157 @@
+"""Verifying: every byte is read, every fault is listed with its file and, where one is known, its tensor."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_maker import content_of, save_state, write_checkpoint, write_small
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import manifest
+from aio_ckpt.errors import CheckpointNotFoundError
+from aio_ckpt.items import BLOCK_BYTES, PerRank
+from aio_ckpt.portal import Executor
+from aio_ckpt.storage import LocalStorage
+from aio_ckpt.verify import verify_checkpoint
+
+FEW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def executor():
+    made = Executor("test", 4)
+    yield made
+    made.close(10)
+
+
+async def verify(executor, path, on_progress=lambda nbytes: None):
+    storage = LocalStorage(executor, "auto")
+    return await verify_checkpoint(storage, path, executor=executor, readers=2, on_progress=on_progress)
+
+
+def some_state():
+    return {
+        "big": torch.arange(5 * BLOCK_BYTES // 4 + 99.0),
+        "small": torch.arange(50.0).reshape(5, 10).t(),
+        "tied": (shared := torch.ones(7)),
+        "again": shared,
+        "hollow": torch.empty(0, 3),
+        "obj": list(range(50)),
+        "n": np.float32(1),
+    }
+
+
+def stock_save(path, state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+    return path
+
+
+def flip(file, offset, mask=0x10):
+    data = bytearray(file.read_bytes())
+    data[offset] ^= mask
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("save", [save_state, stock_save])
+async def test_a_sound_checkpoint_has_no_fault_and_every_byte_was_read(executor, tmp_path, save):
+    path = save(tmp_path / "c", some_state() | {"n": 1})
+    seen = []
+    assert await verify(executor, path, seen.append) == ()
+    assert sum(seen) == (path / "__0_0.distcp").stat().st_size
+
+
+async def test_a_sound_checkpoint_of_several_ranks_has_no_fault(executor, tmp_path):
+    contents = [content_of({f"t{rank}": torch.ones(rank), "rng": PerRank(rank)}, rank) for rank in range(3)]
+    assert await verify(executor, write_checkpoint(tmp_path / "c", contents)) == ()
+
+
+@FEW
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+async def test_a_flipped_bit_anywhere_in_a_data_file_is_found(executor, tmp_path_factory, place, bit):
+    path = save_state(tmp_path_factory.mktemp("c") / "c", some_state())
+    file = path / "__0_0.distcp"
+    offset = int(place * file.stat().st_size)
+    flip(file, offset, 1 << bit)
+    faults = await verify(executor, path)
+    rank = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m")
+    inside = [e.fqns[0] for e in rank.tensors if e.raw_offset <= offset < e.raw_offset + e.raw_bytes]
+    inside += [e.fqns[0] for e in rank.objects if e.offset <= offset < e.offset + e.nbytes]
+    assert {fault.file for fault in faults} == {"__0_0.distcp"}
+    assert faults[0].tensor == (inside[0] if inside else None)
+
+
+@pytest.mark.parametrize("place", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("name", [".metadata", "aio_ckpt.0.bin"])
+async def test_a_flipped_bit_in_a_small_file_is_found_and_the_data_is_still_checked(executor, tmp_path, name, place):
+    path = save_state(tmp_path / "c", some_state())
+    flip(path / name, int(place * (path / name).stat().st_size))
+    faults = await verify(executor, path)
+    assert [fault.file for fault in faults] == [name]
+    flip(path / "__0_0.distcp", 2 * BLOCK_BYTES)
+    files = {fault.file for fault in await verify(executor, path)}
+    assert files == ({name, "__0_0.distcp"} if name == ".metadata" else {name})
+
+
+async def test_all_faults_of_all_ranks_are_listed(executor, tmp_path):
+    contents = [content_of({f"t{rank}": torch.ones(100 + rank), f"o{rank}": "x"}, rank) for rank in range(4)]
+    path = write_checkpoint(tmp_path / "c", contents)
+    for rank, at in ((0, "tensors"), (1, "objects")):
+        found = manifest.decode_rank((path / f"aio_ckpt.{rank}.bin").read_bytes(), name="m")
+        entry = getattr(found, at)[0]
+        flip(path / f"__{rank}_0.distcp", entry.raw_offset if at == "tensors" else entry.offset)
+    (path / "__2_0.distcp").unlink()
+    with (path / "__3_0.distcp").open("r+b") as file:
+        file.truncate(100)
+    faults = await verify(executor, path)
+    assert [(fault.file, fault.tensor) for fault in faults] == [
+        ("__0_0.distcp", "t0"),
+        ("__1_0.distcp", "o1"),
+        ("__2_0.distcp", None),
+        ("__3_0.distcp", None),
+    ]
+
+
+async def test_metadata_that_tells_another_place_than_the_manifest_is_found(executor, tmp_path):
+    import hashlib
+
+    path = save_state(tmp_path / "c", {"a": torch.ones(10), "b": torch.zeros(10)})
+    data = (path / ".metadata").read_bytes()
+    changed = data.replace(b"__0_0.distcp", b"__7_0.distcp")
+    assert changed != data
+    root = manifest.decode_root((path / "aio_ckpt.json").read_bytes(), name="r")
+    fields = {name: getattr(root, name) for name in root.__struct_fields__}
+    fields["metadata"] = write_small(path / ".metadata", changed)
+    fields["metadata_blake2b"] = hashlib.blake2b(changed, digest_size=32).hexdigest()
+    (path / "aio_ckpt.json").write_bytes(manifest.encode_root(manifest.RootManifest(**fields)))
+    assert [(fault.file, fault.tensor) for fault in await verify(executor, path)] == [
+        (".metadata", "a"),
+        (".metadata", "b"),
+    ]
+
+
+async def test_damage_in_a_plain_dcp_checkpoint_is_found_and_named(executor, tmp_path):
+    path = stock_save(tmp_path / "c", some_state() | {"n": 1})
+    file = path / "__0_0.distcp"
+    data = file.read_bytes()
+    flip(file, data.index(np.arange(100.0, 200.0, dtype=np.float32).tobytes()))
+    flip(file, data.index(bytes([35, 75, 36, 75, 37])))
+    assert {(fault.file, fault.tensor) for fault in await verify(executor, path)} == {
+        ("__0_0.distcp", "big"),
+        ("__0_0.distcp", "obj"),
+    }
+    file.unlink()
+    assert "missing" in (await verify(executor, path))[0].message
+    (path / ".metadata").write_bytes(b"garbage")
+    assert [fault.file for fault in await verify(executor, path)] == [".metadata"]
+
+
+async def test_what_is_no_checkpoint_is_an_error_not_a_fault(executor, tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        await verify(executor, tmp_path)
