@@ -277,6 +277,7 @@ class CheckpointEngine:
             CheckpointNotFoundError: ``step`` is not committed.
             BusyError: saves are pending: await their tickets first.
         """
+        self._portal.check_thread("rollback()")
         with self._save_lock:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
@@ -349,9 +350,14 @@ class CheckpointEngine:
     def _become_writer(self) -> None:
         """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
         if self._root_lock is None:
-            self._root_lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
-            self._in_flight.learn_steps(self.steps)
-            cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
+            lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
+            try:
+                self._in_flight.learn_steps(self.steps)
+                cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
+            except BaseException:
+                lock.release()
+                raise
+            self._root_lock = lock
             if cleared:
                 _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 

@@ -265,6 +265,9 @@ def capture(
         untold: list[tuple[int, tuple[Mark, ...]]] = []
         told_bytes = 0
         for chunk in image.chunks:
+            if untold and not _is_free(image, chunk):  # it becomes free when a chunk is written that may be untold yet
+                on_captured(untold)
+                untold, told_bytes = [], chunk.start
             _await_slot(image, chunk, stall_timeout_secs)
             marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
             untold.append((chunk.index, marks))
@@ -280,6 +283,10 @@ def capture(
         raise
     work.fence()
     return work
+
+
+def _is_free(image: Image, chunk: Chunk) -> bool:
+    return chunk.index < image.slots or image.written[chunk.index - image.slots].done()
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

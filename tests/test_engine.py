@@ -389,6 +389,7 @@ def test_waiting_on_the_engines_own_thread_is_refused(root: Path) -> None:
             ticket.result,
             engine.steps,
             engine.wait_ready,
+            lambda: engine.rollback(1),
             lambda: engine.save(weights(2)),
             lambda: engine.submit_load({}, None, strict=False, allow_missing=False, fallback=True),
             engine.close_blocking,

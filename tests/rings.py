@@ -1,0 +1,98 @@
+"""Images in arenas of any number of slots, captured and written by the real stages, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt import tree
+from aio_ckpt.device import CopyStreams
+from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
+from aio_ckpt.layout import file_chunks
+from aio_ckpt.lifetime import LifetimeManager
+from aio_ckpt.pipeline import CaptureProgress
+from aio_ckpt.plan import PlanCache, PlannedSave
+from aio_ckpt.portal import Executor
+from aio_ckpt.snapshot import Capture, Image, capture
+from aio_ckpt.storage import Storage
+from aio_ckpt.write import ChunkPreparer, write_image
+
+TIMEOUT = 20.0
+
+
+def plan_of(state: Mapping[str, object]) -> PlannedSave:
+    return PlanCache(rank=0).resolve(tree.flatten(state, rank=0))
+
+
+def image_of(planned: PlannedSave, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:
+    """A leased image with ``slots`` slots (None: one for every chunk)."""
+    layout = planned.plan.layout
+    image_bytes = align_up(layout.tensor_bytes + len(objects), PAGE_BYTES)
+    chunks = file_chunks(layout, image_bytes)
+    slots = slots or len(chunks)
+    lease = manager.acquire(
+        min(slots * layout.chunk_bytes, image_bytes), "pageable", registers=False, timeout_secs=TIMEOUT
+    )
+    return Image(
+        lease=lease,
+        chunks=chunks,
+        chunk_bytes=layout.chunk_bytes,
+        slots=slots,
+        written=tuple(Future() for _ in chunks),
+    )
+
+
+async def save_image(
+    planned: PlannedSave,
+    image: Image,
+    storage: Storage,
+    executor: Executor,
+    path: Path,
+    *,
+    objects: bytes = b"",
+    workers: int = 2,
+    renders_constants: bool = True,
+) -> WriteResult:
+    """Capture in a trainer's thread while this loop writes; the lease is closed at the end, come what may."""
+    progress = CaptureProgress(len(image.chunks))
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as trainer:
+        capturing = trainer.submit(
+            capture,
+            planned,
+            image,
+            CopyStreams(),
+            on_captured=lambda chunks: loop.call_soon_threadsafe(progress.tell, chunks),
+            stall_timeout_secs=TIMEOUT,
+        )
+        try:
+            file = await storage.create_data_file(path, image.chunks[-1].stop, writers=workers)
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(_finish, capturing)
+                    result = await write_image(
+                        image,
+                        ChunkPreparer(planned.plan.layout, objects, renders_constants=renders_constants),
+                        file,
+                        executor,
+                        workers=workers,
+                        captured=lambda index: progress.wait(index, executor),
+                        on_written=lambda nbytes: None,
+                    )
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await file.close()
+        finally:
+            for future in image.written:  # frees a capture that waits for a slot
+                if not future.done():
+                    future.set_exception(OSError("the write ended"))
+            image.lease.close()
+    return result
+
+
+async def _finish(capturing: Future[Capture]) -> None:
+    (await asyncio.wrap_future(capturing)).finish()

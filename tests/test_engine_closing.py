@@ -1,0 +1,289 @@
+"""How an engine ends: close, terminate, context managers, a fork, the end of the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gated_storage import TIMEOUT, gated_engine
+
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.commit import LOCK_FILE
+from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_and_no_file_is_left():
+    def held() -> tuple[set[str], int]:
+        threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("aio_ckpt")}
+        links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return threads, sum("/root" in link or "aio_ckpt" in link for link in links)
+
+    before = held()
+    yield
+    assert held() == before
+
+
+def weights(number: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), float(number))}
+
+
+def broken() -> WriteError:
+    return WriteError(errno.EIO, "the disk is gone", "/x")
+
+
+def listing(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
+
+
+# -- close ----------------------------------------------------------------------------------------
+
+
+async def test_close_finishes_what_is_pending_without_blocking_the_loop(root: Path) -> None:
+    with gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        tickets = [engine.save(weights(number)) for number in (1, 2)]
+        closing = asyncio.create_task(engine.close())
+        asyncio.get_running_loop().call_soon(gate.open)  # would never run if close() blocked this loop
+        async with asyncio.timeout(TIMEOUT):
+            await closing
+        assert [ticket.result(0).step for ticket in tickets] == [1, 2]
+    assert listing(root) == ["step_000000001", "step_000000002"]
+
+
+def test_close_may_be_called_again_and_from_several_threads_at_once(root: Path) -> None:
+    engine = SyncCheckpointEngine(root)
+    engine.save(weights(1))
+    with ThreadPoolExecutor(3) as pool:
+        for closing in [pool.submit(engine.close) for _ in range(3)]:
+            closing.result(TIMEOUT)
+    engine.close()
+    engine.terminate()
+    assert listing(root) == ["step_000000001"]
+
+
+def test_a_closed_engine_refuses_everything_and_holds_no_lock(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        ticket = engine.save(weights(1))
+    uses: list[Callable[[], object]] = [
+        lambda: engine.save(weights(2)),
+        lambda: engine.load(weights(0)),
+        engine.read,
+        engine.steps,
+        engine.latest_step,
+        lambda: engine.rollback(1),
+    ]
+    for use in uses:
+        with pytest.raises(EngineClosedError, match="closed"):
+            use()
+    assert ticket.result(0).step == 1, "a ticket outlives its engine"
+    assert engine.lifetime.arenas == 0
+    with SyncCheckpointEngine(root) as other:
+        assert other.save(weights(2)).result(TIMEOUT).step == 2
+
+
+def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: Path) -> None:
+    with gated_engine(root) as (engine, storage), ThreadPoolExecutor(2) as pool:
+        gate = storage.hold("sync", "*.distcp")
+        first = engine.save(weights(1))
+        gate.wait_reached()
+        entered = threading.Event()
+
+        def save() -> object:
+            entered.set()
+            return engine.save(weights(2))
+
+        waiting = pool.submit(save)
+        assert entered.wait(TIMEOUT)
+        closing = pool.submit(engine.close_blocking)
+        with pytest.raises(EngineClosedError):
+            waiting.result(TIMEOUT)
+        assert not closing.done()
+        gate.open()
+        closing.result(TIMEOUT)
+        assert first.result(0).step == 1
+    assert listing(root) == ["step_000000001"]
+
+
+# -- context managers -----------------------------------------------------------------------------
+
+
+class TrainerError(Exception):
+    """What went wrong in the user's own code."""
+
+
+async def test_the_end_of_an_async_block_commits_what_is_pending(root: Path) -> None:
+    async with CheckpointEngine(root) as engine:
+        engine.save(weights(1))
+    assert listing(root) == ["step_000000001"]
+
+
+@pytest.mark.parametrize("save_fails", [False, True])
+async def test_the_trainers_own_error_comes_first_and_pending_saves_end_before_it(
+    root: Path, caplog: pytest.LogCaptureFixture, save_fails: bool
+) -> None:
+    with gated_engine(root) as (engine, storage):
+        if save_fails:
+            storage.fail("sync", "*", broken())
+        with pytest.raises(TrainerError), caplog.at_level(logging.ERROR, "aio_ckpt"):
+            async with engine:
+                engine.save(weights(1))
+                raise TrainerError
+        assert ("a save failed while the trainer was failing" in caplog.text) is save_fails
+    assert listing(root) == ([] if save_fails else ["step_000000001"])
+
+
+@pytest.mark.parametrize("save_fails", [False, True])
+def test_the_sync_block_ends_like_the_async_one(root: Path, save_fails: bool) -> None:
+    with gated_engine(root) as (engine, storage):
+        face = SyncCheckpointEngine.__new__(SyncCheckpointEngine)
+        face._engine = engine
+        if save_fails:
+            storage.fail("sync", "*", broken())
+        with pytest.raises(TrainerError), face:
+            face.save(weights(1))
+            raise TrainerError
+    assert listing(root) == ([] if save_fails else ["step_000000001"])
+
+
+async def test_a_block_that_ends_well_raises_what_an_unawaited_save_failed_with(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        storage.fail("sync", "*", broken())
+        with pytest.raises(WriteError, match="the disk is gone"):
+            async with engine:
+                engine.save(weights(1))
+
+
+# -- terminate ------------------------------------------------------------------------------------
+
+
+def test_terminate_abandons_what_is_pending(root: Path) -> None:
+    with gated_engine(root, max_in_flight=2) as (engine, storage):
+        engine.save(weights(1)).result(TIMEOUT)
+        storage.hold("sync", "*.distcp")  # never opened: terminate must not need it
+        tickets = [engine.save(weights(number)) for number in (2, 3)]
+        engine.terminate()
+        for ticket in tickets:
+            with pytest.raises(SaveCancelledError):
+                ticket.result(0)
+        with pytest.raises(EngineClosedError):
+            engine.save(weights(4))
+    assert listing(root) == ["step_000000001"]
+    with SyncCheckpointEngine(root) as other:
+        assert other.save(weights(2)).result(TIMEOUT).step == 2
+
+
+def test_terminate_lets_a_commit_that_has_begun_finish(root: Path) -> None:
+    with gated_engine(root) as (engine, storage), ThreadPoolExecutor(1) as pool:
+        gate = storage.hold("sync_dir", "root")
+        ticket = engine.save(weights(1))
+        gate.wait_reached()
+        terminating = pool.submit(engine.terminate)
+        gate.open()
+        terminating.result(TIMEOUT)
+        assert ticket.result(0).step == 1
+    assert listing(root) == ["step_000000001"]
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+def run_python(source: str, root: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{os.path.dirname(__file__)}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", textwrap.dedent(source), str(root)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+EXIT = """
+    import sys, torch
+    from pathlib import Path
+    from aio_ckpt import CheckpointEngine, EngineConfig
+    engine = CheckpointEngine(sys.argv[1], EngineConfig(max_in_flight=3))
+    for number in (1, 2, 3):
+        engine.save({"w": torch.full((1 << 20,), float(number))})
+"""
+
+
+def test_an_interpreter_that_exits_right_after_save_commits_first(root: Path) -> None:
+    ended = run_python(EXIT, root)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == [1, 2, 3]
+        for step in (1, 2, 3):
+            state: Any = engine.read(step)
+            assert torch.equal(state["w"], torch.full((1 << 20,), float(step)))
+
+
+STUCK_EXIT = """
+    import sys, torch
+    from pathlib import Path
+    from aio_ckpt import CheckpointEngine, EngineConfig
+    from aio_ckpt.portal import Executor
+    from gated_storage import GatedStorage
+    storage = GatedStorage(Executor("gated", 4))
+    engine = CheckpointEngine(sys.argv[1], EngineConfig(drain_timeout_secs=0.2), storage=storage)
+    engine.save({"w": torch.ones(10)}).result(30)
+    gate = storage.hold("sync", "*.distcp")
+    engine.save({"w": torch.ones(10)})
+    gate.wait_reached()
+"""
+
+
+def test_an_interpreter_that_exits_on_a_stuck_disk_says_which_steps_are_lost_and_ends(root: Path) -> None:
+    ended = run_python(STUCK_EXIT, root)
+    assert ended.returncode == 0
+    assert "steps [2] were not committed" in ended.stderr
+    assert [name for name in listing(root) if name.startswith("step")] == ["step_000000001"]
+
+
+FORK = """
+    import os, sys, torch, warnings
+    from aio_ckpt import SyncCheckpointEngine
+    from aio_ckpt.errors import EngineClosedError
+    warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
+    state = {"w": torch.ones(10)}
+    engine = SyncCheckpointEngine(sys.argv[1])
+    ticket = engine.save(state)
+    pid = os.fork()
+    if not pid:
+        uses = {
+            "save": lambda: engine.save(state), "load": lambda: engine.load(state), "read": engine.read,
+            "steps": engine.steps, "close": engine.close, "terminate": engine.terminate, "ready": engine.ready,
+            "rollback": lambda: engine.rollback(1),
+        }
+        for name, use in uses.items():
+            try:
+                use()
+            except EngineClosedError as error:
+                print(name, type(error).__name__, "open an engine of its own here" in str(error), flush=True)
+        sys.exit(0)  # runs the hooks that a data loader's worker would run
+    assert os.waitpid(pid, 0)[1] == 0
+    assert ticket.result(30).step == 1
+    engine.save(state).result(30)
+    engine.close()
+"""
+
+
+def test_a_forked_child_is_refused_everything_and_the_parent_goes_on(root: Path) -> None:
+    ended = run_python(FORK, root)
+    assert ended.returncode == 0, ended.stderr
+    names = ["save", "load", "read", "steps", "close", "terminate", "ready", "rollback"]
+    assert ended.stdout.splitlines() == [f"{name} EngineForkedError True" for name in names]
+    assert listing(root) == ["step_000000001", "step_000000002"]

@@ -1,0 +1,450 @@
+"""The lifetime manager: who may touch which bytes until when, within a byte budget."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+import resource
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from watched_writes import TIMEOUT, WatchedCondition
+
+from aio_ckpt import lifetime
+from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
+from aio_ckpt.items import PAGE_BYTES
+from aio_ckpt.lifetime import HUGE_PAGE_BYTES, POISON, Arena, ArenaKind, Lease, LifetimeManager, default_budget_bytes
+from aio_ckpt.portal import Executor
+
+KIB = 1 << 10
+MIB = 1 << 20
+BUDGET = 64 * MIB
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[Executor]:
+    executor = Executor("test", 2)
+    yield executor
+    executor.close(TIMEOUT)
+
+
+@pytest.fixture
+def manager(executor: Executor) -> LifetimeManager:
+    return LifetimeManager(budget_bytes=BUDGET, executor=executor, debug=False)
+
+
+def take(manager: LifetimeManager, nbytes: int, kind: ArenaKind = "pageable", timeout_secs: float = TIMEOUT) -> Lease:
+    return manager.acquire(nbytes, kind, registers=False, timeout_secs=timeout_secs)
+
+
+def watch_waits(manager: LifetimeManager) -> WatchedCondition:
+    """Before anything waits: tells when a thread begins to."""
+    manager._changed = WatchedCondition()
+    return manager._changed
+
+
+# -- a lease --------------------------------------------------------------------------------------
+
+
+class Ends:
+    """Counts how often the arena was given back."""
+
+    def __init__(self, manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arenas: list[Arena] = []
+        give_back = manager._give_back
+
+        def counted(arena: Arena) -> None:
+            self.arenas.append(arena)
+            give_back(arena)
+
+        monkeypatch.setattr(manager, "_give_back", counted)
+
+
+def test_a_lease_ends_when_it_was_closed_and_its_last_future_resolved(manager: LifetimeManager) -> None:
+    lease = take(manager, MIB)
+    first, second = Future[object](), Future[object]()
+    lease.hold_until(first)
+    lease.hold_until(second)
+    lease.close()
+    first.set_result(None)
+    assert (lease.settled.done(), manager.stats.leases) == (False, 1)
+    second.set_exception(OSError(errno.EIO, "a failed write has let go as well"))
+    assert (lease.settled.done(), manager.stats.leases) == (True, 0)
+
+
+def test_a_lease_that_was_not_closed_goes_on_when_no_thread_uses_it(manager: LifetimeManager) -> None:
+    lease = take(manager, MIB)
+    future = Future[object]()
+    lease.hold_until(future)
+    future.set_result(None)
+    assert manager.stats.leases == 1
+    lease.close()
+    assert manager.stats.leases == 0
+
+
+def test_a_queued_call_that_is_cancelled_lets_go(manager: LifetimeManager) -> None:
+    lease = take(manager, MIB)
+    future = Future[object]()
+    lease.hold_until(future)
+    lease.close()
+    assert future.cancel()
+    assert manager.stats.leases == 0
+
+
+def test_an_ended_lease_refuses_to_be_held(manager: LifetimeManager) -> None:
+    lease = take(manager, MIB)
+    running = Future[object]()
+    lease.hold_until(running)
+    lease.close()
+    lease.hold_until(last := Future())  # still held: its bytes are nobody else's
+    running.set_result(None)
+    assert manager.stats.leases == 1
+    last.set_result(None)
+    with pytest.raises(EngineClosedError, match="may belong to another save"):
+        lease.hold_until(Future())
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from(["hold", "resolve", "close"]), max_size=30), st.randoms(use_true_random=False))
+def test_whatever_the_order_a_lease_ends_exactly_once_and_never_while_held(
+    executor: Executor, steps: list[str], rng: random.Random
+) -> None:
+    manager = LifetimeManager(budget_bytes=BUDGET, executor=executor, debug=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ends = Ends(manager, monkeypatch)
+        lease = take(manager, 1)
+        held: list[Future[object]] = []
+        is_closed = False
+        for step in [*steps, "close", *["resolve"] * len(steps)]:
+            if step == "hold" and not ends.arenas:
+                lease.hold_until(future := Future())
+                held.append(future)
+            elif step == "resolve" and held:
+                held.pop(rng.randrange(len(held))).set_result(None)
+            elif step == "close":
+                lease.close()
+                is_closed = True
+            assert len(ends.arenas) == (is_closed and not held)
+        assert lease.settled.done()
+    manager.close()
+
+
+def test_threads_that_let_go_while_the_lease_is_closed_end_it_once(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = Ends(manager, monkeypatch)
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(200):
+            lease = take(manager, MIB)
+            together = threading.Barrier(3)
+            for act in (first := Future(), second := Future()):
+                lease.hold_until(act)
+
+            def race(act: Callable[[], object], together: threading.Barrier = together) -> None:
+                together.wait(TIMEOUT)
+                act()
+
+            for act in (lease.close, lambda f=first: f.set_result(None), lambda f=second: f.set_result(None)):
+                threads.submit(race, act)
+            lease.settled.result(TIMEOUT)
+    assert len(ends.arenas) == 200
+    assert manager.stats.leases == 0
+
+
+# -- arenas ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pageable", "shm"])
+@pytest.mark.parametrize("nbytes", [1, 64 * KIB, 5 * MIB + 1, 17 * MIB])
+def test_an_arena_is_page_aligned_zeroed_and_hardly_larger_than_asked_for(
+    manager: LifetimeManager, kind: ArenaKind, nbytes: int
+) -> None:
+    arena = take(manager, nbytes, kind).arena
+    assert arena.address % PAGE_BYTES == 0
+    assert nbytes <= arena.capacity == len(arena.memory) == arena.tensor.numel()
+    assert arena.capacity - nbytes < (HUGE_PAGE_BYTES if nbytes >= 16 * MIB else 64 * KIB)
+    assert not arena.tensor.any()
+    arena.tensor[-1] = 7
+    assert memoryview(arena.memory)[-1] == 7
+
+
+def flags_of(address: int) -> list[str]:
+    """VmFlags of the mapping at an address."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    inside = False
+    for line in lines:
+        head = line.split(maxsplit=1)[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(part, 16) for part in head.split("-"))
+            inside = begin <= address < end
+        elif inside and head == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("no mapping there")
+
+
+@pytest.mark.parametrize("kind", ["pageable", "shm"])
+def test_an_arena_is_resident_when_it_is_lent_and_is_no_part_of_a_fork(
+    manager: LifetimeManager, kind: ArenaKind
+) -> None:
+    before = psutil.Process().memory_info().rss
+    arena = take(manager, 16 * MIB, kind).arena
+    assert psutil.Process().memory_info().rss - before > 15 * MIB
+    assert "dc" in flags_of(arena.address)
+
+
+def test_an_arena_is_lent_again_and_keeps_its_address(manager: LifetimeManager) -> None:
+    first = take(manager, 8 * MIB)
+    address = first.arena.address
+    first.close()
+    second = take(manager, 8 * MIB - 5)
+    assert second.arena.address == address
+    assert (manager.stats.arenas, manager.stats.leases) == (1, 1)
+
+
+def test_two_leases_never_share_an_arena(manager: LifetimeManager) -> None:
+    first, second = take(manager, MIB), take(manager, MIB)
+    assert first.arena is not second.arena
+    assert (manager.stats.arenas, manager.stats.leases) == (2, 2)
+    first.close()
+    assert take(manager, MIB).arena is not second.arena
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind"),
+    [(24 * MIB, "pageable"), (4 * MIB, "pageable"), (16 * MIB, "shm")],
+    ids=["grown", "shrunk", "another kind"],
+)
+def test_an_idle_arena_that_no_longer_fits_is_unmapped(manager: LifetimeManager, nbytes: int, kind: ArenaKind) -> None:
+    old = take(manager, 16 * MIB)
+    memory = weakref.ref(old.arena.memory)
+    old.close()
+    assert manager.stats.arena_bytes == 16 * MIB
+    new = take(manager, nbytes, kind)
+    gc.collect()
+    assert memory() is None
+    assert (manager.stats.arenas, manager.stats.arena_bytes) == (1, new.arena.capacity)
+
+
+def test_an_arena_a_little_too_large_is_kept_so_that_objects_of_changing_size_map_nothing(
+    manager: LifetimeManager,
+) -> None:
+    first = take(manager, 16 * MIB)
+    first.close()
+    assert take(manager, 15 * MIB).arena is first.arena
+
+
+def test_a_view_keeps_the_memory_of_an_arena_that_was_released(manager: LifetimeManager) -> None:
+    """A thread that is left behind at close would else write from unmapped memory."""
+    lease = take(manager, MIB)
+    lease.arena.tensor.fill_(3)
+    view = memoryview(lease.arena.memory)[5:10]
+    lease.close()
+    manager.close()
+    assert bytes(view) == bytes([3] * 5)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_released_bytes_are_poisoned_in_debug_mode_only(executor: Executor, debug: bool) -> None:
+    manager = LifetimeManager(budget_bytes=BUDGET, executor=executor, debug=debug)
+    lease = take(manager, MIB)
+    arena = lease.arena
+    arena.tensor.fill_(1)
+    arena.rendered = object()  # type: ignore[assignment]
+    lease.hold_until(writing := Future())
+    lease.close()
+    assert bool((arena.tensor == 1).all())
+    writing.set_result(None)
+    assert bool((arena.tensor == (POISON if debug else 1)).all())
+    assert (arena.rendered is None) == debug
+
+
+# -- the budget -----------------------------------------------------------------------------------
+
+
+def test_more_than_the_budget_is_refused_at_once_and_says_what_to_do(manager: LifetimeManager) -> None:
+    with pytest.raises(BudgetExceededError, match=f"{BUDGET + 1} bytes exceeds budget_bytes={BUDGET}: raise it"):
+        take(manager, BUDGET + 1)
+    assert manager.stats.arenas == 0
+
+
+def test_without_room_the_next_lease_waits_for_the_thread_that_holds_the_first(manager: LifetimeManager) -> None:
+    waits = watch_waits(manager)
+    first = take(manager, 40 * MIB)
+    first.hold_until(writing := Future())
+    with ThreadPoolExecutor(1) as trainer:
+        second = trainer.submit(take, manager, 40 * MIB)
+        assert waits.waiting.wait(TIMEOUT)
+        first.close()
+        assert not second.done()
+        assert manager.stats.leases == 1
+        writing.set_result(None)
+        assert second.result(TIMEOUT).arena is first.arena
+        assert second.result().waited_secs > 0
+    assert first.waited_secs < TIMEOUT
+
+
+def test_leases_that_fit_the_budget_together_do_not_wait(manager: LifetimeManager) -> None:
+    waits = watch_waits(manager)
+    leases = [take(manager, 32 * MIB), take(manager, 32 * MIB)]
+    assert not waits.waiting.is_set()
+    assert manager.stats.arena_bytes == BUDGET
+    assert all(lease.waited_secs < TIMEOUT for lease in leases)
+
+
+def test_idle_arenas_never_stand_in_the_way_of_a_lease(manager: LifetimeManager) -> None:
+    waits = watch_waits(manager)
+    for lease in [take(manager, 20 * MIB), take(manager, 20 * MIB), take(manager, 20 * MIB)]:
+        lease.close()
+    assert manager.stats.arena_bytes == 60 * MIB
+    take(manager, 60 * MIB)
+    assert not waits.waiting.is_set()
+    assert manager.stats.arena_bytes == 60 * MIB
+
+
+def test_concurrent_leases_stay_within_the_budget(executor: Executor) -> None:
+    manager = LifetimeManager(budget_bytes=2 * MIB, executor=executor, debug=True)
+    over: list[int] = []
+
+    def use(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(50):
+            lease = take(manager, rng.choice([64, 256, 512, 1024]) * KIB)
+            over.extend(held for held in [manager.stats.arena_bytes] if held > 2 * MIB)
+            lease.arena.tensor.fill_(seed)
+            assert bool((lease.arena.tensor == seed).all())
+            lease.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(use, seed) for seed in range(1, 5)]:
+            done.result(TIMEOUT)
+    assert over == []
+    assert manager.stats.leases == 0
+
+
+class Clock:
+    """Time that passes only in ``wait``; ``script`` holds what happens during each wait and how long it takes."""
+
+    def __init__(self, manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.script: list[tuple[float, Callable[[], object]]] = []
+        clock = self
+
+        class Scripted(WatchedCondition):
+            def wait(self, timeout: float | None = None) -> bool:
+                assert timeout is not None
+                secs, happens = clock.script.pop(0) if clock.script else (timeout, lambda: None)
+                clock.now += min(secs, timeout)
+                happens()
+                return secs <= timeout
+
+        monkeypatch.setattr(lifetime, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        manager._changed = Scripted()
+
+
+def test_a_lease_that_nobody_lets_go_of_is_an_error_after_the_stall_timeout(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(manager, monkeypatch)
+    take(manager, 40 * MIB)
+    with pytest.raises(StallError, match=r"an earlier save keeps its arena and made no progress for 10\.0 s"):
+        take(manager, 40 * MIB, timeout_secs=10.0)
+    assert clock.now == 1010.0
+    assert manager.stats.leases == 1
+
+
+def test_a_slow_earlier_save_is_waited_for_as_long_as_its_threads_let_go_of_chunks(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(manager, monkeypatch)
+    first = take(manager, 40 * MIB)
+    chunks = [Future[object]() for _ in range(5)]
+    for chunk in chunks:
+        first.hold_until(chunk)
+    clock.script = [(9.0, lambda chunk=chunk: chunk.set_result(None)) for chunk in chunks] + [(9.0, first.close)]
+    second = take(manager, 40 * MIB, timeout_secs=10.0)
+    assert second.waited_secs == 54.0
+
+
+def test_memory_that_the_system_refuses_is_an_error_and_leaves_the_budget_alone(executor: Executor) -> None:
+    manager = LifetimeManager(budget_bytes=1 << 60, executor=executor, debug=False)
+    with pytest.raises(BudgetExceededError, match="lower budget_bytes"):
+        take(manager, 1 << 59)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(BudgetExceededError, match='use staging="pageable"'):
+            take(manager, 2 * MIB, "shm")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (manager.stats.arenas, manager._reserved_bytes) == (0, 0)
+    take(manager, MIB, "shm")
+
+
+def test_an_arena_that_the_driver_does_not_register_is_given_back(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: int, nbytes: int) -> None:
+        raise ConfigError(f"{nbytes} bytes at {address}: refused")
+
+    monkeypatch.setattr(lifetime.device, "register_host_memory", refuse)
+    with pytest.raises(ConfigError):
+        manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+    assert (manager.stats.arenas, manager.stats.leases) == (1, 0)
+    manager.acquire(MIB, "pageable", registers=True, timeout_secs=TIMEOUT)
+    manager.acquire(MIB, "pinned", registers=False, timeout_secs=TIMEOUT)
+
+
+def test_the_default_budget_is_shared_among_the_ranks_of_a_host() -> None:
+    available = psutil.virtual_memory().available
+    alone = default_budget_bytes(ranks_on_host=1)
+    assert 0 < alone <= available * 0.55
+    assert default_budget_bytes(ranks_on_host=4) == pytest.approx(alone / 4, rel=0.2)
+
+
+# -- closing --------------------------------------------------------------------------------------
+
+
+def test_a_closed_manager_lends_nothing_and_holds_nothing(manager: LifetimeManager) -> None:
+    idle = take(manager, MIB)
+    memory = weakref.ref(idle.arena.memory)
+    idle.close()
+    manager.close()
+    gc.collect()
+    assert memory() is None
+    assert manager.stats.arenas == 0
+    with pytest.raises(EngineClosedError):
+        take(manager, MIB)
+    manager.close()
+
+
+def test_an_arena_that_a_thread_uses_at_close_is_released_when_the_thread_lets_go(manager: LifetimeManager) -> None:
+    lease = take(manager, MIB)
+    memory = weakref.ref(lease.arena.memory)
+    lease.hold_until(writing := Future())
+    lease.close()
+    manager.close()
+    assert memory() is not None
+    writing.set_result(None)
+    gc.collect()
+    assert memory() is None
+    assert manager.stats.arenas == 0
+
+
+def test_whoever_waits_for_room_is_told_of_the_end(manager: LifetimeManager) -> None:
+    waits = watch_waits(manager)
+    take(manager, BUDGET)
+    with ThreadPoolExecutor(1) as trainer:
+        second = trainer.submit(take, manager, MIB)
+        assert waits.waiting.wait(TIMEOUT)
+        manager.close()
+        with pytest.raises(EngineClosedError):
+            second.result(TIMEOUT)

@@ -1,0 +1,373 @@
+"""Plans: the digest sees every change of structure, the cache holds layout and never data."""
+
+from __future__ import annotations
+
+import gc
+import io
+import mmap
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from aio_ckpt import PerRank, SyncCheckpointEngine, tree
+from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
+from aio_ckpt.plan import SMALL_COPY_BYTES, Plan, PlanCache, PlannedSave, describe, partition
+
+W = torch.arange(8.0)
+OTHER = torch.arange(8.0)
+
+
+def flat_of(state: object) -> tree.FlatState:
+    return tree.flatten(state, rank=0)
+
+
+def digest_of(state: object) -> bytes:
+    structure, tensors, _ = describe(flat_of(state))
+    return structure.digest(partition(structure, [tensor.data_ptr() for tensor in tensors]))
+
+
+def resolve(cache: PlanCache, state: object) -> PlannedSave:
+    return cache.resolve(flat_of(state))
+
+
+# -- the digest covers, in the order of DESIGN §7 -------------------------------------------------
+
+pair = torch.arange(8.0).to(torch.complex64)
+Point = type("Point", (), {"__module__": "one"})
+OtherPoint = type("Point", (), {"__module__": "two"})
+
+DIGEST_CASES: dict[str, tuple[object, object]] = {
+    "names": ({"a": W}, {"b": W}),
+    "name of an object": ({"a": 1}, {"b": 1}),
+    "order of names": ({"a": W, "b": OTHER}, {"b": OTHER, "a": W}),
+    "number of leaves": ({"a": W}, {"a": W, "b": OTHER}),
+    "number of objects": ({"a": 1}, {"a": 1, "b": 1}),
+    "nesting": ({"a": {"b": W}}, {"a.b": W}),
+    "container type": ({"a": {"b": W}}, {"a": OrderedDict(b=W)}),
+    "list or tuple": ({"a": [W]}, {"a": (W,)}),
+    "key type": ({"a": {0: W}}, {"a": {"0": W}}),
+    "key of equal value": ({"a": {1: W}}, {"a": {True: W}}),
+    "empty container": ({"a": W}, {"a": W, "b": {}}),
+    "per rank": ({"a": {"rank0": W}}, {"a": PerRank(W)}),
+    "exact tensor type": ({"a": W}, {"a": torch.nn.Parameter(W)}),
+    "tensor or array": ({"a": W}, {"a": W.numpy()}),
+    "dtype": ({"a": W}, {"a": W.view(torch.int32)}),
+    "local shape": ({"a": W}, {"a": W.view(2, 4)}),
+    "stride": ({"a": W[:4].view(2, 2)}, {"a": W[:4].view(2, 2).t()}),
+    "conj bit": ({"a": pair}, {"a": pair.conj()}),
+    "neg bit": ({"a": W}, {"a": torch._neg_view(W)}),
+    "device kind": ({"a": W}, {"a": torch.empty(8, device="meta")}),
+    "type of an object": ({"a": 1}, {"a": 1.0}),
+    "type of an object of the same value": ({"a": 1}, {"a": True}),
+    "class of the same name": ({"a": Point()}, {"a": OtherPoint()}),
+    "tied": ({"a": W, "b": OTHER}, {"a": W, "b": W}),
+    "which are tied": ({"a": W, "b": W, "c": OTHER}, {"a": W, "b": OTHER, "c": OTHER}),
+    "how many are tied": ({"a": W, "b": W, "c": OTHER}, {"a": W, "b": W, "c": W}),
+    "tied as views": ({"a": W[:4], "b": W[:4]}, {"a": W[:4], "b": W[4:]}),
+}
+
+
+@pytest.mark.parametrize("field", DIGEST_CASES)
+def test_the_digest_covers(field: str):
+    before, after = DIGEST_CASES[field]
+    assert digest_of(before) != digest_of(after)
+
+
+CANNOT_BE_PLANNED = ("device kind",)
+
+
+@pytest.mark.parametrize("field", [field for field in DIGEST_CASES if field not in CANNOT_BE_PLANNED])
+def test_a_change_is_a_miss_and_so_is_the_way_back(field: str):
+    before, after = DIGEST_CASES[field]
+    cache = PlanCache(rank=0)
+    found = [resolve(cache, state) for state in (before, after, before, before)]
+    assert [planned.plan_hit for planned in found] == [False, False, False, True]
+    assert found[0].plan.digest == found[2].plan.digest == found[3].plan.digest != found[1].plan.digest
+    assert (cache.hits, cache.misses) == (1, 3)
+
+
+NOT_STRUCTURE: dict[str, tuple[object, object]] = {
+    "values": ({"a": torch.zeros(8)}, {"a": torch.ones(8)}),
+    "addresses": ({"a": W, "b": OTHER}, {"a": W.clone(), "b": OTHER.clone()}),
+    "storage offset": ({"a": W[:2]}, {"a": W[2:4]}),
+    "requires_grad": ({"a": torch.zeros(8)}, {"a": torch.zeros(8, requires_grad=True)}),
+    "value of an object": ({"a": 1}, {"a": 1 << 4000}),
+    "length of an object": ({"a": b"x"}, {"a": b"x" * 1000}),
+    "what is inside an object": ({"a": [1, "b"]}, {"a": [None, {1.5}]}),
+    "an array of objects": ({"a": np.array(["x"])}, {"a": np.array(["longer", "two"])}),
+    "equal objects": ({"a": "x", "b": "y"}, {"a": "x", "b": "x"}),
+    "empty tensors in common": ({"a": W[:0], "b": OTHER[:0]}, {"a": W[:0], "b": W[:0]}),
+}
+
+
+@pytest.mark.parametrize("field", NOT_STRUCTURE)
+def test_the_digest_does_not_cover(field: str):
+    before, after = NOT_STRUCTURE[field]
+    assert digest_of(before) == digest_of(after)
+    cache = PlanCache(rank=0)
+    assert [resolve(cache, state).plan_hit for state in (before, after)] == [False, True]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Rank 0 of 2, without a peer: what meshes and placements are made of."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def spread(order: list[int], placement: object, shape: tuple[int, ...] = (4, 2), **mesh: object) -> dict[str, DTensor]:
+    found = DeviceMesh("cpu", order, **mesh)
+    local = W[:4].view(2, 2)
+    return {"a": DTensor.from_local(local, found, [placement], run_check=False, shape=torch.Size(shape), stride=(2, 1))}
+
+
+SHARD_CASES: dict[str, Callable[[], dict[str, DTensor]]] = {
+    "global shape": lambda: spread([0, 1], Shard(0), (3, 2)),
+    "offset": lambda: spread([1, 0], Shard(0)),
+    "placement": lambda: spread([0, 1], Shard(1)),
+    "kind of placement": lambda: spread([0, 1], Replicate()),
+    "kind of shard": lambda: spread([0, 1], _StridedShard(0, split_factor=2)),
+    "mesh": lambda: spread([0], Shard(0)),
+    "names of the mesh": lambda: spread([0, 1], Shard(0), mesh_dim_names=("dp",)),
+    "a plain tensor": lambda: {"a": W[:4].view(2, 2)},
+}
+
+
+@pytest.mark.parametrize("field", SHARD_CASES)
+def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
+    before, again, after = spread([0, 1], Shard(0)), spread([0, 1], Shard(0)), SHARD_CASES[field]()
+    assert digest_of(before) == digest_of(again)
+    assert digest_of(before) != digest_of(after)
+    assert describe(flat_of(before))[0] != describe(flat_of(after))[0]
+
+
+def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(two_ranks: None):
+    cache = PlanCache(rank=0)
+    assert [resolve(cache, spread([0, 1], Shard(0))).plan_hit for _ in range(3)] == [False, True, True]
+
+
+keys = st.sampled_from(["a", "b", 0, 1, True])
+leaves = st.sampled_from([W, OTHER, W[:4], W.numpy(), 1, 1.0, "x", None])
+states = st.dictionaries(
+    keys, leaves | st.dictionaries(keys, leaves, max_size=2) | st.lists(leaves, max_size=2), min_size=1, max_size=3
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(states, states)
+def test_digests_are_equal_exactly_when_structure_and_aliases_are(one, two):
+    try:
+        found = [describe(flat_of(state)) for state in (one, two)]
+    except ValueError:  # names equal as text, or no leaf
+        return
+    aliases = [partition(structure, [t.data_ptr() for t in tensors]) for structure, tensors, _ in found]
+    are_equal = found[0][0] == found[1][0] and aliases[0] == aliases[1]
+    assert (digest_of(one) == digest_of(two)) == are_equal
+
+
+# -- hits, misses and what drops the cache --------------------------------------------------------
+
+
+def test_hits_and_misses_are_counted_and_one_plan_only_is_kept():
+    cache = PlanCache(rank=0)
+    states = [{"a": W}, {"a": W}, {"b": W}, {"a": W}, {"a": W}]
+    assert [resolve(cache, state).plan_hit for state in states] == [False, True, False, False, True]
+    assert (cache.hits, cache.misses) == (2, 3)
+
+
+def test_a_cleared_cache_misses_once():
+    cache = PlanCache(rank=0)
+    resolve(cache, {"a": W})
+    cache.clear()
+    cache.clear()
+    assert [resolve(cache, {"a": W}).plan_hit for _ in range(2)] == [False, True]
+
+
+def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
+    cache = PlanCache(rank=0)
+    resolve(cache, {"a": W})
+    with pytest.raises(UnsupportedLeafError, match="'a'"):
+        resolve(cache, {"a": W.to_sparse()})
+    with pytest.raises(UnsupportedLeafError, match="'a'"):
+        resolve(cache, {"a": torch.empty(8, device="meta")})
+    found = resolve(cache, {"a": W})
+    assert [piece.nbytes for chunk in found.plan.moved for piece in chunk] == [32]
+
+
+def test_a_hit_resolves_the_tensors_of_this_very_save():
+    cache = PlanCache(rank=0)
+    first, second = {"a": W.clone(), "o": [1]}, {"a": W.clone(), "o": [2]}
+    resolve(cache, first)
+    found = resolve(cache, second)
+    assert found.plan_hit
+    assert found.tensors[0] is second["a"]
+    assert found.objects == [("o", [2])]
+    assert found.plan.descriptors.fingerprint == [second["a"].data_ptr()]
+
+
+# -- the cache holds layout, never data -----------------------------------------------------------
+
+DATA = (torch.Tensor, torch.UntypedStorage, np.ndarray, memoryview, mmap.mmap, io.IOBase, bytearray)
+STOPS = (type, ModuleType, FunctionType)
+
+
+def reachable(root: object) -> Iterator[object]:
+    """Everything that ``root`` keeps alive, but for classes, modules and functions."""
+    seen, queue = {id(root)}, [root]
+    while queue:
+        found = queue.pop()
+        yield found
+        for inner in gc.get_referents(found):
+            if id(inner) not in seen and not isinstance(inner, STOPS):
+                seen.add(id(inner))
+                queue.append(inner)
+
+
+def rich_state() -> dict[str, object]:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    return {
+        "small": torch.ones(9),
+        "large": torch.ones(SMALL_COPY_BYTES),
+        "strided": torch.ones(8, 8)[:, ::2],
+        "array": np.ones(7),
+        "scalar": np.float32(2),
+        "tied": [parameter, parameter],
+        "stream": io.BytesIO(b"x"),
+        "bytes": bytearray(b"x"),
+        "objects": [np.ones(2), {"k": 1}],
+    }
+
+
+def assert_holds_no_data(plan: Plan) -> None:
+    found = list(reachable(plan))
+    assert len(found) > 100  # it did look
+    # The two index arrays of a chunk are layout: where its sums go.
+    allowed = {id(getattr(chunk.sums, name)) for chunk in plan.layout.chunks for name in chunk.sums.__slots__}
+    assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []
+
+
+def test_a_cached_plan_holds_no_tensor_storage_handle_or_view():
+    cache = PlanCache(rank=0)
+    for _ in range(2):
+        assert_holds_no_data(resolve(cache, rich_state()).plan)
+
+
+def test_a_cached_plan_of_dtensors_holds_none_either(two_ranks: None):
+    state = {**spread([0, 1], Shard(0)), "b": spread([0, 1], Replicate())["a"]}
+    assert_holds_no_data(resolve(PlanCache(rank=0), state).plan)
+
+
+def test_nothing_that_was_saved_is_kept_alive_by_the_engine(tmp_path):
+    def weak(value: object) -> list[weakref.ref]:
+        if isinstance(value, (torch.Tensor, np.ndarray, io.BytesIO)):
+            return [weakref.ref(value)]
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return [ref for item in inner for ref in weak(item)]
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        for _ in range(2):
+            state = rich_state()
+            refs = weak(state)
+            assert len(refs) == 8
+            engine.save(state).result(60)
+            del state
+            gc.collect()
+            assert [ref() for ref in refs if ref() is not None] == []
+
+
+# -- aliases --------------------------------------------------------------------------------------
+
+
+def aliases_of(*tensors: torch.Tensor) -> list[int]:
+    state = {f"n{index}": tensor for index, tensor in enumerate(tensors)}
+    structure, local, _ = describe(flat_of(state))
+    return partition(structure, [tensor.data_ptr() for tensor in local])
+
+
+PARTITIONS: dict[str, tuple[list[torch.Tensor], list[int]]] = {
+    "different tensors": ([W, OTHER], [0, 1]),
+    "the same tensor": ([W, OTHER, W, OTHER, W], [0, 1, 0, 1, 0]),
+    "the same view": ([W[2:], W[2:]], [0, 0]),
+    "a parameter and its data": ([torch.nn.Parameter(W), W], [0, 0]),
+    "another length": ([W, W[:4]], [0, 1]),
+    "another shape": ([W, W.view(2, 4)], [0, 1]),
+    "another stride": ([W[:4].view(2, 2), W[:4].view(2, 2).t()], [0, 1]),
+    "another dtype": ([W, W.view(torch.int32)], [0, 1]),
+    "another offset": ([W[:4], W[4:]], [0, 1]),
+    "conjugate": ([pair, pair.conj(), pair.conj()], [0, 1, 1]),
+    "negative": ([W, torch._neg_view(W)], [0, 1]),
+    "empty": ([W[:0], W[:0], OTHER[:0]], [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", PARTITIONS)
+def test_leaves_share_an_item_exactly_when_they_show_the_same_bytes_the_same_way(case: str):
+    tensors, wanted = PARTITIONS[case]
+    assert aliases_of(*tensors) == wanted
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_tied_weights_are_stored_once_under_all_their_names(picks: list[int]):
+    pool = [torch.empty(3) for _ in range(5)]
+    plan = resolve(PlanCache(rank=0), {f"n{index}": pool[pick] for index, pick in enumerate(picks)}).plan
+    groups: dict[int, list[str]] = {}
+    for index, pick in enumerate(picks):
+        groups.setdefault(pick, []).append(f"n{index}")
+    assert [list(item.fqns) for item in plan.layout.items] == list(groups.values())
+    assert plan.stored_names == {f"n{index}" for index in range(len(picks))}
+
+
+# -- sources that are gone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["on a miss", "on a hit"])
+@pytest.mark.parametrize("left", [0, 28], ids=["freed", "shrunk"])
+@pytest.mark.parametrize("offset", [0, 2], ids=["whole", "view"])
+def test_a_tensor_whose_storage_was_freed_or_shrunk_is_refused_by_name(is_cached: bool, left: int, offset: int):
+    cache = PlanCache(rank=0)
+    tensor = torch.arange(10.0)[offset:]
+    state = {"object": 1, "model": {"w": tensor}}
+    if is_cached:
+        resolve(cache, state)
+    tensor.untyped_storage().resize_(left)
+    with pytest.raises(SourceChangedError, match=r"'model\.w': .* needs 40 bytes of its storage, which has"):
+        resolve(cache, state)
+    tensor.untyped_storage().resize_(40)
+    assert resolve(cache, state).tensors[0] is tensor
+
+
+def test_a_storage_that_came_back_shorter_at_its_old_address_is_refused():
+    """Fingerprints are equal then: the length must be looked at, or the copy reads past the end."""
+    cache = PlanCache(rank=0)
+    tensor = torch.empty(10 << 20)  # mapped on its own, so that the same place is free again
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    resolve(cache, {"w": tensor})
+    for less in range(4, 2000, 4):
+        storage.resize_(0)
+        storage.resize_((40 << 20) - less)
+        if storage.data_ptr() == address:
+            break
+    assert storage.data_ptr() == address
+    with pytest.raises(SourceChangedError, match="'w'"):
+        resolve(cache, {"w": tensor})
+
+
+def test_an_empty_view_of_a_freed_storage_is_fine():
+    tensor = torch.arange(10.0)
+    view = tensor[:0]
+    tensor.untyped_storage().resize_(0)
+    assert resolve(PlanCache(rank=0), {"w": view}).plan.layout.raw_bytes == 0

@@ -1,0 +1,308 @@
+"""Snapshot: capture into the image, in one arena or through a ring of slots."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_files import MIB, uniform
+from rings import TIMEOUT, image_of, plan_of
+from watched_writes import WatchedStorage, watched_engine
+
+from aio_ckpt import snapshot
+from aio_ckpt.device import CopyStreams, Mark
+from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
+from aio_ckpt.lifetime import LifetimeManager
+from aio_ckpt.objects import decode_object
+from aio_ckpt.plan import PlannedSave
+from aio_ckpt.portal import Executor
+from aio_ckpt.snapshot import Image, ObjectEncoder, capture, lease_image, ring_slots
+
+
+@pytest.fixture
+def manager() -> Iterator[LifetimeManager]:
+    executor = Executor("test", 2)
+    manager = LifetimeManager(budget_bytes=256 * MIB, executor=executor, debug=True)
+    yield manager
+    manager.close()
+    executor.close(TIMEOUT)
+
+
+def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIMEOUT) -> list[int]:
+    """Capture all; the chunks that the loop was told of."""
+    told: list[int] = []
+    work = capture(
+        planned,
+        image,
+        CopyStreams(),
+        on_captured=lambda chunks: told.extend(index for index, _ in chunks),
+        stall_timeout_secs=stall_timeout_secs,
+    )
+    work.finish()
+    return told
+
+
+# -- what is captured -----------------------------------------------------------------------------
+
+
+def raw_in(image: Image, planned: PlannedSave) -> dict[str, bytes]:
+    """Name -> raw bytes in an image that holds every chunk."""
+    memory = memoryview(image.lease.arena.memory)
+    return {
+        name: bytes(memory[item.raw_offset : item.raw_offset + item.raw_bytes])
+        for item in planned.plan.layout.items
+        for name in item.fqns
+    }
+
+
+def test_every_kind_of_source_stands_in_the_image_in_its_stored_order(manager: LifetimeManager) -> None:
+    grid = torch.arange(40_000, dtype=torch.float32).reshape(200, 200)
+    state = {
+        "plain": grid,
+        "dense": grid.t(),
+        "holes": grid[::2, 1::3],
+        "conj": torch.randn(300, 300, dtype=torch.complex64).conj(),
+        "neg": torch.randn(9, dtype=torch.complex64).conj().imag,
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "bool": torch.tensor([True, False, True]),
+        "half": torch.randn(7).bfloat16(),
+        "parameter": torch.nn.Parameter(torch.randn(5)),
+        "array": np.arange(6, dtype=np.int16)[::-1],
+        "large": torch.randn(2 * MIB),
+    }
+    planned = plan_of(state)
+    image = image_of(planned, manager)
+    captured(planned, image)
+    found = raw_in(image, planned)
+    for item in planned.plan.layout.items:
+        (name,) = item.fqns
+        stored = torch.frombuffer(bytearray(found[name]), dtype=item.spec.dtype) if found[name] else torch.empty(0)
+        got = torch.as_strided(stored, item.spec.shape, item.spec.stride)
+        value = state[name]
+        wanted = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.detach()
+        assert torch.equal(got, wanted.resolve_conj().resolve_neg()), name
+
+
+def test_changes_after_the_capture_do_not_reach_the_image(manager: LifetimeManager) -> None:
+    state = {"small": torch.ones(5), "large": torch.ones(MIB), "holes": torch.ones(600, 600)[::2]}
+    planned = plan_of(state)
+    image = image_of(planned, manager)
+    captured(planned, image)
+    for value in state.values():
+        value.fill_(2.0)
+    for name, raw in raw_in(image, planned).items():
+        assert set(np.frombuffer(raw, dtype=np.float32)) == {1.0}, name
+
+
+def test_the_loop_is_told_of_each_chunk_once_in_order(manager: LifetimeManager) -> None:
+    planned = plan_of(uniform(6, 4 * MIB, 1.0))
+    image = image_of(planned, manager)
+    assert captured(planned, image) == [chunk.index for chunk in image.chunks] == list(range(7))
+
+
+def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: LifetimeManager) -> None:
+    state = {"kept": torch.ones(5), "freed": torch.ones(MIB)}
+    planned = plan_of(state)
+    image = image_of(planned, manager)
+    with pytest.raises(SourceChangedError, match="keep the state still until save"):
+        capture(
+            planned,
+            image,
+            CopyStreams(),
+            on_captured=lambda chunks: state["freed"].untyped_storage().resize_(0),
+            stall_timeout_secs=TIMEOUT,
+        )
+    assert planned.tensors == []
+
+
+# -- the ring -------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    image_bytes=st.integers(1, 1 << 40),
+    chunk_bytes=st.integers(4, 32).map(lambda mebibytes: mebibytes * MIB),
+    budget_bytes=st.integers(1, 1 << 40),
+    host_share=st.floats(0, 1),
+)
+def test_the_ring_fits_the_budget_has_a_slot_to_fill_while_one_is_written_or_is_refused(
+    image_bytes: int, chunk_bytes: int, budget_bytes: int, host_share: float
+) -> None:
+    host_bytes = int(image_bytes * host_share)
+    chunks = -(-image_bytes // chunk_bytes)
+    if image_bytes > budget_bytes and (host_bytes > budget_bytes or budget_bytes < 2 * chunk_bytes):
+        with pytest.raises(BudgetExceededError, match=f"budget_bytes={budget_bytes}"):
+            ring_slots(image_bytes, chunk_bytes, host_bytes, budget_bytes)
+        return
+    slots = ring_slots(image_bytes, chunk_bytes, host_bytes, budget_bytes)
+    assert min(2, chunks) <= slots <= chunks
+    assert min(slots * chunk_bytes, image_bytes) <= budget_bytes
+    assert slots == chunks or (slots + 1) * chunk_bytes > budget_bytes
+
+
+def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> None:
+    executor = Executor("test", 2)
+    planned = plan_of(uniform(4, 4 * MIB, 1.0))
+    for budget_bytes, slots, arena_bytes in ((32 * MIB, 5, 18 * MIB), (16 * MIB, 4, 16 * MIB)):
+        manager = LifetimeManager(budget_bytes=budget_bytes, executor=executor, debug=False)
+        image = lease_image(planned, 0, manager, "auto", timeout_secs=TIMEOUT)
+        assert (image.slots, len(image.chunks), image.is_whole) == (slots, 5, slots == 5)
+        assert image.lease.arena.kind == "pageable"
+        assert manager.stats.arena_bytes == arena_bytes
+        assert [image.slot_offset(chunk) for chunk in image.chunks] == [
+            index % slots * 4 * MIB for index in range(len(image.chunks))
+        ]
+        image.lease.close()
+        manager.close()
+    small = LifetimeManager(budget_bytes=16 * MIB - 1, executor=executor, debug=False)
+    with pytest.raises(BudgetExceededError, match=f"{16 * MIB} bytes of host state"):
+        lease_image(planned, 0, small, "auto", timeout_secs=TIMEOUT)
+    executor.close(TIMEOUT)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
+def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: LifetimeManager, slots: int) -> None:
+    """Chunks are written in an order of chance, of those that are in the ring; each must still be itself then."""
+    state = {f"w{i}": torch.full((MIB,), float(i)) for i in range(6)}
+    planned = plan_of(state)
+    whole = image_of(planned, manager)
+    captured(plan_of(state), whole)
+    image = image_of(planned, manager, slots)
+    told: list[int] = []
+    changed = threading.Condition()
+
+    def on_captured(chunks: Sequence[tuple[int, tuple[Mark, ...]]]) -> None:
+        with changed:
+            told.extend(index for index, _ in chunks)
+            changed.notify_all()
+
+    rng = random.Random(slots)
+    written: set[int] = set()
+    with ThreadPoolExecutor(1) as trainer:
+        capturing = trainer.submit(
+            capture, planned, image, CopyStreams(), on_captured=on_captured, stall_timeout_secs=TIMEOUT
+        )
+        while len(written) < len(image.chunks):
+            with changed:
+                assert changed.wait_for(lambda: len(told) > len(written), TIMEOUT), f"told of {told} only"
+                waiting = [index for index in told if index not in written]
+            assert len(waiting) <= slots
+            chunk = image.chunks[rng.choice(waiting)]
+            for piece in chunk.pieces:
+                start = piece.image_start - chunk.start
+                wanted = memoryview(whole.lease.arena.memory)[piece.image_start : piece.image_start + piece.nbytes]
+                assert image.view(chunk)[start : start + piece.nbytes] == wanted, (chunk.index, told)
+            written.add(chunk.index)
+            image.written[chunk.index].set_result(None)
+        capturing.result(TIMEOUT).finish()
+    assert sorted(told) == list(range(len(image.chunks)))
+
+
+def test_a_capture_that_waits_for_a_slot_too_long_names_the_chunks_and_lets_go_of_the_sources(
+    manager: LifetimeManager,
+) -> None:
+    planned = plan_of(uniform(4, 4 * MIB, 1.0))
+    image = image_of(planned, manager, slots=2)
+    with pytest.raises(StallError, match=r"chunk 0 was not written within 0\.05 s, so chunk 2 cannot be captured"):
+        captured(planned, image, stall_timeout_secs=0.05)
+    assert planned.tensors == []
+
+
+def test_a_capture_that_waits_for_a_slot_ends_with_the_error_of_the_write(manager: LifetimeManager) -> None:
+    planned = plan_of(uniform(4, 4 * MIB, 1.0))
+    image = image_of(planned, manager, slots=2)
+    image.written[0].set_result(None)
+    image.written[1].set_exception(WriteError(5, "Input/output error", "file"))
+    with pytest.raises(WriteError, match="Input/output error"):
+        captured(planned, image)
+
+
+@pytest.mark.parametrize("budget_mib", [8, 12, 16, 32])
+def test_a_state_as_large_as_the_budget_goes_through_a_ring(tmp_path, budget_mib: int) -> None:
+    """The envelopes make the image larger than the budget. Of the smaller ones less is captured than told at once."""
+    state = {f"w{i}": torch.full((MIB,), float(i)) for i in range(budget_mib // 4)}
+    with watched_engine(tmp_path, WatchedStorage(), budget_bytes=budget_mib * MIB) as engine:
+        for _ in range(2):
+            assert engine.save(state).result(TIMEOUT) is not None
+        assert engine.lifetime.arena_bytes <= budget_mib * MIB
+        back = engine.submit_read(2, only=None).result(TIMEOUT)
+    assert isinstance(back, dict)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+# -- objects --------------------------------------------------------------------------------------
+
+
+def decoded(encoder: ObjectEncoder, leaves: list[tuple[str, object]]) -> list[object]:
+    encoded = encoder.encode(leaves)
+    return [
+        decode_object(encoded.region[start : start + nbytes], name=name, trusted=False)
+        for (name, _), (start, nbytes) in zip(leaves, encoded.spans, strict=True)
+    ]
+
+
+def test_equal_immutable_values_stand_once_and_unequal_ones_never_share() -> None:
+    encoder = ObjectEncoder(trusted=False)
+    values = [1, True, 1.0, 0.0, -0.0, float("nan"), "1", b"1", None, 1 + 0j, 1, "1", float("nan")]
+    leaves = [(f"o{i}", value) for i, value in enumerate(values)]
+    spans = encoder.encode(leaves).spans
+    assert len(set(spans)) == 10
+    assert (spans[0], spans[6], spans[5]) == (spans[10], spans[11], spans[12])
+    for _ in range(2):  # from the bytes of the save before as well
+        found = decoded(encoder, leaves)
+        assert [(type(value), repr(value)) for value in found] == [(type(value), repr(value)) for value in values]
+
+
+def test_the_bytes_of_an_unchanged_value_are_encoded_once_and_forgotten_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = snapshot.objects.encode_object
+    encodings: list[object] = []
+
+    def counted(name: str, value: object, *, trusted: bool) -> bytes:
+        encodings.append(value)
+        return encode(name, value, trusted=trusted)
+
+    monkeypatch.setattr(snapshot.objects, "encode_object", counted)
+    encoder = ObjectEncoder(trusted=False)
+    for values in ([0.1, "a"], [0.1, "b"], [0.1], [0.1, "a"]):
+        encoder.encode([(f"o{i}", value) for i, value in enumerate(values)])
+    assert encodings == [0.1, "a", "b", "a"]
+
+
+def test_a_mutable_value_is_captured_by_encoding_it_at_every_save() -> None:
+    encoder = ObjectEncoder(trusted=False)
+    inner = {"list": [1, [2]], "bytes": bytearray(b"ab"), "file": io.BytesIO(b"cd")}
+    first = encoder.encode([("o", inner)])
+    inner["list"][1].append(3)
+    inner["bytes"][0] = 0
+    inner["file"].write(b"xy")
+    (before,) = [decode_object(first.region, name="o", trusted=False)]
+    assert (before["list"], before["bytes"], before["file"].getvalue()) == ([1, [2]], bytearray(b"ab"), b"cd")
+    (after,) = decoded(encoder, [("o", inner)])
+    assert (after["list"], bytes(after["bytes"]), after["file"].getvalue()) == ([1, [2, 3]], b"\0b", b"xy")
+
+
+def test_an_object_that_needs_code_to_be_read_is_refused_by_name() -> None:
+    class Thing:
+        pass
+
+    with pytest.raises(UnsafeObjectError, match=r"nested\.thing"):
+        ObjectEncoder(trusted=False).encode([("nested.thing", Thing())])
+
+
+def test_an_image_of_objects_alone_has_chunks_too(manager: LifetimeManager) -> None:
+    planned = plan_of({"text": "x"})
+    image = lease_image(planned, 9 * MIB, manager, "pageable", timeout_secs=TIMEOUT)
+    assert image.chunks[-1].stop == 9 * MIB
+    assert captured(planned, image) == [0, 1, 2]
+    assert all(isinstance(future, Future) and not future.done() for future in image.written)
