@@ -55,8 +55,12 @@ _INT_BITS = 2000
 
 
 def is_immutable(value: object) -> bool:
-    """Whether the bytes of the last save may be reused when type and ``repr`` are unchanged."""
-    return type(value) in _IMMUTABLE
+    """Whether equal type and ``repr`` mean equal bytes, so that those of the last save may be used again.
+
+    Tuples of such values count: AdamW's ``betas`` alone would be encoded once a parameter.
+    """
+    kind = type(value)
+    return kind in _IMMUTABLE or (kind is tuple and all(map(is_immutable, value)))  # type: ignore[call-overload]
 
 
 def check_object(name: str, value: object, trusted: bool) -> None:

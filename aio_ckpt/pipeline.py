@@ -23,7 +23,14 @@ from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor, run_blocking
-from aio_ckpt.record import object_entries, render_rank, render_root, written_names
+from aio_ckpt.record import (
+    MetadataFile,
+    object_entries,
+    render_metadata_file,
+    render_rank,
+    render_root,
+    written_names,
+)
 from aio_ckpt.snapshot import Image, ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
@@ -221,6 +228,9 @@ async def _watch(site: Site, save: PendingSave) -> None:
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, progress = site.storage, save.progress
     pending = await commit.make_pending(storage, site.root, owner=site.owner, number=save.number)
+    final = site.root / site.names.name(save.step)
+    # Beside the writes: megabytes to fill in and to digest when there are thousands of tensors.
+    metadata = site.executor.submit(_render_metadata, save, str(final), _save_id(site, save))
     result = await _write(site, save, pending)
     save.image.lease.close()
     written_secs = save.elapsed()
@@ -245,10 +255,10 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     if save.previous is not None:
         await asyncio.wrap_future(follow(save.previous))
     progress.touch()
-    await _commit(site, save, pending, results)
+    await _commit(site, save, pending, results, await asyncio.wrap_future(metadata))
     return SaveReport(
         step=save.step,
-        path=site.root / site.names.name(save.step),
+        path=final,
         image_bytes=result.image_bytes,
         raw_bytes=save.plan.layout.raw_bytes,
         plan_hit=save.plan_hit,
@@ -263,6 +273,10 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             committed_secs=save.elapsed(),
         ),
     )
+
+
+def _render_metadata(save: PendingSave, checkpoint_id: str, save_id: str) -> MetadataFile:
+    return render_metadata_file(save.plan, save.objects, checkpoint_id=checkpoint_id, save_id=save_id)
 
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
@@ -292,25 +306,19 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     return result
 
 
-async def _commit(site: Site, save: PendingSave, pending: Path, messages: Sequence[bytes]) -> None:
-    final = site.root / site.names.name(save.step)
-    save_id = _save_id(site, save)
-    begin = save.plan.layout.tensor_bytes
-    metadata = save.plan.metadata.fill(
-        [(begin + start, nbytes) for start, nbytes in save.objects.spans],
-        checkpoint_id=str(final),
-        save_id=save_id,
-    )
+async def _commit(
+    site: Site, save: PendingSave, pending: Path, messages: Sequence[bytes], metadata: MetadataFile
+) -> None:
     ranks = [msgspec.msgpack.decode(message, type=FileEntry) for message in messages]
-    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+    root_manifest = render_root(metadata, ranks, step=save.step, save_id=_save_id(site, save), created_unix=time.time())
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
         await commit.commit_root(
             site.storage,
             pending=pending,
-            final=final,
-            metadata=metadata,
+            final=site.root / site.names.name(save.step),
+            metadata=metadata.data,
             root_manifest=root_manifest,
             overwrite=save.overwrite,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from isal import isal_zlib
@@ -25,7 +26,7 @@ from aio_ckpt.manifest import (
 from aio_ckpt.plan import Plan
 from aio_ckpt.snapshot import ObjectBytes
 
-__all__ = ["object_entries", "render_rank", "render_root", "written_names"]
+__all__ = ["MetadataFile", "object_entries", "render_metadata_file", "render_rank", "render_root", "written_names"]
 
 _VERSIONS = {
     "aio_ckpt": __version__,
@@ -87,16 +88,39 @@ def render_rank(
     )
 
 
-def render_root(metadata: bytes, ranks: Sequence[FileEntry], *, step: int, save_id: str, created_unix: float) -> bytes:
-    """The root manifest over rendered ``.metadata`` and the rank manifests, by rank."""
+@dataclass(frozen=True, slots=True)
+class MetadataFile:
+    """``.metadata`` and what the root manifest says of it."""
+
+    data: bytes
+    """Its bytes."""
+    entry: FileEntry
+    """Name, length, CRC32."""
+    blake2b: str
+    """Hex digest, 32 bytes."""
+
+
+def render_metadata_file(plan: Plan, objects: ObjectBytes, *, checkpoint_id: str, save_id: str) -> MetadataFile:
+    """DCP's ``.metadata``: the plan's template with the places of this save's objects."""
+    begin = plan.layout.tensor_bytes
+    spans = [(begin + start, nbytes) for start, nbytes in objects.spans]
+    data = plan.metadata.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
+    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
+    return MetadataFile(data, entry, hashlib.blake2b(data, digest_size=32).hexdigest())
+
+
+def render_root(
+    metadata: MetadataFile, ranks: Sequence[FileEntry], *, step: int, save_id: str, created_unix: float
+) -> bytes:
+    """The root manifest over ``.metadata`` and the rank manifests, by rank."""
     return encode_root(
         RootManifest(
             format=(FORMAT_MAJOR, FORMAT_MINOR),
             save_id=save_id,
             step=step,
             world_size=len(ranks),
-            metadata=FileEntry(METADATA_FILE, len(metadata), isal_zlib.crc32(metadata)),
-            metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
+            metadata=metadata.entry,
+            metadata_blake2b=metadata.blake2b,
             ranks=tuple(ranks),
             written_by=_VERSIONS,
             created_unix=created_unix,
