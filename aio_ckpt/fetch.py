@@ -164,7 +164,7 @@ def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
     if not nbytes:
         return [memoryview(b"")] * count
     size = align_up(nbytes, _HUGE_PAGE_BYTES)
-    ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES)
+    ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ring.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(ring)
     first = -_address(view) % _HUGE_PAGE_BYTES

@@ -28,7 +28,7 @@ __all__ = ["Placement", "chunk_bytes_for", "cut_chunks", "file_chunks", "lay_out
 RAW_ALIGNMENT = 64
 """Raw bytes of every item start on a multiple of it (DESIGN §5)."""
 
-_CHUNK_BYTES_MIN = 8 << 20
+_CHUNK_BYTES_MIN = 4 << 20
 _CHUNK_BYTES_MAX = 32 << 20
 _CHUNKS_WANTED = 8
 """A small image is cut in about so many chunks, to have some to overlap; a large one in few, because each costs

@@ -366,20 +366,18 @@ def test_a_caller_whose_loop_was_closed_meanwhile_does_no_harm(root: Path) -> No
 
 
 def test_the_callers_loop_runs_on_while_the_disk_stands_still(root: Path) -> None:
-    async def main() -> int:
+    async def main() -> bool:
         with gated_engine(root) as (engine, storage):
             ticket, gate = held_save(engine, storage)
             waiting = asyncio.ensure_future(_wait(ticket))
-            turns = 0
-            while turns < 100:
-                await asyncio.sleep(0)
-                turns += 1
-            assert not waiting.done()
+            for _ in range(100):
+                await asyncio.sleep(0)  # turns of this loop, which a blocking wait would not give
+            is_waiting = not waiting.done()
             gate.open()
             await waiting
-            return turns
+            return is_waiting
 
-    assert asyncio.run(main()) == 100
+    assert asyncio.run(main())
 
 
 def test_waiting_on_the_engines_own_thread_is_refused(root: Path) -> None:
@@ -443,7 +441,7 @@ def test_a_save_that_goes_on_moving_is_never_stalled(root: Path) -> None:
     """Each write takes most of the stall timeout, all together a multiple of it."""
     with gated_engine(root, stall_timeout_secs=1.0, workers=1) as (engine, storage):
         storage.slow("write", secs=0.5)
-        assert engine.save({"w": torch.ones(3 << 20)}).result(TIMEOUT).step == 1
+        assert engine.save({"w": torch.ones(5 << 20)}).result(TIMEOUT).step == 1
         assert len([call for call in storage.calls if call.name == "write"]) >= 3
 
 
@@ -463,7 +461,7 @@ def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) ->
         gate = storage.hold("sync_dir", "root")
         ticket = engine.save(weights(2), deadline_secs=1.5)
         gate.wait_reached()
-        with pytest.raises(StallError, match="not reached within 1.6 s; the save goes on"):
+        with pytest.raises(StallError, match=r"not reached within 1\.6 s; the save goes on"):
             ticket.result(1.6)
         gate.open()
         assert ticket.exception(TIMEOUT) is None, "a failure was reported although the step is visible"
