@@ -271,8 +271,7 @@ def capture(
             _await_slot(image, chunk, stall_timeout_secs)
             marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
             untold.append((chunk.index, marks))
-            # In a ring the capture itself waits for what it told: a chunk kept back would never be written.
-            if not image.is_whole or chunk.stop - told_bytes >= _TELL_BYTES or chunk is image.chunks[-1]:
+            if chunk.stop - told_bytes >= _TELL_BYTES or chunk is image.chunks[-1]:
                 on_captured(untold)
                 untold, told_bytes = [], chunk.stop
         work.check_sources()

@@ -32,12 +32,12 @@ near_boundaries = st.builds(
 sizes = st.lists(st.integers(0, 5000) | st.integers(0, 40 * MIB) | near_boundaries, max_size=60)
 
 
-def brim(chunk_bytes: int, count: int = 6) -> st.SearchStrategy[list[int]]:
-    """Items that end just before, on or after a chunk boundary: where headers and trailers would straddle it."""
-    return st.lists(st.integers(-1600, 200).map(lambda delta: chunk_bytes + delta), min_size=1, max_size=count)
+def brim(first: int) -> list[int]:
+    """Items whose headers and trailers come to lie on the first chunk boundary, here or there with ``first``."""
+    return [first, *[MIB - 900] * 3, *[50] * 20, 9 * MIB - first, MIB, 3]
 
 
-layouts = st.one_of(sizes, brim(4 * MIB), brim(2 * MIB, 20)).map(laid_out)
+layouts = st.one_of(sizes, st.integers(MIB - 20_000, MIB).map(brim)).map(laid_out)
 
 
 @settings(deadline=None, max_examples=150)
@@ -56,11 +56,26 @@ def test_raw_bytes_are_aligned_and_items_stand_in_order_without_overlap(layout: 
 @given(layouts)
 def test_no_header_or_trailer_straddles_a_chunk_boundary(layout: ImageLayout):
     """Else a chunk could not be sealed, or reused as rendered, on its own."""
+    assert_none_straddles(layout)
+
+
+def assert_none_straddles(layout: ImageLayout) -> None:
     size = layout.chunk_bytes
     for item in layout.items:
         assert item.item_offset // size == (item.raw_offset - 1) // size
         end = item.item_offset + item.envelope.item_bytes
         assert item.trailer_offset // size == (end - 1) // size
+
+
+@pytest.mark.parametrize("align", [0, 4096], ids=["after a small item", "after a large item"])
+def test_nothing_straddles_wherever_the_boundary_falls(align: int):
+    """A sweep: the boundary passes through header, raw bytes and trailer of an item and of the next."""
+    for delta in range(0, 2400, 8):
+        first = 4 * MIB - 2400 + delta - align
+        layout = laid_out([first, 40, 1, MIB, 300])
+        assert layout.chunk_bytes == 4 * MIB
+        assert_none_straddles(layout)
+        assert layout.items[1].item_offset < layout.items[2].item_offset
 
 
 @settings(deadline=None, max_examples=150)

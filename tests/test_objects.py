@@ -192,8 +192,9 @@ def test_a_truncated_object_is_corrupt_and_named(cut):
 
 
 def test_only_immutable_builtins_may_reuse_their_bytes():
-    assert all(map(tree.is_immutable, [None, True, 1, 1.5, 1j, "x", b"x"]))
-    assert not any(map(tree.is_immutable, [[], (), {}, bytearray(), np.float64(1), LeafKind.ARRAY, io.BytesIO()]))
+    assert all(map(tree.is_immutable, [None, True, 1, 1.5, 1j, "x", b"x", (), (0.9, (1, "a"))]))
+    mutable = [[], {}, bytearray(), np.float64(1), LeafKind.ARRAY, io.BytesIO(), ([],), (0.9, (1, bytearray()))]
+    assert not any(map(tree.is_immutable, mutable))
 
 
 # -- arrays ----------------------------------------------------------------------------------------

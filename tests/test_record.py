@@ -9,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isal import isal_zlib
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt import tree
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up, check_complete
 from aio_ckpt.layout import file_chunks
-from aio_ckpt.manifest import FileEntry, block_sums, decode_rank, decode_root
+from aio_ckpt.manifest import FileEntry, block_sums, decode_rank, decode_root, parse_metadata
 from aio_ckpt.plan import Plan, PlanCache
-from aio_ckpt.record import object_entries, render_rank, render_root, written_names
+from aio_ckpt.record import object_entries, render_metadata_file, render_rank, render_root, written_names
 from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
 
 TIED = torch.empty(300)
@@ -149,9 +150,14 @@ def test_the_rank_manifest_holds_what_was_written():
 
 def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
     ranks = [FileEntry("aio_ckpt.0.bin", 10, 1), FileEntry("aio_ckpt.1.bin", 20, 2)]
-    data = render_root(b"metadata", ranks, step=4, save_id="s-1", created_unix=5.0)
-    found = decode_root(data, name="aio_ckpt.json")
+    objects = ObjectBytes(region=b"", spans=tuple((0, 8) for _ in PLAN.object_names))
+    metadata = render_metadata_file(PLAN, objects, checkpoint_id="root/step", save_id="s-1")
+    found = decode_root(render_root(metadata, ranks, step=4, save_id="s-1", created_unix=5.0), name="aio_ckpt.json")
     assert (found.step, found.save_id, found.world_size, found.ranks) == (4, "s-1", 2, tuple(ranks))
-    assert found.metadata == FileEntry(".metadata", 8, isal_zlib.crc32(b"metadata"))
-    assert found.metadata_blake2b == hashlib.blake2b(b"metadata", digest_size=32).hexdigest()
+    assert found.metadata == FileEntry(".metadata", len(metadata.data), isal_zlib.crc32(metadata.data))
+    assert found.metadata_blake2b == hashlib.blake2b(metadata.data, digest_size=32).hexdigest()
     assert found.written_by["torch"] == str(torch.__version__)
+    stored = parse_metadata(metadata.data, name=".metadata")
+    assert stored.storage_meta.save_id == "s-1"
+    begin = PLAN.layout.tensor_bytes
+    assert all(stored.storage_data[MetadataIndex(name)].offset == begin for name in PLAN.object_names)

@@ -74,6 +74,7 @@ def views() -> dict[str, torch.Tensor]:
         "overlaps_tied": shared[1:4],
         "many_dims": random_tensor((1, 2, 1, 2, 1, 2, 1, 2), torch.int8),
         "over_a_mebibyte": big,
+        "over_a_mebibyte_rows": big[20:],
         "over_a_mebibyte_transposed": big.t(),
         "over_a_mebibyte_strided": big[:, ::2],
         "over_several_chunks": random_tensor((3 * MIB + 17,), torch.int32),
