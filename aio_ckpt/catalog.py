@@ -29,11 +29,10 @@ from aio_ckpt.manifest import (
     decode_rank,
     decode_root,
 )
-from aio_ckpt.metadata import parse_metadata
+from aio_ckpt.metadata import DTYPES, parse_metadata
 from aio_ckpt.storage import Storage
 
 __all__ = [
-    "DTYPES",
     "Catalog",
     "Checkpoint",
     "Chunks",
@@ -380,8 +379,3 @@ def _check_catalog(chunks: Mapping[str, Chunks], objects: Mapping[str, StoredObj
     both = chunks.keys() & objects.keys()
     if both:
         raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
-
-
-DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}

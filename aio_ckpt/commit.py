@@ -154,7 +154,6 @@ async def commit_root(
     """
     await storage.write_file(pending / METADATA_FILE, metadata)
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
-    await storage.remove_file(pending / OWNER_FILE)
     await storage.sync_dir(pending)
     replaces = overwrite and await storage.exists(final)
     move = storage.exchange if replaces else storage.rename
@@ -165,8 +164,16 @@ async def commit_root(
         # Visible but maybe not durable: the save fails, so it must not stay listed.
         await move(final, pending)
         raise
-    if replaces:
-        await storage.remove_tree(pending)
+    try:
+        # Not before: without its owner what a crash leaves would be nobody's, and stay.
+        await storage.remove_file(final / OWNER_FILE)
+        if replaces:
+            # It has no owner: as trash it is cleared even if a crash ends the removal.
+            trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}")
+            await storage.rename(pending, trash)
+            await storage.remove_tree(trash)
+    except OSError as error:
+        _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
 
 
 async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import anyio
-import anyio.lowlevel
 import torch
 from isal import isal_zlib
 
@@ -141,7 +140,6 @@ async def fetch(
 
     async def work(buffer: memoryview) -> None:
         for segment in left:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # nothing else here can be cancelled
             await run.segment(segment, buffer)
 
     try:
@@ -192,10 +190,14 @@ class _Run:
         landings = Counter(piece.landing for piece in segment.pieces if piece.landing is not None)
         for landing in landings:
             landing.open()
+        await self._reading.acquire()  # here a cancelled fetch stops
         # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
         with anyio.CancelScope(shield=True):
-            async with self._reading, self._files.use(segment.file) as file:
-                got = await file.read_into(segment.start, view)
+            try:
+                async with self._files.use(segment.file) as file:
+                    got = await file.read_into(segment.start, view)
+            finally:
+                self._reading.release()
             self.bytes_read += got
             last = segment.pieces[-1]
             if segment.start + got < last.start + last.nbytes:

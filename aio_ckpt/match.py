@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint, Chunks, Item, global_shape
-from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
+from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.manifest import rank_manifest_name
 
@@ -34,6 +34,8 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
+    sharded: dict[str, DTensor] = field(default_factory=dict)
+    """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
     missing: tuple[str, ...] = ()
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -53,19 +55,25 @@ def match_template(
     template = tree.read_template(state, rank=rank)
     found = Match()
     missing, faults = _match_leaves(checkpoint, template, found)
-    missing += _match_stateful(checkpoint, template, found, rank)
+    missing += _match_stateful(checkpoint, template, found, rank, world_size)
     if missing and not allow_missing:
         raise MissingNameError(
             f"{checkpoint.path}: lacks {_listed(missing)}; allow_missing=True leaves them as they are"
         )
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
-    known = set(template.names).union(*(names for _, _, names in found.stateful))
     found.missing = tuple(missing)
-    found.unexpected = tuple(sorted(_unexpected(checkpoint, known, rank, world_size)))
+    if missing or _count(template, found) < len(checkpoint.catalog.chunks) + len(checkpoint.catalog.objects):
+        known = set(template.names).union(*(names for _, _, names in found.stateful))
+        found.unexpected = tuple(sorted(_unexpected(checkpoint, known, rank, world_size)))
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
     return found
+
+
+def _count(template: tree.Template, found: Match) -> int:
+    """How many names of the checkpoint the template covers, if none is missing: names are unique."""
+    return len(template.names) + sum(len(names) for _, _, names in found.stateful)
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
@@ -165,7 +173,9 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
 # -- what is given to load_state_dict ---------------------------------------------------------------
 
 
-def _match_stateful(checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int) -> list[str]:
+def _match_stateful(
+    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int, world_size: int
+) -> list[str]:
     """Fills ``into``; names of Stateful values of which the checkpoint has nothing."""
     if not template.stateful:
         return []
@@ -175,9 +185,39 @@ def _match_stateful(checkpoint: Checkpoint, template: tree.Template, into: Match
         below = [name for name in names if tree.is_below(name, prefix)]
         if below or _is_empty_container(checkpoint, prefix, rank):
             into.stateful.append((prefix, value, below))
+            if _may_be_sharded(value, world_size):
+                into.sharded.update(_sharded_below(prefix, value, below, rank))
         else:
             missing.append(prefix)
     return missing
+
+
+def _may_be_sharded(value: Any, world_size: int) -> bool:
+    """Whether to look into ``value.state_dict()``: for a data loader, say, that is no idle question."""
+    if isinstance(value, torch.nn.Module):
+        return any(isinstance(tensor, DTensor) for tensor in (*value.parameters(), *value.buffers()))
+    if isinstance(value, torch.optim.Optimizer):
+        return any(isinstance(parameter, DTensor) for group in value.param_groups for parameter in group["params"])
+    return world_size > 1
+
+
+def _sharded_below(prefix: str, value: Any, names: Sequence[str], rank: int) -> dict[str, DTensor]:
+    """DTensors of ``value`` by full name; state of an optimizer that is still empty is laid out as its parameters."""
+    try:
+        flat = tree.flatten(value.state_dict(), rank=rank)
+    except EmptyStateError:
+        return {}
+    dot = prefix and f"{prefix}."
+    found = {f"{dot}{n}": leaf for n, leaf in zip(flat.names, flat.values, strict=True) if isinstance(leaf, DTensor)}
+    if isinstance(value, torch.optim.Optimizer):
+        parameters = [parameter for group in value.param_groups for parameter in group["params"]]
+        for name in names:
+            number, _, key = name.removeprefix(f"{dot}state.").partition(".")
+            if key and number.isdigit() and int(number) < len(parameters):
+                parameter = parameters[int(number)]
+                if isinstance(parameter, DTensor):
+                    found.setdefault(name, parameter)
+    return found
 
 
 def _is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:

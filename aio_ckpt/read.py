@@ -90,6 +90,7 @@ async def load_checkpoint(
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
         await run_blocking(executor, draft.plan.add_whole, found.whole)
+        draft.sharded.update(found.sharded)
         await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
         with _target_modified():
             fetched = await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
@@ -200,6 +201,8 @@ class _Draft:
     """Bytes of objects as read."""
     by_dcp: dict[str, Any] = field(default_factory=dict)
     """Name -> target of what DCP's own reader must read; None for an object."""
+    sharded: dict[str, DTensor] = field(default_factory=dict)
+    """Fresh names that are read as the shard of a DTensor like this one."""
     devices: set[torch.device] = field(default_factory=set)
     """Devices of targets that are no host memory."""
 
@@ -231,9 +234,11 @@ class _Draft:
         tied: dict[tuple[int, ...], torch.Tensor] = {}
         for name in names:
             chunks: Chunks = self.source.items.get(name) or self.source.transformed[name]
-            key = tuple(map(id, chunks))
+            like = self.sharded.get(name)
+            is_shard = like is not None and like.shape == global_shape(chunks)
+            key = (is_shard and id(like), *map(id, chunks))
             if key not in tied:
-                tied[key] = _new_tensor(name, chunks)
+                tied[key] = _new_shard(like, chunks) if is_shard and like is not None else _new_tensor(name, chunks)
                 self._add_tensor(name, tied[key])
             self.values[name] = tied[key]
 
@@ -250,6 +255,11 @@ class _Draft:
         if not tensor.is_cpu:
             self.devices.add(tensor.device)
         self.plan.add_tensor(items, offsets, tensor)
+
+
+def _new_shard(like: DTensor, chunks: Chunks) -> torch.Tensor:
+    """A DTensor of the stored dtype with the mesh and placements of ``like``, on its device."""
+    return torch.empty_like(like, dtype=chunks[0].dtype, requires_grad=False)
 
 
 def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:

@@ -28,7 +28,7 @@ __all__ = ["Landing", "Piece", "ReadPlan", "Segment", "bytes_of", "cut_segments"
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
-_SEGMENT_BYTES_MIN = 4 << 20
+_SEGMENT_BYTES_MIN = 3 << 20
 _SEGMENT_BYTES_MAX = 16 << 20
 
 

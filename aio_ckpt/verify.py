@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import (
-    DTYPES,
     Checkpoint,
     Slot,
     StoredObject,
@@ -39,6 +38,7 @@ from aio_ckpt.manifest import (
     decode_root,
     rank_manifest_name,
 )
+from aio_ckpt.metadata import DTYPES
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.readplan import ReadPlan
 from aio_ckpt.storage import Storage

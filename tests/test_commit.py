@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import psutil
 import pytest
 import torch
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
-from power_loss import Generation, NotDurableError, check_directory_mode, check_root_mode, dropped
+from power_loss import CHECKPOINT, Generation, NotDurableError, check_directory_mode, check_root_mode, dropped
 
 from aio_ckpt import commit
 from aio_ckpt.commit import Owner, StepNames
@@ -55,9 +56,7 @@ def shown(calls: Sequence[Call]) -> list[str]:
     """The calls as text; the number of writes of a file does not matter."""
     lines = []
     for call in calls:
-        names = [
-            ".pending" if part.name.startswith(".pending-") else part.name for part in (call.path, call.other) if part
-        ]
+        names = [re.sub(r"^\.(pending|trash)-.*", r".\1", part.name) for part in (call.path, call.other) if part]
         line = f"{call.name} {' -> '.join(names)}"
         if lines[-1:] != [line] or call.name != "write":
             lines.append(line)
@@ -67,7 +66,7 @@ def shown(calls: Sequence[Call]) -> list[str]:
 def labelled(calls: Sequence[Call]) -> dict[str, int]:
     """Every fsync and rename of the log that a checkpoint's durability rests on."""
     lines = [(f"{shown([call])[0]}", index) for index, call in enumerate(calls) if call.name in DURABILITY]
-    return {line: index for line, index in lines if "writer.json" not in line}
+    return {line: index for line, index in lines if "writer.json" not in line and ".trash" not in line}
 
 
 # -- root mode ------------------------------------------------------------------------------------
@@ -81,10 +80,10 @@ ROOT_MODE = [
     f"write_file {RANK}",
     f"write_file {META}",
     f"write_file {ROOT}",
-    "remove_file writer.json",
     "sync_dir .pending",
     f"rename .pending -> {STEP}",
     "sync_dir root",
+    "remove_file writer.json",
 ]
 ROOT_STEPS = [line for line in ROOT_MODE if line.startswith(DURABILITY) and "writer.json" not in line]
 
@@ -177,10 +176,38 @@ def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path)
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("point", ["write_file", "sync_dir", "rename"])
+async def test_until_it_is_visible_a_pending_save_says_whose_it_is(tmp_path: Path, point: str) -> None:
+    """Whatever point a crash comes at, the next writer can tell that the owner is dead."""
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        gate = storage.hold(point, {"write_file": ROOT}.get(point, ".pending-*"))
+        ticket = engine.save(weights(1), step=5)
+        gate.wait_reached()
+        (pending,) = (tmp_path / "root").glob(f"{commit.PENDING_PREFIX}*")
+        owner = msgspec.json.decode((pending / commit.OWNER_FILE).read_bytes(), type=Owner)
+        assert owner.pid == os.getpid()
+        gate.open()
+        ticket.result(TIMEOUT)
+        assert {path.name for path in (tmp_path / "root" / STEP).iterdir()} == CHECKPOINT
+
+
+@pytest.mark.parametrize("call", [("remove_file", "writer.json"), ("remove_tree", ".trash-*")])
+def test_what_cannot_be_removed_after_the_commit_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: tuple[str, str]
+) -> None:
+    with gated_engine(tmp_path / "root") as (engine, storage):
+        engine.save(weights(1), step=5).result(TIMEOUT)
+        storage.fail(*call, WriteError(errno.EIO, "the disk is gone", "x"))
+        engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
+        assert "is committed, but" in caplog.text
+        assert (engine.steps(), value(engine)) == ([5], 2)
+
+
 # -- overwrite ------------------------------------------------------------------------------------
 
-OVERWRITE = [*ROOT_MODE[:-2], f"exchange .pending -> {STEP}", "sync_dir root", "remove_tree .pending"]
+OVERWRITE = [*ROOT_MODE[:-3], f"exchange .pending -> {STEP}", *ROOT_MODE[-2:]]
 OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY) and "writer.json" not in line]
+OVERWRITE += ["rename .pending -> .trash", "remove_tree .trash"]
 
 
 def test_an_overwrite_exchanges_the_directories_and_removes_the_old_one_last(tmp_path: Path) -> None:

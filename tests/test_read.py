@@ -473,6 +473,25 @@ async def test_a_dtensor_gets_its_own_shard(direct, tmp_path, fake_world, save):
         assert torch.equal(shard, local), placement
 
 
+async def test_a_sharded_module_and_its_new_optimizer_read_only_their_shards(direct, tmp_path, fake_world):
+    model, optimizer = trained(1)
+    state = {"model": model, "optim": optimizer, "pad": torch.zeros(3 << 20)}
+    path = save_state(tmp_path / "c", state)
+    fresh, _ = trained(2)
+    for layer in (fresh[0], fresh[2]):
+        for name, parameter in list(layer.named_parameters()):
+            local = parameter.detach()[2:4].clone()
+            sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+            shard = DTensor.from_local(local, fake_world, [ShardPlacement(0)], run_check=False, **sizes)
+            setattr(layer, name, torch.nn.Parameter(shard))
+    new = torch.optim.AdamW(fresh.parameters())
+    await load(direct, path, {"model": fresh, "optim": new})
+    for wanted, parameter in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(parameter.to_local(), wanted[2:4])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(new.state[parameter][key].to_local(), optimizer.state[wanted][key][2:4])
+
+
 async def test_a_dtensor_of_a_real_group_is_loaded(direct, tmp_path):
     stored = torch.randn(10, 6)
     save_state(tmp_path / "c", {"t": stored})

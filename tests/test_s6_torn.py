@@ -127,7 +127,7 @@ async def test_a_state_changed_while_chunks_wait_to_be_written_is_stored_as_it_w
 async def test_a_state_captured_in_waves_is_stored_as_it_was(tmp_path):
     """A budget smaller than the image: later chunks are captured in the memory of those already written."""
     state = {"w": torch.full((10 << 18,), 7.0), "blob": [b"7" * (8 << 20)]}
-    with gated_engine(tmp_path, budget_bytes=12 << 20) as (engine, storage):
+    with gated_engine(tmp_path, budget_bytes=12 << 20, stall_timeout_secs=15) as (engine, storage):
         gate = storage.hold("sync")
         ticket = engine.save(state)
         change(state)
