@@ -88,7 +88,7 @@ class CheckpointEngine:
         )
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
         self._lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=self._portal.executor, debug=config.debug)
-        self._cache = PlanCache(rank=self._site.coordinator.rank)
+        self._cache = PlanCache(rank=self._site.coordinator.rank, world_size=self._site.coordinator.world_size)
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
         self._retention = Retention(

@@ -7,7 +7,6 @@ the pointer fingerprint whether the copy descriptors may.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,67 +15,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from aio_ckpt import envelope, tree
-from aio_ckpt.errors import SourceChangedError
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
 from aio_ckpt.objects import as_tensor
+from aio_ckpt.structure import Structure, check_sources, check_whole, describe, partition, storage_bytes
 
-__all__ = ["SMALL_COPY_BYTES", "CopyDescriptors", "Plan", "PlanCache", "PlannedSave", "Structure"]
+__all__ = ["SMALL_COPY_BYTES", "CopyDescriptors", "Plan", "PlanCache", "PlannedSave"]
 
 SMALL_COPY_BYTES = 256 << 10
 """Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """Everything about a state but its values and addresses; compared as a whole, in C."""
-
-    skeleton: object
-    """Containers, key types, order."""
-    names: list[str]
-    """Names of all leaves."""
-    object_types: list[type]
-    """Exact type of every leaf stored as an object."""
-    types: list[type]
-    """Exact type of every tensor leaf."""
-    dtypes: list[torch.dtype]
-    """Per tensor leaf."""
-    shapes: list[torch.Size]
-    """Local shapes."""
-    strides: list[tuple[int, ...]]
-    """Local strides, in elements."""
-    devices: list[torch.device]
-    """Per tensor leaf."""
-    conj: list[bool]
-    """Conjugate bits."""
-    neg: list[bool]
-    """Negative bits."""
-    shards: dict[int, tuple[object, ...]]
-    """Of DTensor leaves: global shape, mesh, placements."""
-
-    def digest(self, aliases: Sequence[int]) -> bytes:
-        """16 bytes that ranks compare; covers the alias partition too."""
-        text = repr(
-            (
-                self.skeleton,
-                self.names,
-                [f"{kind.__module__}.{kind.__qualname__}" for kind in self.object_types],
-                [f"{kind.__module__}.{kind.__qualname__}" for kind in self.types],
-                self.dtypes,
-                self.shapes,
-                self.strides,
-                [device.type for device in self.devices],
-                self.conj,
-                self.neg,
-                self.shards,
-                list(aliases),
-            )
-        )
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +95,9 @@ class PlanCache:
     One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
     """
 
-    def __init__(self, *, rank: int) -> None:
+    def __init__(self, *, rank: int, world_size: int = 1) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._plan: Plan | None = None
         self._storage_bytes: list[int] = []  # freed and allocated again, one may be shorter at its old address
         self.hits = 0
@@ -173,10 +124,10 @@ class PlanCache:
             tree.check_leaves(flat)
             return self._miss(flat, structure, tensors, objects)
         fingerprint = [tensor.data_ptr() for tensor in tensors]
-        if fingerprint == cached.descriptors.fingerprint and _storage_bytes(tensors) == self._storage_bytes:
+        if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == self._storage_bytes:
             self.hits += 1
             return PlannedSave(plan=cached, tensors=tensors, objects=objects, plan_hit=True, fingerprint_hit=True)
-        self._storage_bytes = _check_sources(flat, tensors, fingerprint)
+        self._storage_bytes = check_sources(flat, tensors, fingerprint)
         if partition(structure, fingerprint) != cached.aliases:
             return self._miss(flat, structure, tensors, objects)
         descriptors = _descriptors(cached.layout, cached.moved, fingerprint)
@@ -192,90 +143,13 @@ class PlanCache:
         objects: list[tuple[str, object]],
     ) -> PlannedSave:
         self._plan = None
+        if self._world_size == 1:
+            check_whole(flat, structure)
         fingerprint = [tensor.data_ptr() for tensor in tensors]
-        self._storage_bytes = _check_sources(flat, tensors, fingerprint)
+        self._storage_bytes = check_sources(flat, tensors, fingerprint)
         self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
         self.misses += 1
         return PlannedSave(plan=self._plan, tensors=tensors, objects=objects, plan_hit=False, fingerprint_hit=False)
-
-
-# -- structure and fingerprint --------------------------------------------------------------------
-
-
-def describe(flat: tree.FlatState) -> tuple[Structure, list[torch.Tensor], list[tuple[str, object]]]:
-    """Structure of a flat state, its local tensors and its objects. One pass an attribute: the fastest in Python."""
-    if flat.kinds.count(LeafKind.TENSOR) == len(flat.kinds):
-        leaves, objects = flat.values, []
-    else:
-        rows = list(zip(flat.names, flat.values, flat.kinds, strict=True))
-        leaves = [as_tensor(value, kind) for _, value, kind in rows if kind is not LeafKind.OBJECT]
-        objects = [(name, value) for name, value, kind in rows if kind is LeafKind.OBJECT]
-    types = [type(leaf) for leaf in leaves]
-    shards: dict[int, tuple[object, ...]] = {}
-    tensors: list[torch.Tensor] = leaves  # type: ignore[assignment]
-    if DTensor in types:
-        tensors = list(tensors)
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, DTensor):
-                shards[position] = (tuple(leaf.shape), _mesh_key(leaf), leaf.placements)
-                tensors[position] = leaf._local_tensor
-    dtypes = [tensor.dtype for tensor in tensors]
-    structure = Structure(
-        flat.skeleton,
-        flat.names,
-        [type(value) for _, value in objects],
-        types,
-        dtypes,
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.device for tensor in tensors],
-        [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(dtypes, tensors, strict=True)],
-        [tensor.is_neg() for tensor in tensors],
-        shards,
-    )
-    return structure, tensors, objects
-
-
-def _mesh_key(tensor: DTensor) -> tuple[object, ...]:
-    mesh = tensor.device_mesh
-    return (mesh.device_type, tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names)
-
-
-def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:
-    """Per tensor leaf, the first leaf with the same bytes seen the same way; empty tensors share nothing."""
-    first: dict[tuple[object, ...], int] = {}
-    rows = zip(
-        fingerprint,
-        structure.dtypes,
-        structure.shapes,
-        structure.strides,
-        structure.conj,
-        structure.neg,
-        structure.devices,
-        strict=True,
-    )
-    return [
-        position if not row[0] else first.setdefault((*row, *structure.shards.get(position, ())), position)
-        for position, row in enumerate(rows)
-    ]
-
-
-def _storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.untyped_storage().nbytes() for tensor in tensors]
-
-
-def _check_sources(flat: tree.FlatState, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> list[int]:
-    names = (name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT)
-    storage_bytes = _storage_bytes(tensors)
-    for name, tensor, address, available in zip(names, tensors, fingerprint, storage_bytes, strict=True):
-        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = (tensor.storage_offset() + extent) * tensor.element_size()
-        if tensor.numel() and (not address or needed > available):
-            raise SourceChangedError(
-                f"{name!r}: a tensor of shape {tuple(tensor.shape)} needs {needed} bytes of its storage, which has "
-                f"{available}: it was freed or resized; save before freeing it, or materialize it first"
-            )
-    return storage_bytes
 
 
 # -- a miss ---------------------------------------------------------------------------------------

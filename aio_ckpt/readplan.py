@@ -28,8 +28,8 @@ __all__ = ["Landing", "Piece", "ReadPlan", "Segment", "bytes_of", "cut_segments"
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
-_SEGMENT_BYTES_MIN = 3 << 20
-_SEGMENT_BYTES_MAX = 16 << 20
+_SEGMENT_BYTES_MIN = (2 << 20) - 2 * PAGE_BYTES
+_SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -207,7 +207,7 @@ class ReadPlan:
     def segments(self, readers: int) -> list[Segment]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
         total = sum(piece.nbytes for pieces in self.pieces.values() for piece in pieces)
-        size = min(max(align_up(total // (2 * readers), 1 << 20), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
+        size = min(max(total // (8 * readers), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
         found = [segment for file, pieces in self.pieces.items() for segment in cut_segments(file, pieces, size)]
         return sorted([*found, *self.straight], key=lambda segment: (segment.file, segment.start))
 

@@ -19,7 +19,7 @@ from aio_ckpt.portal import Executor
 from aio_ckpt.storage import DataFile, LocalStorage, ReadFile, RootLock
 
 T = TypeVar("T")
-TIMEOUT = 30.0
+TIMEOUT = 20.0
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,21 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 
+from aio_ckpt import layout
 from aio_ckpt.manifest import RankManifest, data_file_name, decode_rank, rank_manifest_name
 
 MIB = 1 << 20
+
+
+CHUNK_BYTES = 4 * MIB
+
+
+def pin_chunk_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 4 MiB, whatever the engine is tuned to: tests count them."""
+    monkeypatch.setattr(layout, "chunk_bytes_for", lambda raw_bytes: CHUNK_BYTES)
 
 
 def uniform(count: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ TRAINER = """
         gate = storage.gate()
         storage.on_write = lambda write: gate.hold()
         engine.save(uniform(4, 4 * MIB, 2.0), step=2)
-        gate.wait_held(4)
+        gate.wait_held()
         print("held", flush=True)
         threading.Event().wait()
 """

@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aio_ckpt import PerRank, SyncCheckpointEngine, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.plan import SMALL_COPY_BYTES, Plan, PlanCache, PlannedSave, describe, partition
+from aio_ckpt.plan import SMALL_COPY_BYTES, Plan, PlanCache, PlannedSave
+from aio_ckpt.structure import describe, partition
 
 W = torch.arange(8.0)
 OTHER = torch.arange(8.0)
@@ -155,7 +156,7 @@ def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
 
 
 def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(two_ranks: None):
-    cache = PlanCache(rank=0)
+    cache = PlanCache(rank=0, world_size=2)
     assert [resolve(cache, spread([0, 1], Shard(0))).plan_hit for _ in range(3)] == [False, True, True]
 
 
@@ -267,7 +268,7 @@ def test_a_cached_plan_holds_no_tensor_storage_handle_or_view():
 
 def test_a_cached_plan_of_dtensors_holds_none_either(two_ranks: None):
     state = {**spread([0, 1], Shard(0)), "b": spread([0, 1], Replicate())["a"]}
-    assert_holds_no_data(resolve(PlanCache(rank=0), state).plan)
+    assert_holds_no_data(resolve(PlanCache(rank=0, world_size=2), state).plan)
 
 
 def test_nothing_that_was_saved_is_kept_alive_by_the_engine(tmp_path):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from image_files import MIB, assert_uniform, uniform
+from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import CheckpointEngine, pipeline
@@ -26,6 +26,11 @@ from aio_ckpt.lifetime import POISON
 
 COUNT = 5
 """Tensors of 4 MiB: six chunks."""
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_chunk_bytes(monkeypatch)
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from image_files import MIB, assert_uniform, uniform
+from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
 from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
@@ -27,6 +27,11 @@ from aio_ckpt.manifest import data_file_name
 COUNT = 8
 CHUNKS = 9
 """Of a state of eight tensors of 4 MiB: their envelopes spill into one more."""
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_chunk_bytes(monkeypatch)
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:

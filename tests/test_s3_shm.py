@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from image_files import MIB, assert_uniform, raw_of, uniform
+from image_files import MIB, assert_uniform, pin_chunk_bytes, raw_of, uniform
 from killed_trainer import child_environment, named_segments, python, train_until_killed
 from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_engine
 
@@ -28,6 +28,11 @@ SHM = EngineConfig(staging="shm", debug=True)
 COUNT = 5
 
 _SEGMENT = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:aio_ckpt", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_chunk_bytes(monkeypatch)
 
 
 def steps_dir(root: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_files import MIB, uniform
+from image_files import MIB, pin_chunk_bytes, uniform
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
@@ -25,6 +25,11 @@ from aio_ckpt.objects import decode_object
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.snapshot import Image, ObjectEncoder, capture, lease_image, ring_slots
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_chunk_bytes(monkeypatch)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_files import MIB, uniform
+from image_files import MIB, pin_chunk_bytes, uniform
 from rings import TIMEOUT, image_of, plan_of, save_image
 from watched_writes import WatchedStorage, Write
 
@@ -31,6 +31,11 @@ from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import LocalStorage
 from aio_ckpt.write import ChunkPreparer
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_chunk_bytes(monkeypatch)
 
 
 @pytest.fixture
