@@ -28,6 +28,11 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 
 
+_OPENMP_PAYS_THREADS = 8
+"""From so many threads on torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two, its
+barriers fight with the threads that write (240 to 440 ms a GiB beside them, against 120 to 260)."""
+
+
 class Mark(Protocol):
     """A point in a sequence of copies."""
 
@@ -72,12 +77,8 @@ class HostCopies:
     """Copies that are done when the call returns: host memory, and devices without streams of their own."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until copied, GIL released. Both are contiguous.
-
-        Host to host by one memmove: torch's OpenMP copy takes twice the CPU and its barriers fight with the threads
-        that write (measured on 2 cores: 240 to 440 ms a GiB beside the writers, against 120 to 260 ms).
-        """
-        if source.device.type == "cpu":
+        """Blocks until copied, GIL released. Both are contiguous."""
+        if source.device.type == "cpu" and torch.get_num_threads() < _OPENMP_PAYS_THREADS:
             _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             target.copy_(source)

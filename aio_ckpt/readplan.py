@@ -28,8 +28,11 @@ __all__ = ["Landing", "Piece", "ReadPlan", "Segment", "bytes_of", "cut_segments"
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
-_SEGMENT_BYTES_MIN = (2 << 20) - 2 * PAGE_BYTES
+# Two pages below, so that a segment whose ends were moved to pages still fits a buffer of whole huge pages.
+_SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
 _SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
+_SEGMENTS_A_READER = 8
+"""Wanted at least: fresh buffers are not free to touch, so a small load gets small ones."""
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -207,7 +210,7 @@ class ReadPlan:
     def segments(self, readers: int) -> list[Segment]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
         total = sum(piece.nbytes for pieces in self.pieces.values() for piece in pieces)
-        size = min(max(total // (8 * readers), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
+        size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
         found = [segment for file, pieces in self.pieces.items() for segment in cut_segments(file, pieces, size)]
         return sorted([*found, *self.straight], key=lambda segment: (segment.file, segment.start))
 

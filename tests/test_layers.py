@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import statistics
@@ -74,6 +75,7 @@ def module_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -94,18 +96,19 @@ def modules_imported(tree: ast.Module) -> set[str]:
     return {parts[1] if len(parts) > 1 and parts[1] in LAYERS else "__init__" for parts in ours}
 
 
+@functools.cache
 def code_of(path: Path) -> str:
-    """The source without comments and strings."""
+    """The source without comments and strings, and without spaces around dots."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     strings = {getattr(tokenize, name) for name in ("STRING", "FSTRING_MIDDLE") if hasattr(tokenize, name)}
     kept = [(kind, "''" if kind in strings else text) for kind, text, *_ in tokens if kind != tokenize.COMMENT]
-    return tokenize.untokenize(kept)
+    return re.sub(r"\s*\.\s*", ".", tokenize.untokenize(kept))
 
 
 def files_with(pattern: str) -> set[str]:
     """Modules whose code (comments and strings apart) matches."""
     found = re.compile(pattern)
-    return {module_of(path) for path in FILES if found.search(re.sub(r"\s*\.\s*", ".", code_of(path)))}
+    return {module_of(path) for path in FILES if found.search(code_of(path))}
 
 
 def names_of(path: Path) -> set[str]:

@@ -133,7 +133,8 @@ async def test_a_cancelled_await_leaves_the_save_and_its_buffer_alone(tmp_path: 
             await waiting
         second = engine.save(state_of(2.0), step=2)
         gate.open()
-        await second
+        for waited in (ticket, second):
+            assert await waited is not None
     assert storage.torn == []
     assert_uniform(steps_dir(tmp_path, 1), 1.0, count=COUNT)
     assert_uniform(steps_dir(tmp_path, 2), 2.0, count=COUNT)
