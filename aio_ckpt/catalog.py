@@ -28,6 +28,7 @@ from aio_ckpt.manifest import (
     block_sums,
     decode_rank,
     decode_root,
+    rank_manifest_name,
 )
 from aio_ckpt.metadata import DTYPES, parse_metadata
 from aio_ckpt.storage import Storage
@@ -193,6 +194,8 @@ async def open_checkpoint(storage: Storage, path: Path) -> Checkpoint:
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
     root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     if root_data is None:
+        if await storage.exists(path / rank_manifest_name(0)):
+            raise CorruptCheckpointError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
         return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
     root = decode_root(root_data, name=ROOT_MANIFEST)
     fault = check_metadata(root, data)

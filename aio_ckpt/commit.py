@@ -42,6 +42,8 @@ TRASH_PREFIX = ".trash-"
 OWNER_FILE = "writer.json"
 LOCK_FILE = ".aio_ckpt.lock"
 MAX_SMALL_FILE_BYTES = 1 << 30
+MAX_STEP = 1 << 62
+"""Largest number that a manifest holds."""
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
@@ -123,17 +125,24 @@ class StepNames:
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
-    """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none."""
+    """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
+
+    Of a step that has two directories the one with the engine's own name counts.
+    """
     found: dict[int, Committed] = {}
+    for checkpoint in await _step_directories(storage, root, names):
+        if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
+            found[checkpoint.step] = checkpoint
+    return [found[step] for step in sorted(found)]
+
+
+async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
     if not await storage.exists(root):
         return []
-    for name in sorted(await storage.list_dir(root)):
-        step = names.step(name)
-        if step is None or not await storage.exists(root / name / METADATA_FILE):
-            continue
-        if step not in found or name == names.name(step):
-            found[step] = Committed(step=step, path=root / name)
-    return [found[step] for step in sorted(found)]
+    steps = [
+        (step, root / name) for name in sorted(await storage.list_dir(root)) if (step := names.step(name)) is not None
+    ]
+    return [Committed(step=step, path=path) for step, path in steps if await storage.exists(path / METADATA_FILE)]
 
 
 async def make_pending(storage: Storage, root: Path, *, owner: Owner, number: int) -> Path:
@@ -156,6 +165,9 @@ async def commit_root(
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
     replaces = overwrite and await storage.exists(final)
+    if replaces and not await storage.exists(final / OWNER_FILE):
+        # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
+        await storage.write_file(final / OWNER_FILE, await _read_owner(storage, pending))
     move = storage.exchange if replaces else storage.rename
     await move(pending, final)
     try:
@@ -168,7 +180,7 @@ async def commit_root(
         # Not before: without its owner what a crash leaves would be nobody's, and stay.
         await storage.remove_file(final / OWNER_FILE)
         if replaces:
-            # It has no owner: as trash it is cleared even if a crash ends the removal.
+            # As trash it is cleared even if a crash ends the removal.
             trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}")
             await storage.rename(pending, trash)
             await storage.remove_tree(trash)
@@ -222,17 +234,17 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     Raises:
         CheckpointNotFoundError: ``step`` is not committed.
     """
-    committed = await discover(storage, root, names)
-    if step not in [checkpoint.step for checkpoint in committed]:
-        raise CheckpointNotFoundError(
-            f"rollback({step}): no such committed step under {root}; committed are "
-            f"{[checkpoint.step for checkpoint in committed]}"
-        )
+    step = check_step_number(step)
+    committed = await _step_directories(storage, root, names)  # every one: a step may have two
+    steps = sorted({checkpoint.step for checkpoint in committed})
+    if step not in steps:
+        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
+    committed.sort(key=lambda checkpoint: checkpoint.step)
     later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
     for checkpoint in later:
         await storage.rename(checkpoint.path, root / f"{ABANDONED_PREFIX}{tag}-{checkpoint.path.name}")
         await storage.sync_dir(root)  # each: a power loss keeps renames that were not fsynced in any order
-    return [checkpoint.step for checkpoint in later]
+    return sorted({checkpoint.step for checkpoint in later}, reverse=True)
 
 
 async def clear_leftovers(storage: Storage, root: Path) -> list[str]:
@@ -247,10 +259,14 @@ async def clear_leftovers(storage: Storage, root: Path) -> list[str]:
     return cleared
 
 
+async def _read_owner(storage: Storage, pending: Path) -> bytes:
+    return await storage.read_file(pending / OWNER_FILE, max_bytes=MAX_SMALL_FILE_BYTES)
+
+
 async def _is_abandoned(storage: Storage, pending: Path) -> bool:
     if not await storage.exists(pending / OWNER_FILE):
         return False
-    data = await storage.read_file(pending / OWNER_FILE, max_bytes=MAX_SMALL_FILE_BYTES)
+    data = await _read_owner(storage, pending)
     try:
         return msgspec.json.decode(data, type=Owner).is_proven_dead()
     except msgspec.DecodeError:
@@ -265,9 +281,20 @@ def check_step(step: object, *, newest: int | None, committed: Collection[int], 
     """
     if step is None:
         return 1 if newest is None else newest + 1
-    if type(step) is not int or step < 0:
-        raise StepOrderError(f"step={step!r}: give a whole number of at least 0")
+    step = check_step_number(step)
     if newest is None or step > newest or (overwrite and step in committed):
         return step
     hint = "overwrite=True replaces it" if step in committed else f"rollback({step}) goes back"
     raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {hint}")
+
+
+def check_step_number(step: object) -> int:
+    """``step`` if it can be the number of a step.
+
+    Raises:
+        StepOrderError: no whole number from 0 to ``MAX_STEP``.
+    """
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        shown = repr(step) if type(step) is not int or abs(step) <= MAX_STEP else "so large a number"
+        raise StepOrderError(f"step={shown}: give a whole number of at least 0 and at most {MAX_STEP}")
+    return step

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import string
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,6 +15,11 @@ DirectIO = Literal["auto", "on", "off"]
 BusyPolicy = Literal["wait", "skip", "raise"]
 VerifyPolicy = Literal["load", "never"]
 FailurePolicy = Literal["raise", "log"]
+
+MAX_SECS = 1e9
+"""Longest time that every wait of the system takes."""
+MAX_WORKERS = 256
+_STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,7 @@ class EngineConfig:
 
     staging: Staging = "auto"
     """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
-    ``auto`` is ``pinned`` where CUDA is present, else ``pageable``."""
+    ``auto`` is ``pinned`` for a state with CUDA tensors, else ``pageable``."""
 
     direct_io: DirectIO = "auto"
     """O_DIRECT: ``auto`` probes each file with a real aligned write and falls back, ``on`` refuses to
@@ -68,7 +72,7 @@ class EngineConfig:
     """A pending directory of another host whose heartbeat is older is taken for dead."""
 
     drain_timeout_secs: float = 60.0
-    """How long ``close()`` and interpreter exit wait for pending saves."""
+    """How long interpreter exit waits for pending saves (``close()`` waits until each has settled)."""
 
     trusted_objects: bool = False
     """Allow objects that only unpickling with code can read back. Loading such a checkpoint runs its code."""
@@ -85,9 +89,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
-        fields = [field for _, field, _, _ in string.Formatter().parse(self.step_dir) if field is not None]
-        if fields != ["step"] or "/" in self.step_dir or self.step_dir.startswith("."):
-            raise ConfigError(f"step_dir={self.step_dir!r}: give one path component with one {{step}} field")
+        for name in ("trusted_objects", "debug"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
+        if self.workers > MAX_WORKERS:
+            raise ConfigError(f"workers={self.workers}: each is a thread; give at most {MAX_WORKERS}")
+        if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):
+            raise ConfigError(
+                f"step_dir={self.step_dir!r}: give one path component with one {{step}} or {{step:09d}} field, "
+                "no other braces and no dot in front"
+            )
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -98,9 +109,10 @@ class EngineConfig:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value``, called ``name``, is a finite number of seconds above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}={value!r}: give a finite number of seconds above 0")
+    """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
+    # Comparisons alone: a nan fails them, and an int of a thousand digits has no float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
+        raise ConfigError(f"{name}: give a finite number of seconds above 0, at most {MAX_SECS:.0e}")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

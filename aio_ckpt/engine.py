@@ -118,7 +118,7 @@ class CheckpointEngine:
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
                 SourceChangedError: bad input; nothing was touched.
-            ConfigError: ``deadline_secs`` is no finite number above 0.
+            ConfigError: ``deadline_secs`` is no number above 0.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
@@ -240,6 +240,7 @@ class CheckpointEngine:
     ) -> Future[LoadReport]:
         """:meth:`load` for a caller without a loop: its future."""
         self._portal.check_thread("load()")
+        step = None if step is None else commit.check_step_number(step)
         options = LoadOptions(strict=strict, allow_missing=allow_missing, fallback=fallback)
         return self._portal.submit(load_state, self._site, state, step, options)
 
@@ -258,13 +259,15 @@ class CheckpointEngine:
     def submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
         """:meth:`read` for a caller without a loop: its future."""
         self._portal.check_thread("read()")
-        return self._portal.submit(read_tree, self._site, step, only)
+        step = None if step is None else commit.check_step_number(step)
+        return self._portal.submit(read_tree, self._site, step, [only] if isinstance(only, str) else only)
 
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
         site = self._site
-        found = self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
-        return [checkpoint.step for checkpoint in found]
+        return [
+            found.step for found in self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
+        ]
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -282,9 +285,9 @@ class CheckpointEngine:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
             self._become_writer()
-            site = self._site
+            site, tag = self._site, str(time.time_ns())
             abandoned = self._call(
-                commit.abandon_after, site.storage, site.root, site.names, step, str(time.time_ns()), what="rollback()"
+                commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()"
             )
             self._in_flight.learn_steps(self.steps)
         return abandoned

@@ -9,7 +9,7 @@ import mmap
 import zipfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -163,7 +163,8 @@ def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
         return [memoryview(b"")] * count
     size = align_up(nbytes, _HUGE_PAGE_BYTES)
     ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    ring.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without them
+        ring.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(ring)
     first = -_address(view) % _HUGE_PAGE_BYTES
     return [view[first + size * number :][:size] for number in range(count)]

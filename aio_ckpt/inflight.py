@@ -14,7 +14,7 @@ from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
 from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
-from aio_ckpt.portal import Condition, Portal
+from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.snapshot import Image, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
@@ -39,7 +39,10 @@ class InFlight:
         self._max = site.config.max_in_flight
         self._when_busy = site.config.when_busy
         self._on_failure = site.config.on_failure
-        self._changed = Condition()
+        # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
+        # held for ever.
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._entered = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
@@ -60,7 +63,7 @@ class InFlight:
             EngineClosedError: the engine was closed, maybe meanwhile.
         """
         began = time.perf_counter()
-        with self._changed:
+        with self._lock:
             while not self._is_closing and len(self._pending) >= self._max:
                 if self._when_busy == "skip":
                     return None
@@ -81,20 +84,20 @@ class InFlight:
             WrongThreadError: on the engine's own thread, where what is pending could never end.
         """
         self._portal.check_thread("close()")
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             self._changed.notify_all()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
         """Saves not settled, oldest first."""
-        with self._changed:
+        with self._lock:
             return tuple(self._pending)
 
     @property
     def has_room(self) -> bool:
         """Whether a save would not wait."""
-        with self._changed:
+        with self._lock:
             return len(self._pending) < self._max
 
     # -- one save -------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class InFlight:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
 
         self._entered += 1
-        with self._changed:
+        with self._lock:
             save = PendingSave(
                 step=step,
                 number=self._entered,
@@ -150,15 +153,10 @@ class InFlight:
         timeout_secs = self._site.config.stall_timeout_secs
         issued: Future[object] = Future()
         save.image.lease.hold_until(issued)
+        running: Future[SaveReport] | None = None
         try:
             running = self._portal.submit(run_save, self._site, save)
-        except BaseException as error:
-            issued.set_result(None)
-            save.image.lease.close()
-            self._settle(save, failed(error))
-            raise
-        running.add_done_callback(lambda done: self._settle(save, done))
-        try:
+            running.add_done_callback(lambda done: self._settle(save, done))
             work = capture(
                 planned,
                 save.image,
@@ -168,9 +166,15 @@ class InFlight:
             )
         except BaseException as error:
             issued.set_result(None)
-            self._portal.post(save.progress.fail, error)
+            # Ctrl-C is raised here and only here: the pipeline and later saves hear of a cancelled save.
+            interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
+            cause = error if isinstance(error, Exception) else interrupted
+            if running is None:
+                save.image.lease.close()
+                self._settle(save, failed(cause))
+            self._portal.post(save.progress.fail, cause)
             save.ticket.exception(timeout_secs)
-            with self._changed:  # raised here; kept, its traceback would keep the caller's state alive
+            with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
                 self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
 
@@ -193,7 +197,7 @@ class InFlight:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
         self._on_settled(error)
-        with self._changed:
+        with self._lock:
             self._pending.remove(save)
             if error is None:
                 self._committed.add(save.step)
@@ -219,7 +223,7 @@ class InFlight:
 
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
         """Take over what is committed on the disk, and what is being committed while the disk is read."""
-        with self._changed:
+        with self._lock:
             self._new.clear()
             self._knows_steps = True
         try:
@@ -227,13 +231,13 @@ class InFlight:
         except BaseException:
             self._knows_steps = False
             raise
-        with self._changed:
+        with self._lock:
             self._committed = found | self._new
 
     @property
     def newest_step(self) -> int:
         """Newest committed or pending step; 0 if there is none."""
-        with self._changed:
+        with self._lock:
             return max(self._committed.union(save.step for save in self._pending), default=0)
 
     def next_step(self, step: object, *, overwrite: bool) -> int:
@@ -242,7 +246,7 @@ class InFlight:
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.check_step`.
         """
-        with self._changed:
+        with self._lock:
             committed = self._committed
             newest = max(committed.union(save.step for save in self._pending), default=None)
             return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
@@ -251,7 +255,7 @@ class InFlight:
 
     def raise_unreported(self) -> None:
         """Raise the oldest failure that nobody has seen, once; with ``on_failure="log"`` they were only logged."""
-        with self._changed:
+        with self._lock:
             failed = [ticket for ticket in self._unreported if not ticket.committed.observed]
             self._unreported = failed[1:] if self._on_failure == "raise" else []
         if failed and self._on_failure == "raise":

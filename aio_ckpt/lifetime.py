@@ -24,7 +24,7 @@ import torch
 from aio_ckpt import device
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.items import ImageLayout, align_up
-from aio_ckpt.portal import Condition, Executor
+from aio_ckpt.portal import Condition, Executor, Lock
 
 __all__ = ["Arena", "ArenaKind", "Lease", "LifetimeManager", "default_budget_bytes"]
 
@@ -147,13 +147,13 @@ class Lease:
         self.settled: Future[None] = Future()
         """Resolved when the lease has ended."""
         self._ended = ended
-        self._changed = Condition()
+        self._lock = Lock()
         self._holds = 0
         self._is_closed = False
 
     def hold_until(self, future: Future[object]) -> None:
         """Keep the bytes until ``future``, the thread's own, has resolved."""
-        with self._changed:
+        with self._lock:
             if self._is_closed and not self._holds:
                 raise EngineClosedError("the lease has ended: its bytes may belong to another save")
             self._holds += 1
@@ -161,7 +161,7 @@ class Lease:
 
     def close(self) -> None:
         """Nothing new will touch the bytes. Idempotent."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -170,7 +170,7 @@ class Lease:
             self._end()
 
     def _let_go(self, _: Future[object]) -> None:
-        with self._changed:
+        with self._lock:
             self._holds -= 1
             self.arena.last_used = time.monotonic()
             ends_now = self._is_closed and not self._holds
@@ -193,7 +193,8 @@ class LifetimeManager:
         self.budget_bytes = budget_bytes
         self._executor = executor
         self._debug = debug
-        self._changed = Condition()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._idle: list[Arena] = []
         self._lent: list[Arena] = []
         self._reserved_bytes = 0
@@ -202,7 +203,7 @@ class LifetimeManager:
     @property
     def stats(self) -> LifetimeStats:
         """Arenas and leases at this moment."""
-        with self._changed:
+        with self._lock:
             arenas = self._idle + self._lent
             return LifetimeStats(
                 arenas=len(arenas), arena_bytes=sum(arena.capacity for arena in arenas), leases=len(self._lent)
@@ -223,7 +224,7 @@ class LifetimeManager:
                 f"an image of {nbytes} bytes exceeds budget_bytes={self.budget_bytes}: raise it, or save less at once"
             )
         began = time.monotonic()
-        with self._changed:
+        with self._lock:
             while (arena := self._try_take(nbytes, kind)) is None and not self._may_map(nbytes):
                 last_used = max([began, *(lent.last_used for lent in self._lent)])
                 left = last_used + timeout_secs - time.monotonic()
@@ -245,7 +246,7 @@ class LifetimeManager:
 
     def close(self) -> None:
         """Release idle arenas now and lent ones when their leases end."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
             self._changed.notify_all()
@@ -278,7 +279,7 @@ class LifetimeManager:
                 f"cannot map {nbytes} bytes for an image ({error}): lower budget_bytes"
             ) from error
         finally:
-            with self._changed:
+            with self._lock:
                 self._reserved_bytes -= nbytes
                 if arena is not None:
                     self._lent.append(arena)
@@ -288,7 +289,7 @@ class LifetimeManager:
     def _give_back(self, arena: Arena) -> None:
         if self._debug:
             arena.poison()
-        with self._changed:
+        with self._lock:
             self._lent.remove(arena)
             if not self._is_closed:
                 self._idle.append(arena)

@@ -9,6 +9,7 @@ Every number that comes from disk is checked before it is returned: a caller may
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -259,21 +260,31 @@ def _rank_fault(manifest: RankManifest) -> str:
 
 
 def _tensor_fault(entry: TensorEntry, file_bytes: int) -> str:
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        return f"unknown dtype {entry.dtype!r}"
-    if not len(entry.shape) == len(entry.stride) == len(entry.offsets):
-        return f"shape {entry.shape}, stride {entry.stride} and offsets {entry.offsets} differ in length"
-    numel = math.prod(entry.shape)
-    if entry.raw_bytes != numel * dtype.itemsize:
-        return f"{entry.raw_bytes} raw bytes for shape {entry.shape} of {entry.dtype}"
-    # A reader builds a view with this stride over exactly the raw bytes; a forged one would leave them.
-    extent = 1 + sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
-    if numel and extent != numel:
-        return f"stride {entry.stride} is not dense for shape {entry.shape}"
+    if len(entry.offsets) != len(entry.shape):
+        return f"shape {entry.shape} and offsets {entry.offsets} differ in length"
+    fault = _layout_fault(entry.dtype, entry.shape, entry.stride, entry.raw_bytes)
+    if fault:
+        return fault
     raw_stop, item_stop = entry.raw_offset + entry.raw_bytes, entry.item_offset + entry.item_bytes
     if not (entry.item_offset <= entry.raw_offset and raw_stop <= item_stop <= file_bytes):
         return f"raw bytes, item and data file of {file_bytes} bytes do not lie in each other"
+    return ""
+
+
+@functools.lru_cache(4096)  # a model has few layouts and many tensors
+def _layout_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], raw_bytes: int) -> str:
+    dtype = DTYPES.get(dtype_name)
+    if dtype is None:
+        return f"unknown dtype {dtype_name!r}"
+    if len(shape) != len(stride):
+        return f"shape {shape} and stride {stride} differ in length"
+    numel = math.prod(shape)
+    if raw_bytes != numel * dtype.itemsize:
+        return f"{raw_bytes} raw bytes for shape {shape} of {dtype_name}"
+    # A reader builds a view with this stride over exactly the raw bytes; a forged one would leave them.
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if numel and extent != numel:
+        return f"stride {stride} is not dense for shape {shape}"
     return ""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,7 @@ def match_template(
     template = tree.read_template(state, rank=rank)
     found = Match()
     missing, faults = _match_leaves(checkpoint, template, found)
+    faults += _overlaps(checkpoint, template)
     missing += _match_stateful(checkpoint, template, found, rank, world_size)
     if missing and not allow_missing:
         raise MissingNameError(
@@ -63,17 +65,12 @@ def match_template(
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
     found.missing = tuple(missing)
-    if missing or _count(template, found) < len(checkpoint.catalog.chunks) + len(checkpoint.catalog.objects):
-        known = set(template.names).union(*(names for _, _, names in found.stateful))
+    known = set(template.names).union(*(names for _, _, names in found.stateful))
+    if missing or len(known) < len(checkpoint.catalog.chunks) + len(checkpoint.catalog.objects):
         found.unexpected = tuple(sorted(_unexpected(checkpoint, known, rank, world_size)))
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
     return found
-
-
-def _count(template: tree.Template, found: Match) -> int:
-    """How many names of the checkpoint the template covers, if none is missing: names are unique."""
-    return len(template.names) + sum(len(names) for _, _, names in found.stateful)
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
@@ -137,6 +134,35 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
             else:
                 into.arrays.append((name, kind))
     return missing, faults
+
+
+def _overlaps(checkpoint: Checkpoint, template: tree.Template) -> list[str]:
+    """Targets that would be written through each other with other values; only contiguous ones are looked at."""
+    chunks = checkpoint.catalog.chunks
+    tensors: Iterator[tuple[str, Any, LeafKind]] = zip(template.names, template.values, template.kinds, strict=True)
+    spans = sorted(
+        (value.data_ptr(), value.nbytes, name)
+        for name, value, kind in tensors
+        if kind is LeafKind.TENSOR and type(value) is not DTensor and name in chunks and _is_line(value)
+    )
+    return [
+        f"{name!r} shares memory with {before!r} in the template, but the checkpoint holds other values for it"
+        for (start, nbytes, before), (begin, length, name) in itertools.pairwise(spans)
+        if begin < start + nbytes
+        and ((begin, length) != (start, nbytes) or not _may_be_equal(chunks[name], chunks[before]))
+    ]
+
+
+def _may_be_equal(one: Chunks, other: Chunks) -> bool:
+    """Whether tied names can be filled from either: by their sums, or, in plain DCP, before its sums are read."""
+    return all(
+        type(a) is not Item or type(b) is not Item or (a.dtype, a.shape, a.sums) == (b.dtype, b.shape, b.sums)
+        for a, b in zip(one, other, strict=False)
+    )
+
+
+def _is_line(tensor: Any) -> bool:
+    return bool(tensor.nbytes) and not tensor.is_meta and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _is_whole(tensor: Any, chunks: Chunks) -> bool:

@@ -100,7 +100,9 @@ async def _newest_good(
     skipped: list[SkippedCheckpoint] = []
     for candidate in candidates:
         try:
-            value = await use(await open_checkpoint(site.storage, candidate.path))
+            checkpoint = await open_checkpoint(site.storage, candidate.path)
+            _check_identity(checkpoint, candidate)
+            value = await use(checkpoint)
         except CorruptCheckpointError as error:
             if step is not None or not fallback:
                 raise
@@ -112,6 +114,13 @@ async def _newest_good(
     failure = CorruptCheckpointError(f"no checkpoint under {site.root} verifies: {found}")
     failure.target_modified = any(entry.error.target_modified for entry in skipped)
     raise failure
+
+
+def _check_identity(checkpoint: Checkpoint, candidate: commit.Committed) -> None:
+    if checkpoint.step not in (None, candidate.step):
+        raise CorruptCheckpointError(
+            f"{candidate.path}: holds step {checkpoint.step} by its manifest: the directory was renamed or swapped"
+        )
 
 
 def _candidates(committed: list[commit.Committed], step: int | None, site: Site) -> list[commit.Committed]:

@@ -7,6 +7,7 @@ every chunk; a smaller one (byte budget) makes the capture wait until an earlier
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ __all__ = ["Capture", "Image", "ObjectBytes", "ObjectEncoder", "capture", "lease
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
+
+_DOUBLE = struct.Struct("<d")
 
 _TELL_BYTES = 16 << 20
 """The loop is told of captured chunks every so many bytes: each telling hands the GIL over, up to 5 ms."""
@@ -130,7 +133,7 @@ class ObjectEncoder:
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
-        self._known: dict[tuple[type, object], bytes] = {}
+        self._known: dict[tuple[object, ...], bytes] = {}
 
     def encode(self, leaves: Sequence[tuple[str, object]]) -> ObjectBytes:
         """Encode leaves given as (name, value); mutable values are captured by it.
@@ -138,7 +141,7 @@ class ObjectEncoder:
         Raises:
             UnsafeObjectError: names a leaf that could be read back only by running code.
         """
-        seen: dict[tuple[type, object], bytes] = {}
+        seen: dict[tuple[object, ...], bytes] = {}
         parts: dict[bytes, int] = {}
         spans: list[tuple[int, int]] = []
         end = 0
@@ -151,16 +154,24 @@ class ObjectEncoder:
         self._known = seen
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
 
-    def _bytes(self, name: str, value: object, seen: dict[tuple[type, object], bytes]) -> bytes:
+    def _bytes(self, name: str, value: object, seen: dict[tuple[object, ...], bytes]) -> bytes:
         if not objects.is_immutable(value):
             return objects.encode_object(name, value, trusted=self._trusted)
-        # By repr: 0.0 == -0.0 and nan != nan.
-        key = (type(value), value if isinstance(value, (str, bytes)) else repr(value))
+        key = _identity(value)
         data = seen.get(key)
         if data is None:
             data = self._known.get(key)
             seen[key] = data = objects.encode_object(name, value, trusted=self._trusted) if data is None else data
         return data
+
+
+def _identity(value: object) -> tuple[object, ...]:
+    """Equal for immutable values of equal bytes only: 1 and True, 0.0 and -0.0, two nans of other bits all differ."""
+    if isinstance(value, float):
+        return (float, _DOUBLE.pack(value))
+    if isinstance(value, complex):
+        return (complex, _DOUBLE.pack(value.real), _DOUBLE.pack(value.imag))
+    return (tuple, *map(_identity, value)) if isinstance(value, tuple) else (type(value), value)
 
 
 class Capture:

@@ -87,6 +87,8 @@ def describe(flat: tree.FlatState) -> tuple[Structure, list[torch.Tensor], list[
                 shards[position] = (tuple(leaf.shape), _mesh_key(leaf), leaf.placements)
                 tensors[position] = leaf._local_tensor
     dtypes = [tensor.dtype for tensor in tensors]
+    has_complex = any(dtype.is_complex for dtype in set(dtypes))
+    conj = [tensor.is_conj() for tensor in tensors] if has_complex else [False] * len(tensors)
     structure = Structure(
         flat.skeleton,
         flat.names,
@@ -96,7 +98,7 @@ def describe(flat: tree.FlatState) -> tuple[Structure, list[torch.Tensor], list[
         [tensor.shape for tensor in tensors],
         [tensor.stride() for tensor in tensors],
         [tensor.device for tensor in tensors],
-        [dtype.is_complex and tensor.is_conj() for dtype, tensor in zip(dtypes, tensors, strict=True)],
+        conj,
         [tensor.is_neg() for tensor in tensors],
         shards,
     )

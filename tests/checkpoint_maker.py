@@ -183,6 +183,26 @@ def reseal(path: Path, rank: int, encoded: bytes) -> None:
     (path / manifest.ROOT_MANIFEST).write_bytes(manifest.encode_root(changed))
 
 
+def forge(path: Path, *, crc32: int | None = None, **changed: object) -> None:
+    """Change fields of the only tensor of rank 0 (and the sum of its file), and vouch for it."""
+    old = manifest.decode_rank((path / manifest.rank_manifest_name(0)).read_bytes(), name="old")
+    assert old.file is not None
+    fields = {name: getattr(old.tensors[0], name) for name in old.tensors[0].__struct_fields__}
+    entry = manifest.TensorEntry(**fields | changed)
+    encoded = manifest.encode_rank(
+        save_id=old.save_id,
+        step=old.step,
+        rank=0,
+        world_size=1,
+        file=manifest.FileEntry(old.file.name, old.file.nbytes, old.file.crc32 if crc32 is None else crc32),
+        tensors=manifest.encode_static([entry]),
+        sums=old.sums,
+        objects=old.objects,
+        skeleton=old.skeleton,
+    )
+    reseal(path, 0, encoded)
+
+
 def save_state(path: Path, state: object, *, step: int = 7, trusted: bool = False) -> Path:
     """One rank that stores all of ``state``."""
     return write_checkpoint(path, [content_of(state, trusted=trusted)], step=step)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from gated_storage import TIMEOUT, gated_engine
+from gated_storage import TIMEOUT, Gate, gated_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.commit import LOCK_FILE
@@ -56,14 +56,16 @@ def listing(root: Path) -> list[str]:
 # -- close ----------------------------------------------------------------------------------------
 
 
-async def test_close_finishes_what_is_pending_without_blocking_the_loop(root: Path) -> None:
-    with gated_engine(root, max_in_flight=2) as (engine, storage):
-        gate = storage.hold("sync", "*.distcp")
-        tickets = [engine.save(weights(number)) for number in (1, 2)]
+def test_close_finishes_what_is_pending_without_blocking_the_loop(root: Path) -> None:
+    async def close(engine: CheckpointEngine, gate: Gate) -> None:
         closing = asyncio.create_task(engine.close())
         asyncio.get_running_loop().call_soon(gate.open)  # would never run if close() blocked this loop
-        async with asyncio.timeout(TIMEOUT):
-            await closing
+        await closing
+
+    with ThreadPoolExecutor(1) as pool, gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        tickets = [engine.save(weights(number)) for number in (1, 2)]
+        pool.submit(asyncio.run, close(engine, gate)).result(TIMEOUT)
         assert [ticket.result(0).step for ticket in tickets] == [1, 2]
     assert listing(root) == ["step_000000001", "step_000000002"]
 
@@ -100,7 +102,7 @@ def test_a_closed_engine_refuses_everything_and_holds_no_lock(root: Path) -> Non
 
 
 def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: Path) -> None:
-    with gated_engine(root) as (engine, storage), ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, gated_engine(root) as (engine, storage):
         gate = storage.hold("sync", "*.distcp")
         first = engine.save(weights(1))
         gate.wait_reached()
@@ -175,11 +177,11 @@ async def test_a_block_that_ends_well_raises_what_an_unawaited_save_failed_with(
 
 
 def test_terminate_abandons_what_is_pending(root: Path) -> None:
-    with gated_engine(root, max_in_flight=2) as (engine, storage):
+    with ThreadPoolExecutor(1) as pool, gated_engine(root, max_in_flight=2) as (engine, storage):
         engine.save(weights(1)).result(TIMEOUT)
         storage.hold("sync", "*.distcp")  # never opened: terminate must not need it
         tickets = [engine.save(weights(number)) for number in (2, 3)]
-        engine.terminate()
+        pool.submit(engine.terminate).result(TIMEOUT)
         for ticket in tickets:
             with pytest.raises(SaveCancelledError):
                 ticket.result(0)

@@ -341,6 +341,7 @@ class Clock:
         class Scripted(WatchedCondition):
             def wait(self, timeout: float | None = None) -> bool:
                 assert timeout is not None
+                assert timeout > 0, "waits although the time is over"
                 secs, happens = clock.script.pop(0) if clock.script else (timeout, lambda: None)
                 clock.now += min(secs, timeout)
                 happens()

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_maker import RankContent, Shard, content_of, reseal, save_state, write_checkpoint
+from checkpoint_maker import RankContent, Shard, content_of, forge, reseal, save_state, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from aio_ckpt import manifest, tree
+from aio_ckpt import tree
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -283,6 +283,16 @@ async def test_a_plain_dcp_checkpoint_gives_its_nested_state(storage, tmp_path):
     assert (target["a"]["n"], target["l"][1]["s"]) == (3, "x")
 
 
+async def test_lazily_conjugated_and_negated_targets_get_the_values(direct, tmp_path):
+    stored = {"conj": torch.randn(50, dtype=torch.complex64), "neg": torch.randn(50)}
+    for name, save in (("ours", save_state), ("stock", stock_save)):
+        save(tmp_path / name, stored)
+        state = {"conj": torch.zeros(50, dtype=torch.complex64).conj(), "neg": torch._neg_view(torch.zeros(50))}
+        await load(direct, tmp_path / name, state)
+        assert torch.equal(state["conj"].resolve_conj(), stored["conj"]), name
+        assert torch.equal(state["neg"].resolve_neg(), stored["neg"]), name
+
+
 async def test_autograd_sees_that_a_loaded_parameter_changed(direct, tmp_path):
     save_state(tmp_path / "c", {"w": torch.ones(3)})
     weight = torch.nn.Parameter(torch.zeros(3))
@@ -412,6 +422,13 @@ async def test_a_slice_reads_only_the_blocks_that_it_touches(storage, tmp_path, 
     found, bytes_read = await read_box(storage, path, "t", starts, lengths)
     assert torch.equal(found, stored[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))])
     assert blocks * BLOCK_BYTES <= bytes_read <= blocks * (BLOCK_BYTES + 8192)
+
+
+async def test_what_lies_between_the_names_that_are_wanted_is_not_read(storage, tmp_path):
+    state = {"a": torch.ones(10), "between": torch.zeros(1 << 20, dtype=torch.uint8), "z": torch.ones(10)}
+    path = save_state(tmp_path / "c", state)
+    outcome = await load(storage, path, {"a": torch.zeros(10), "z": torch.zeros(10)})
+    assert outcome.bytes_read <= 16384
 
 
 def sharded(stored, cuts, ranks, name="t"):
@@ -601,6 +618,24 @@ async def test_a_missing_or_truncated_data_file_is_named(storage, tmp_path, save
         await load(storage, tmp_path / "c", {"t": torch.zeros(50000)})
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+async def test_a_data_file_of_another_length_is_refused_even_where_nothing_is_read(direct, tmp_path, change):
+    path = save_state(tmp_path / "c", {"a": torch.ones(10), "z": torch.ones(5000)})
+    with (path / "__0_0.distcp").open("r+b") as file:
+        file.truncate((path / "__0_0.distcp").stat().st_size + change)
+    with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp: .*bytes long"):
+        await read(direct, path, only=["a"])
+
+
+async def test_a_plain_item_that_is_not_what_the_metadata_says_is_refused(direct, tmp_path):
+    stock_save(tmp_path / "c", {"t": torch.ones(5)})
+    data = (tmp_path / "c" / ".metadata").read_bytes()
+    assert b"float32" in data
+    (tmp_path / "c" / ".metadata").write_bytes(data.replace(b"float32", b"float64"))
+    with pytest.raises(CorruptCheckpointError, match=r"'t' is torch\.float32.*float64"):
+        await read(direct, tmp_path / "c")
+
+
 @pytest.mark.parametrize("file", ["aio_ckpt.0.bin", "aio_ckpt.1.bin"])
 async def test_a_missing_or_swapped_manifest_is_named(direct, tmp_path, file):
     path = write_checkpoint(tmp_path / "c", sharded(torch.arange(60).reshape(12, 5), [6], range(2)))
@@ -623,25 +658,6 @@ async def test_swapped_data_files_are_found(direct, tmp_path):
     (path / "__1_0.distcp").write_bytes(first)
     with pytest.raises(CorruptCheckpointError, match="'t'"):
         await read(direct, path)
-
-
-def forge(path, **changed):
-    """Change fields of the only tensor of rank 0 and vouch for it."""
-    old = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m")
-    fields = {name: getattr(old.tensors[0], name) for name in old.tensors[0].__struct_fields__}
-    entry = manifest.TensorEntry(**fields | changed)
-    encoded = manifest.encode_rank(
-        save_id=old.save_id,
-        step=old.step,
-        rank=0,
-        world_size=1,
-        file=old.file,
-        tensors=manifest.encode_static([entry]),
-        sums=old.sums,
-        objects=old.objects,
-        skeleton=old.skeleton,
-    )
-    reseal(path, 0, encoded)
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_after_a_change_of_structure_the_data_is_right_and_the_old_segment_is_go
         {"a": torch.full((8 * MIB,), 4.0), "b": torch.full((3 * MIB,), 40.0)},
         {"a": torch.full((2 * MIB,), 5.0), "b": torch.full((7,), 50.0)},
     ]
-    seen = []
+    seen, files = [], []
     with SyncCheckpointEngine(tmp_path, SHM) as engine:
         for state in states:
             report = engine.save(state).result(TIMEOUT)
@@ -248,6 +248,8 @@ def test_after_a_change_of_structure_the_data_is_right_and_the_old_segment_is_go
             assert nbytes == engine.lifetime.arena_bytes
             assert nbytes - report.image_bytes < HUGE_PAGE_BYTES
             seen.append(inode)
+            files.append(open_files())
+    assert len(set(files)) == 1
     assert [seen[0] == seen[1], *(a != b for a, b in itertools.pairwise(seen[1:]))] == [True] * 4
     for step, state in enumerate(states, start=1):
         found = raw_of(steps_dir(tmp_path, step))

@@ -132,17 +132,18 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
 # -- the ring -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=300)
 @given(
-    image_bytes=st.integers(1, 1 << 40),
-    chunk_bytes=st.integers(4, 32).map(lambda mebibytes: mebibytes * MIB),
-    budget_bytes=st.integers(1, 1 << 40),
-    host_share=st.floats(0, 1),
+    chunk_bytes=st.sampled_from([4 * MIB, 5 * MIB, 32 * MIB]),
+    image_chunks=st.floats(0.01, 12),
+    budget_share=st.sampled_from([0.1, 0.3, 0.5, 0.77, 0.999, 1.0, 2.0]),
+    host_share=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
 )
 def test_the_ring_fits_the_budget_has_a_slot_to_fill_while_one_is_written_or_is_refused(
-    image_bytes: int, chunk_bytes: int, budget_bytes: int, host_share: float
+    chunk_bytes: int, image_chunks: float, budget_share: float, host_share: float
 ) -> None:
-    host_bytes = int(image_bytes * host_share)
+    image_bytes = int(image_chunks * chunk_bytes)
+    budget_bytes, host_bytes = int(image_bytes * budget_share), int(image_bytes * host_share)
     chunks = -(-image_bytes // chunk_bytes)
     if image_bytes > budget_bytes and (host_bytes > budget_bytes or budget_bytes < 2 * chunk_bytes):
         with pytest.raises(BudgetExceededError, match=f"budget_bytes={budget_bytes}"):

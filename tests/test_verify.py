@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_maker import content_of, save_state, write_checkpoint, write_small
+from checkpoint_maker import content_of, forge, save_state, write_checkpoint, write_small
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from isal import isal_zlib
 
 from aio_ckpt import manifest
 from aio_ckpt.errors import CheckpointNotFoundError
@@ -134,6 +137,35 @@ async def test_metadata_that_tells_another_place_than_the_manifest_is_found(exec
         (".metadata", "a"),
         (".metadata", "b"),
     ]
+
+
+async def test_a_manifest_that_describes_another_item_than_the_zip_is_found(executor, tmp_path):
+    path = save_state(tmp_path / "c", {"t": torch.arange(50.0).reshape(5, 10)})
+    forge(path, stride=(1, 5))
+    faults = await verify(executor, path)
+    assert [(fault.file, fault.tensor) for fault in faults] == [("__0_0.distcp", "t")]
+    assert "disagree" in faults[0].message
+
+
+async def test_a_zip_whose_own_sum_is_not_that_of_its_blocks_is_found(executor, tmp_path):
+    path = save_state(tmp_path / "c", {"t": torch.arange(400_000.0)})
+    file = path / "__0_0.distcp"
+    item = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m").tensors[0]
+    data = file.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(data[item.item_offset : item.item_offset + item.item_bytes])) as archive:
+        (info,) = (info for info in archive.infolist() if info.filename.endswith("data/0"))
+    at = data.rindex(info.CRC.to_bytes(4, "little"))
+    flip(file, at)
+    forge(path, crc32=isal_zlib.crc32(file.read_bytes()))
+    faults = await verify(executor, path)
+    assert [(fault.file, fault.tensor) for fault in faults] == [("__0_0.distcp", "t")]
+    assert "blocks" in faults[0].message
+
+
+async def test_a_name_that_only_the_metadata_knows_is_found(executor, tmp_path):
+    path = save_state(tmp_path / "c", {"a": torch.ones(10), "b": torch.empty(0)})
+    forge(path)  # drops "b", which has no sums, from the manifest
+    assert [(fault.file, fault.tensor) for fault in await verify(executor, path)] == [(".metadata", None)]
 
 
 async def test_damage_in_a_plain_dcp_checkpoint_is_found_and_named(executor, tmp_path):
