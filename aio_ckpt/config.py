@@ -112,7 +112,8 @@ def check_seconds(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
     # Comparisons alone: a nan fails them, and an int of a thousand digits has no float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
-        raise ConfigError(f"{name}: give a finite number of seconds above 0, at most {MAX_SECS:.0e}")
+        shown = "so large a number" if isinstance(value, int) and value > MAX_SECS else repr(value)
+        raise ConfigError(f"{name}={shown}: give a finite number of seconds above 0")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -40,7 +40,7 @@ _HOUSEKEEPING_THREADS = 4
 """I/O threads beside the ``workers`` that write: sums, device copies, manifests, discovery."""
 
 _STOP_SECS = 10.0
-"""How long closing waits for threads that are still in a system call."""
+"""How long closing waits for threads in a system call."""
 
 
 class CheckpointEngine:
@@ -249,7 +249,7 @@ class CheckpointEngine:
 
         Args:
             step: which one; None takes the newest that verifies.
-            only: names of leaves, or of branches above them; the rest is left out.
+            only: names of leaves, or of branches above them.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: as :meth:`load`.
@@ -286,11 +286,9 @@ class CheckpointEngine:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
             self._become_writer()
             site, tag = self._site, str(time.time_ns())
-            abandoned = self._call(
-                commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()"
-            )
+            steps = self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
             self._in_flight.learn_steps(self.steps)
-        return abandoned
+            return steps
 
     # -- closing --------------------------------------------------------------------------------------
 
@@ -340,8 +338,6 @@ class CheckpointEngine:
             save.ticket.cancel()
             save.ticket.exception(self.config.stall_timeout_secs)
         self._shut_down()
-
-    # -- helpers --------------------------------------------------------------------------------------
 
     def _after(self, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""

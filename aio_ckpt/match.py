@@ -162,7 +162,7 @@ def _may_be_equal(one: Chunks, other: Chunks) -> bool:
 
 
 def _is_line(tensor: Any) -> bool:
-    return bool(tensor.nbytes) and not tensor.is_meta and tensor.layout is torch.strided and tensor.is_contiguous()
+    return tensor.layout is torch.strided and not tensor.is_meta and bool(tensor.nbytes) and tensor.is_contiguous()
 
 
 def _is_whole(tensor: Any, chunks: Chunks) -> bool:

@@ -205,7 +205,7 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
 
 # -- overwrite ------------------------------------------------------------------------------------
 
-OVERWRITE = [*ROOT_MODE[:-3], f"exchange .pending -> {STEP}", *ROOT_MODE[-2:]]
+OVERWRITE = [*ROOT_MODE[:-3], "write_file writer.json", f"exchange .pending -> {STEP}", *ROOT_MODE[-2:]]
 OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY) and "writer.json" not in line]
 OVERWRITE += ["rename .pending -> .trash", "remove_tree .trash"]
 

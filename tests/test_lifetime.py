@@ -48,7 +48,7 @@ def take(manager: LifetimeManager, nbytes: int, kind: ArenaKind = "pageable", ti
 
 def watch_waits(manager: LifetimeManager) -> WatchedCondition:
     """Before anything waits: tells when a thread begins to."""
-    manager._changed = WatchedCondition()
+    manager._changed = WatchedCondition(manager._lock)
     return manager._changed
 
 
@@ -344,11 +344,13 @@ class Clock:
                 assert timeout > 0, "waits although the time is over"
                 secs, happens = clock.script.pop(0) if clock.script else (timeout, lambda: None)
                 clock.now += min(secs, timeout)
+                manager._lock.release()  # as a real wait does
                 happens()
+                manager._lock.acquire()
                 return secs <= timeout
 
         monkeypatch.setattr(lifetime, "time", types.SimpleNamespace(monotonic=lambda: self.now))
-        manager._changed = Scripted()
+        manager._changed = Scripted(manager._lock)
 
 
 def test_a_lease_that_nobody_lets_go_of_is_an_error_after_the_stall_timeout(

@@ -174,8 +174,9 @@ class WatchedDataFile:
 class WatchedCondition(Condition):
     """Tells when a thread begins to wait on it, which nothing else shows from outside."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lock: Any) -> None:
+        """``lock``: the one that the watched object enters by itself."""
+        super().__init__(lock)
         self.waiting = threading.Event()
 
     def wait(self, timeout: float | None = None) -> bool:
