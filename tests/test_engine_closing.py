@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,14 +107,10 @@ def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: P
         gate = storage.hold("sync", "*.distcp")
         first = engine.save(weights(1))
         gate.wait_reached()
-        entered = threading.Event()
-
-        def save() -> object:
-            entered.set()
-            return engine.save(weights(2))
-
-        waiting = pool.submit(save)
-        assert entered.wait(TIMEOUT)
+        waiting = pool.submit(engine.save, weights(2))
+        deadline = time.monotonic() + TIMEOUT
+        while not engine._in_flight._changed._waiters:  # it must be asleep, or there is nothing to wake
+            assert time.monotonic() < deadline
         closing = pool.submit(engine.close_blocking)
         with pytest.raises(EngineClosedError):
             waiting.result(TIMEOUT)

@@ -446,7 +446,7 @@ def test_whoever_waits_for_room_is_told_of_the_end(manager: LifetimeManager) -> 
     waits = watch_waits(manager)
     take(manager, BUDGET)
     with ThreadPoolExecutor(1) as trainer:
-        second = trainer.submit(take, manager, MIB)
+        second = trainer.submit(take, manager, MIB, timeout_secs=10 * TIMEOUT)
         assert waits.waiting.wait(TIMEOUT)
         manager.close()
         with pytest.raises(EngineClosedError):
