@@ -85,11 +85,8 @@ class CaptureProgress:
             self._told[index].set()
         self.touch()
 
-    def fail(self, error: BaseException) -> None:
-        """The capture ended early."""
-        if not isinstance(error, Exception):
-            # Raised in a task, a KeyboardInterrupt would end the engine's loop; the caller's thread raises it.
-            error = SaveCancelledError(f"{type(error).__name__} in the caller's thread ended the capture")
+    def fail(self, error: Exception) -> None:
+        """The capture ended early. No KeyboardInterrupt: raised in a task, it would end the engine's loop."""
         self._error = error
         self._ended_early.set()
 
