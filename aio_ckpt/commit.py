@@ -33,6 +33,7 @@ __all__ = [
     "commit_root",
     "discover",
     "make_pending",
+    "pending_path",
     "retire_directory",
 ]
 
@@ -145,9 +146,14 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> l
     return [Committed(step=step, path=path) for step, path in steps if await storage.exists(path / METADATA_FILE)]
 
 
+def pending_path(root: Path, owner: Owner, number: int) -> Path:
+    """Where save ``number`` of the owner's session is written."""
+    return root / f"{PENDING_PREFIX}{owner.session}-{number}"
+
+
 async def make_pending(storage: Storage, root: Path, *, owner: Owner, number: int) -> Path:
     """Create the pending directory of save ``number`` of the owner's session."""
-    pending = root / f"{PENDING_PREFIX}{owner.session}-{number}"
+    pending = pending_path(root, owner, number)
     await storage.make_dir(pending)
     await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
     return pending

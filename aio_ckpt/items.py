@@ -21,7 +21,6 @@ from aio_ckpt.errors import AioCkptError, PlanChangedError
 __all__ = [
     "BLOCK_BYTES",
     "PAGE_BYTES",
-    "AgreedSave",
     "Chunk",
     "ChunkSums",
     "Envelope",
@@ -224,18 +223,6 @@ class WriteResult:
     """Indices of the chunks that were written."""
     items_sealed: int
     """Items whose trailer got its CRC32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgreedSave:
-    """Outcome of the agreement between ranks before a commit."""
-
-    step: int
-    """Step that all ranks commit."""
-    leader: int
-    """Rank that commits."""
-    results: tuple[bytes, ...]
-    """One message a rank, by rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

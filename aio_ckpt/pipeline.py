@@ -354,7 +354,7 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
     if not lease.settled.done():
         _log.error("step %d: a thread still uses the image; its pending directory stays until it is cleared", save.step)
         return
-    pending = site.root / f"{commit.PENDING_PREFIX}{_save_id(site, save)}"
+    pending = commit.pending_path(site.root, site.owner, save.number)
     try:
         with anyio.move_on_after(_SETTLE_SECS):
             await site.storage.remove_tree(pending)
