@@ -7,6 +7,7 @@ through an unpickler that knows only the globals that stock DCP writes.
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import itertools
 import pickle
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -48,10 +50,19 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataTemplate:
-    """``.metadata`` of one plan, complete but for the place of each object and the two ids."""
+    """``.metadata`` of one plan, complete but for the place of each object and the two ids.
 
+    The tensors come first: of megabytes only the end, from the first hole on, differs between saves.
+    """
+
+    fixed: bytes
+    """Up to the first hole or, without objects, up to the checkpoint id."""
+    fixed_crc32: int
+    """CRC32 of ``fixed``."""
+    fixed_blake2b: hashlib.blake2b
+    """BLAKE2b after ``fixed``, to be copied and never updated."""
     head: bytes
-    """Up to the checkpoint id."""
+    """From there up to the checkpoint id."""
     holes: tuple[tuple[int, int], ...]
     """For each object, where in ``head`` the 8 little-endian bytes of its offset and of its length go."""
     middle: bytes
@@ -74,7 +85,8 @@ class MetadataTemplate:
         for (offset_at, length_at), (offset, length) in zip(self.holes, spans, strict=True):
             put(head, offset_at, offset)
             put(head, length_at, length)
-        return b"".join((head, _pickled_text(checkpoint_id), self.middle, _pickled_text(save_id), self.tail))
+        ids = _pickled_text(checkpoint_id), _pickled_text(save_id)
+        return b"".join((self.fixed, head, ids[0], self.middle, ids[1], self.tail))
 
 
 def render_metadata(
@@ -139,9 +151,14 @@ def _split(data: bytes, tag: bytes) -> MetadataTemplate:
     holes = {int.from_bytes(data[at - 4 : at], "little"): at - 4 for at in numbers}
     id_start, id_stop = checkpoint_id - _TEXT.size, checkpoint_id + 5
     save_start, save_stop = save_id - _TEXT.size, save_id + 5
+    fixed_stop = min(holes.values(), default=id_start)
+    fixed = data[:fixed_stop]
     return MetadataTemplate(
-        head=data[:id_start],
-        holes=tuple((holes[count], holes[count + 1]) for count in range(0, len(holes), 2)),
+        fixed=fixed,
+        fixed_crc32=isal_zlib.crc32(fixed),
+        fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
+        head=data[fixed_stop:id_start],
+        holes=tuple((holes[n] - fixed_stop, holes[n + 1] - fixed_stop) for n in range(0, len(holes), 2)),
         middle=data[id_stop:save_start],
         tail=data[save_stop:],
     )

@@ -24,7 +24,6 @@ from aio_ckpt.manifest import FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.record import (
-    MetadataFile,
     object_entries,
     render_metadata_file,
     render_rank,
@@ -226,8 +225,6 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, progress = site.storage, save.progress
     pending = await commit.make_pending(storage, site.root, owner=site.owner, number=save.number)
     final = site.root / site.names.name(save.step)
-    # Beside the writes: megabytes to fill in and to digest when there are thousands of tensors.
-    metadata = site.executor.submit(_render_metadata, save, str(final), _save_id(site, save))
     result = await _write(site, save, pending)
     save.image.lease.close()
     written_secs = save.elapsed()
@@ -252,7 +249,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     if save.previous is not None:
         await asyncio.wrap_future(follow(save.previous))
     progress.touch()
-    await _commit(site, save, pending, results, await asyncio.wrap_future(metadata))
+    await _commit(site, save, pending, results)
     return SaveReport(
         step=save.step,
         path=final,
@@ -270,10 +267,6 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             committed_secs=save.elapsed(),
         ),
     )
-
-
-def _render_metadata(save: PendingSave, checkpoint_id: str, save_id: str) -> MetadataFile:
-    return render_metadata_file(save.plan, save.objects, checkpoint_id=checkpoint_id, save_id=save_id)
 
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
@@ -303,18 +296,19 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     return result
 
 
-async def _commit(
-    site: Site, save: PendingSave, pending: Path, messages: Sequence[bytes], metadata: MetadataFile
-) -> None:
+async def _commit(site: Site, save: PendingSave, pending: Path, messages: Sequence[bytes]) -> None:
+    final, save_id = site.root / site.names.name(save.step), _save_id(site, save)
+    # On the loop: malloc keeps the megabytes for each thread that ever had them.
+    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=save_id)
     ranks = [msgspec.msgpack.decode(message, type=FileEntry) for message in messages]
-    root_manifest = render_root(metadata, ranks, step=save.step, save_id=_save_id(site, save), created_unix=time.time())
+    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
         await commit.commit_root(
             site.storage,
             pending=pending,
-            final=site.root / site.names.name(save.step),
+            final=final,
             metadata=metadata.data,
             root_manifest=root_manifest,
             overwrite=save.overwrite,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,9 +103,13 @@ def render_metadata_file(plan: Plan, objects: ObjectBytes, *, checkpoint_id: str
     """DCP's ``.metadata``: the plan's template with the places of this save's objects."""
     begin = plan.layout.tensor_bytes
     spans = [(begin + start, nbytes) for start, nbytes in objects.spans]
-    data = plan.metadata.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
-    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
-    return MetadataFile(data, entry, hashlib.blake2b(data, digest_size=32).hexdigest())
+    template = plan.metadata
+    data = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
+    rest = memoryview(data)[len(template.fixed) :]
+    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(rest, template.fixed_crc32))
+    digest = template.fixed_blake2b.copy()
+    digest.update(rest)
+    return MetadataFile(data, entry, digest.hexdigest())
 
 
 def render_root(

@@ -161,3 +161,14 @@ def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
     assert stored.storage_meta.save_id == "s-1"
     begin = PLAN.layout.tensor_bytes
     assert all(stored.storage_data[MetadataIndex(name)].offset == begin for name in PLAN.object_names)
+
+
+@pytest.mark.parametrize("state", [STATE, {"w": torch.empty(3)}, {"n": 1}], ids=["mixed", "no objects", "no tensors"])
+def test_sums_of_metadata_cover_all_its_bytes_in_every_save_of_a_plan(state):
+    plan, objects = planned(state)
+    files = [render_metadata_file(plan, objects, checkpoint_id="c" * n, save_id=f"s-{n}") for n in (1, 20, 1)]
+    for file in files:
+        assert file.entry == FileEntry(".metadata", len(file.data), isal_zlib.crc32(file.data))
+        assert file.blake2b == hashlib.blake2b(file.data, digest_size=32).hexdigest()
+    assert files[0] == files[2] != files[1]
+    assert files[0].data.startswith(plan.metadata.fixed)
