@@ -12,12 +12,13 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiofiles
 import anyio
 import numpy as np
+from aiofiles.threadpool import wrap
 
 from aio_ckpt.errors import AioCkptError, EngineClosedError, ReadError, WriteError
 from aio_ckpt.items import PAGE_BYTES, WriteMode
@@ -162,12 +163,17 @@ class _Created:
     mode: WriteMode
     base: int
     """Descriptor through the page cache."""
-    writers: tuple[int, ...]
-    """A descriptor for each concurrent write; none in the mode ``dontcache``."""
+    writers: tuple[FileIO, ...]
+    """One for each concurrent write; none in the mode ``dontcache``. They do not own their descriptors."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Every open descriptor."""
+        return [self.base, *(writer.fileno() for writer in self.writers)]
 
     def discard(self) -> None:
         """Undo the creation."""
-        for number in (self.base, *self.writers):
+        for number in self.numbers:
             os.close(number)
         self.path.unlink(missing_ok=True)
 
@@ -179,15 +185,15 @@ class LocalDataFile:
     done, awaited or not: else the next write's seek would race with it.
     """
 
-    def __init__(self, created: _Created, handles: list[AsyncFileIO], files: _Descriptors, executor: Executor) -> None:
+    def __init__(self, created: _Created, executor: Executor) -> None:
         self.path = created.path
         self.mode = created.mode
         self._base = created.base
-        self._files = files
+        self._files = _Descriptors(executor, created.numbers)
         self._executor = executor
         self._loop = asyncio.get_running_loop()
-        self._free = handles
-        self._room = anyio.Semaphore(len(handles), fast_acquire=True)
+        self._free: list[AsyncFileIO] = [wrap(writer, executor=executor) for writer in created.writers]
+        self._room = anyio.Semaphore(len(self._free), fast_acquire=True)
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``; what falls short is continued."""
@@ -204,7 +210,7 @@ class LocalDataFile:
                 if self.mode == "direct":
                     span = _aligned_span(address + done, offset + done, span)
                 if handle is not None and span:
-                    await handle.seek(offset + done)
+                    os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # blocks nowhere: not worth a thread
                     written = await handle.write(rest[:span])
                 else:
                     written = await self._write_beside(offset + done, rest)
@@ -251,23 +257,12 @@ async def create_data_file(
     """
     with translated(WriteError, path):
         create = functools.partial(_create, path, nbytes, writers=writers, direct_io=direct_io, probe=probe)
-        created = await run_owned(executor, create, dispose=_Created.discard)
-        try:
-            # The handles do not own their descriptors: opening one may be cancelled halfway.
-            handles = [
-                await aiofiles.open(number, "wb", buffering=0, closefd=False, executor=executor)
-                for number in created.writers
-            ]
-        except BaseException:
-            created.discard()
-            raise
-    files = _Descriptors(executor, [created.base, *created.writers])
-    return LocalDataFile(created, handles, files, executor)
+        return LocalDataFile(await run_owned(executor, create, dispose=_Created.discard), executor)
 
 
 def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe: Probe) -> _Created:
     base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    numbers: list[int] = []
+    files: list[FileIO] = []
     try:
         _reserve(base, nbytes)
         mode = _choose_mode(path, base, direct_io, probe)
@@ -275,11 +270,11 @@ def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe
             os.ftruncate(base, nbytes)  # the probe wrote a page
         flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
         for _ in range(0 if mode == "dontcache" else writers):
-            numbers.append(os.open(path, flags))
+            files.append(FileIO(os.open(path, flags), "w", closefd=False))
     except BaseException:
-        _Created(path, "buffered", base, tuple(numbers)).discard()
+        _Created(path, "buffered", base, tuple(files)).discard()
         raise
-    return _Created(path, mode, base, tuple(numbers))
+    return _Created(path, mode, base, tuple(files))
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:

@@ -21,7 +21,15 @@ from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
 from aio_ckpt.objects import as_tensor
-from aio_ckpt.structure import Structure, check_sources, check_whole, describe, partition, storage_bytes
+from aio_ckpt.structure import (
+    Leaves,
+    Structure,
+    addresses,
+    check_sources,
+    check_whole,
+    partition,
+    storage_bytes,
+)
 
 __all__ = ["SMALL_COPY_BYTES", "CopyDescriptors", "Plan", "PlanCache", "PlannedSave"]
 
@@ -115,41 +123,43 @@ class PlanCache:
             SourceChangedError: a tensor's memory was freed or is smaller than its shape says.
         """
         try:
-            structure, tensors, objects = describe(flat)
+            leaves = Leaves.of(flat)
+            cached = self._plan if self._plan is not None and self._plan.structure.is_of(flat, leaves) else None
+            structure = Structure.of(flat, leaves) if cached is None else cached.structure
         except (RuntimeError, TypeError, NotImplementedError):
             tree.check_leaves(flat)
             raise
-        cached = self._plan
-        if cached is None or cached.structure != structure:
+        if cached is None:
             tree.check_leaves(flat)
-            return self._miss(flat, structure, tensors, objects)
-        fingerprint = [tensor.data_ptr() for tensor in tensors]
+            return self._miss(flat, leaves, structure)
+        tensors = leaves.tensors
+        fingerprint = addresses(tensors)
         if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == self._storage_bytes:
-            self.hits += 1
-            return PlannedSave(plan=cached, tensors=tensors, objects=objects, plan_hit=True, fingerprint_hit=True)
+            return self._hit(cached, leaves, fingerprint_hit=True)
         self._storage_bytes = check_sources(flat, tensors, fingerprint)
         if partition(structure, fingerprint) != cached.aliases:
-            return self._miss(flat, structure, tensors, objects)
+            return self._miss(flat, leaves, structure)
         descriptors = _descriptors(cached.layout, cached.moved, fingerprint)
         plan = self._plan = replace(cached, descriptors=descriptors)
-        self.hits += 1
-        return PlannedSave(plan=plan, tensors=tensors, objects=objects, plan_hit=True, fingerprint_hit=False)
+        return self._hit(plan, leaves, fingerprint_hit=False)
 
-    def _miss(
-        self,
-        flat: tree.FlatState,
-        structure: Structure,
-        tensors: list[torch.Tensor],
-        objects: list[tuple[str, object]],
-    ) -> PlannedSave:
+    def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
+        self.hits += 1
+        return PlannedSave(
+            plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=True, fingerprint_hit=fingerprint_hit
+        )
+
+    def _miss(self, flat: tree.FlatState, leaves: Leaves, structure: Structure) -> PlannedSave:
         self._plan = None
         if self._world_size == 1:
             check_whole(flat, structure)
-        fingerprint = [tensor.data_ptr() for tensor in tensors]
-        self._storage_bytes = check_sources(flat, tensors, fingerprint)
-        self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
+        fingerprint = addresses(leaves.tensors)
+        self._storage_bytes = check_sources(flat, leaves.tensors, fingerprint)
+        plan = self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
         self.misses += 1
-        return PlannedSave(plan=self._plan, tensors=tensors, objects=objects, plan_hit=False, fingerprint_hit=False)
+        return PlannedSave(
+            plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
+        )
 
 
 # -- a miss ---------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ whether cached copy descriptors may.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, eq
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,12 +19,51 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.objects import as_tensor
 
-__all__ = ["Structure", "check_sources", "check_whole", "describe", "partition", "storage_bytes"]
+__all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """The leaves of one save, resolved for it and never kept."""
+
+    tensors: list[torch.Tensor]
+    """Local tensor of every tensor leaf."""
+    types: list[type]
+    """Exact type of every tensor leaf."""
+    shards: dict[int, tuple[object, ...]]
+    """Of DTensor leaves: global shape, mesh, placements."""
+    objects: list[tuple[str, object]]
+    """Name and value of every leaf stored as an object."""
+
+    @classmethod
+    def of(cls, flat: tree.FlatState) -> Leaves:
+        """The leaves of a flat state."""
+        if flat.kinds.count(LeafKind.TENSOR) == len(flat.kinds):
+            leaves, objects = flat.values, []
+        else:
+            rows = list(zip(flat.names, flat.values, flat.kinds, strict=True))
+            leaves = [as_tensor(value, kind) for _, value, kind in rows if kind is not LeafKind.OBJECT]
+            objects = [(name, value) for name, value, kind in rows if kind is LeafKind.OBJECT]
+        types = list(map(type, leaves))
+        shards: dict[int, tuple[object, ...]] = {}
+        tensors: list[torch.Tensor] = leaves  # type: ignore[assignment]
+        if DTensor in types:
+            tensors = list(tensors)
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, DTensor):
+                    shards[position] = (tuple(leaf.shape), _mesh_key(leaf), leaf.placements)
+                    tensors[position] = leaf._local_tensor
+        return cls(tensors=tensors, types=types, shards=shards, objects=objects)
+
+
+# One pass an attribute, without a line of Python a tensor.
+_dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_stride, _is_conj, _is_neg = torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Everything about a state but its values and addresses; compared as a whole, in C."""
+    """Everything about a state but its values and addresses."""
 
     skeleton: object
     """Containers, key types, order."""
@@ -48,6 +88,48 @@ class Structure:
     shards: dict[int, tuple[object, ...]]
     """Of DTensor leaves: global shape, mesh, placements."""
 
+    @classmethod
+    def of(cls, flat: tree.FlatState, leaves: Leaves) -> Structure:
+        """The structure of a flat state."""
+        tensors = leaves.tensors
+        return cls(
+            skeleton=flat.skeleton,
+            names=flat.names,
+            object_types=[type(value) for _, value in leaves.objects],
+            types=leaves.types,
+            dtypes=list(map(_dtype, tensors)),
+            shapes=list(map(_shape, tensors)),
+            strides=list(map(_stride, tensors)),
+            devices=list(map(_device, tensors)),
+            conj=list(map(_is_conj, tensors)),
+            neg=list(map(_is_neg, tensors)),
+            shards=leaves.shards,
+        )
+
+    def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
+        """Whether ``flat`` has this very structure: ``self == Structure.of(flat, leaves)``.
+
+        Compared as it is read: 40,000 live shapes and strides would wake the garbage collector, which walks the
+        trainer's whole heap.
+        """
+
+        def equal(read: Callable[[torch.Tensor], object], kept: Sequence[object]) -> bool:
+            return all(map(eq, map(read, leaves.tensors), kept))
+
+        return (
+            self.skeleton == flat.skeleton
+            and self.names == flat.names
+            and self.types == leaves.types  # the lists have one length from here on
+            and self.object_types == [type(value) for _, value in leaves.objects]
+            and self.shards == leaves.shards
+            and equal(_dtype, self.dtypes)
+            and equal(_shape, self.shapes)
+            and equal(_stride, self.strides)
+            and equal(_device, self.devices)
+            and equal(_is_conj, self.conj)
+            and equal(_is_neg, self.neg)
+        )
+
     def digest(self, aliases: Sequence[int]) -> bytes:
         """16 bytes that ranks compare; covers the alias partition too."""
         text = repr(
@@ -67,42 +149,6 @@ class Structure:
             )
         )
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def describe(flat: tree.FlatState) -> tuple[Structure, list[torch.Tensor], list[tuple[str, object]]]:
-    """Structure of a flat state, its local tensors and its objects. One pass an attribute: the fastest in Python."""
-    if flat.kinds.count(LeafKind.TENSOR) == len(flat.kinds):
-        leaves, objects = flat.values, []
-    else:
-        rows = list(zip(flat.names, flat.values, flat.kinds, strict=True))
-        leaves = [as_tensor(value, kind) for _, value, kind in rows if kind is not LeafKind.OBJECT]
-        objects = [(name, value) for name, value, kind in rows if kind is LeafKind.OBJECT]
-    types = [type(leaf) for leaf in leaves]
-    shards: dict[int, tuple[object, ...]] = {}
-    tensors: list[torch.Tensor] = leaves  # type: ignore[assignment]
-    if DTensor in types:
-        tensors = list(tensors)
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, DTensor):
-                shards[position] = (tuple(leaf.shape), _mesh_key(leaf), leaf.placements)
-                tensors[position] = leaf._local_tensor
-    dtypes = [tensor.dtype for tensor in tensors]
-    has_complex = any(dtype.is_complex for dtype in set(dtypes))
-    conj = [tensor.is_conj() for tensor in tensors] if has_complex else [False] * len(tensors)
-    structure = Structure(
-        flat.skeleton,
-        flat.names,
-        [type(value) for _, value in objects],
-        types,
-        dtypes,
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.device for tensor in tensors],
-        conj,
-        [tensor.is_neg() for tensor in tensors],
-        shards,
-    )
-    return structure, tensors, objects
 
 
 def _mesh_key(tensor: DTensor) -> tuple[object, ...]:
@@ -129,9 +175,14 @@ def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:
     ]
 
 
+def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Address of every tensor's first element: the pointer fingerprint."""
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Length of every tensor's storage, in bytes."""
-    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+    return list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
 
 
 def check_whole(flat: tree.FlatState, structure: Structure) -> None:

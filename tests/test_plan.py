@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from aio_ckpt import PerRank, SyncCheckpointEngine, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.plan import SMALL_COPY_BYTES, Plan, PlanCache, PlannedSave
-from aio_ckpt.structure import describe, partition
+from aio_ckpt.structure import Leaves, Structure, addresses, partition
 
 W = torch.arange(8.0)
 OTHER = torch.arange(8.0)
@@ -33,9 +33,21 @@ def flat_of(state: object) -> tree.FlatState:
     return tree.flatten(state, rank=0)
 
 
+def describe(state: object) -> tuple[Structure, list[int]]:
+    flat = flat_of(state)
+    leaves = Leaves.of(flat)
+    structure = Structure.of(flat, leaves)
+    return structure, partition(structure, addresses(leaves.tensors))
+
+
+def is_of(structure: Structure, state: object) -> bool:
+    flat = flat_of(state)
+    return structure.is_of(flat, Leaves.of(flat))
+
+
 def digest_of(state: object) -> bytes:
-    structure, tensors, _ = describe(flat_of(state))
-    return structure.digest(partition(structure, [tensor.data_ptr() for tensor in tensors]))
+    structure, aliases = describe(state)
+    return structure.digest(aliases)
 
 
 def resolve(cache: PlanCache, state: object) -> PlannedSave:
@@ -152,7 +164,8 @@ def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
     before, again, after = spread([0, 1], Shard(0)), spread([0, 1], Shard(0)), SHARD_CASES[field]()
     assert digest_of(before) == digest_of(again)
     assert digest_of(before) != digest_of(after)
-    assert describe(flat_of(before))[0] != describe(flat_of(after))[0]
+    assert is_of(describe(before)[0], again)
+    assert not is_of(describe(before)[0], after)
 
 
 def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(two_ranks: None):
@@ -171,11 +184,11 @@ states = st.dictionaries(
 @given(states, states)
 def test_digests_are_equal_exactly_when_structure_and_aliases_are(one, two):
     try:
-        found = [describe(flat_of(state)) for state in (one, two)]
+        (structure, aliases), (other, other_aliases) = describe(one), describe(two)
     except ValueError:  # names equal as text, or no leaf
         return
-    aliases = [partition(structure, [t.data_ptr() for t in tensors]) for structure, tensors, _ in found]
-    are_equal = found[0][0] == found[1][0] and aliases[0] == aliases[1]
+    assert is_of(structure, two) == (structure == other)
+    are_equal = structure == other and aliases == other_aliases
     assert (digest_of(one) == digest_of(two)) == are_equal
 
 
@@ -294,8 +307,7 @@ def test_nothing_that_was_saved_is_kept_alive_by_the_engine(tmp_path):
 
 def aliases_of(*tensors: torch.Tensor) -> list[int]:
     state = {f"n{index}": tensor for index, tensor in enumerate(tensors)}
-    structure, local, _ = describe(flat_of(state))
-    return partition(structure, [tensor.data_ptr() for tensor in local])
+    return describe(state)[1]
 
 
 PARTITIONS: dict[str, tuple[list[torch.Tensor], list[int]]] = {

@@ -26,7 +26,7 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.plan import SMALL_COPY_BYTES, CopyDescriptors
 from aio_ckpt.record import object_entries
 from aio_ckpt.snapshot import ObjectBytes
-from aio_ckpt.structure import describe, partition
+from aio_ckpt.structure import Leaves, Structure, addresses, partition
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch
 SIZES = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["by address", "by torch"])
@@ -197,8 +197,9 @@ def check_moved_shard(engine):
 def test_lists_of_unequal_length_raise_and_never_truncate(engine):
     """(f)"""
     flat = tree.flatten({"a": torch.ones(2), "b": torch.ones(2), "c": 1, "d": 2}, rank=0)
-    structure, tensors, _ = describe(flat)
-    fingerprint = [tensor.data_ptr() for tensor in tensors]
+    leaves = Leaves.of(flat)
+    structure = Structure.of(flat, leaves)
+    fingerprint = addresses(leaves.tensors)
     with pytest.raises(ValueError, match=r"zip\(\)"):
         partition(structure, fingerprint[:-1])
     with pytest.raises(ValueError, match=r"zip\(\)"):
