@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-HERE = Path(__file__).parent
+from child_python import child_environment, python
 
 TRAINER = """
     import sys, threading
@@ -45,14 +42,6 @@ class Killed:
 def named_segments() -> set[str]:
     """Names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
-
-
-def python(source: str, *args: str, prefix: tuple[str, ...] = ()) -> list[str]:
-    return [*prefix, sys.executable, "-W", "error", "-c", textwrap.dedent(source), *args]
-
-
-def child_environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}"}
 
 
 def train_until_killed(root: Path, staging: str) -> Killed:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from child_python import child_environment
 
 from aio_ckpt import cli
 from aio_ckpt.catalog import Item, open_checkpoint
@@ -324,7 +325,7 @@ async def test_reading_commands_do_not_disturb_a_writer(root, capsys):
 
 def test_python_m_shows_colours_on_a_terminal(root):
     leader, follower = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment = child_environment(TERM="xterm-256color")
     environment.pop("NO_COLOR", None)
     with subprocess.Popen(
         [sys.executable, "-m", "aio_ckpt", "verify", str(root)], stdout=follower, stderr=follower, env=environment
@@ -350,7 +351,10 @@ def _read_all(descriptor: int) -> bytes:
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback(root):
     with subprocess.Popen(
-        [sys.executable, "-m", "aio_ckpt", "inspect", str(root)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "aio_ckpt", "inspect", str(root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=child_environment(),
     ) as child:
         assert child.stdout is not None
         assert child.stderr is not None

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from child_python import child_environment, python
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, Generation, NotDurableError, check_directory_mode, check_root_mode, dropped
 
@@ -467,13 +467,12 @@ async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_c
     storage: GatedStorage, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
     child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), str(root)],
+        python(WRITER, str(root), options=()),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=child_environment(),
     )
     with child:
         assert child.stdout is not None

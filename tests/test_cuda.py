@@ -6,18 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_machine import MIB, STAGINGS, needs_cuda, ones
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-
-STAGINGS: tuple[Staging, ...] = ("pinned", "shm", "pageable")
-MIB = 1 << 20
-
-
-def ones(count: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:
-    return {f"w{i}": torch.full((nbytes // 4,), value, device="cuda") for i in range(count)}
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
@@ -61,14 +55,14 @@ def test_a_mixed_state_comes_back_bit_for_bit(tmp_path: Path, staging: Staging) 
 def test_an_update_right_after_save_never_tears_the_snapshot(tmp_path: Path, staging: Staging) -> None:
     state = ones(16, 32 * MIB, 0.0)
     with SyncCheckpointEngine(tmp_path, EngineConfig(staging=staging, debug=True, max_in_flight=2)) as engine:
+        tickets = []
         for step in range(1, 5):
             torch._foreach_add_(list(state.values()), 1.0)
-            engine.save(state, step=step)
+            tickets.append(engine.save(state, step=step))
             torch._foreach_mul_(list(state.values()), -5.0)
             torch._foreach_div_(list(state.values()), -5.0)
-        for save in range(1, 5):
-            while engine.latest_step() is None or save not in engine.steps():
-                engine.ready()
+        for save, ticket in enumerate(tickets, start=1):
+            ticket.result(60)
             back = engine.read(save)
             assert isinstance(back, dict)
             for name, value in back.items():
@@ -128,7 +122,7 @@ def test_staged_comes_before_committed_and_sources_are_let_go(tmp_path: Path) ->
 
 
 def test_shm_staging_copies_as_fast_as_pinned(tmp_path: Path) -> None:
-    """ACCEPTANCE S3.8 in a test's form: both arenas are page-locked for the driver (the bench has the ratio)."""
+    """ACCEPTANCE S3.8, its cause: both arenas are page-locked for the driver (test_cuda_recipes.py has the ratio)."""
     for staging in ("pinned", "shm"):
         with SyncCheckpointEngine(tmp_path / staging, EngineConfig(staging=staging)) as engine:
             ticket = engine.save(ones(2, 16 * MIB, 1.0))

@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from child_python import import_path
 
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo import DemoError, DemoSpec, OutError, _child, _plot_line, run_demo
@@ -25,6 +27,13 @@ from aio_ckpt.screen import Screen
 
 SMALL = ModelSize(layers=2, width=128, heads=4, context=32, batch=8)
 TINY = ModelSize(layers=1, width=16, heads=2, context=8, batch=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def children_import_what_this_process_does() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", import_path())
+        yield
 
 
 @dataclass

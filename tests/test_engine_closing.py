@@ -7,8 +7,6 @@ import errno
 import logging
 import os
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_python import child_environment, python
 from gated_storage import TIMEOUT, Gate, gated_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
@@ -205,9 +204,8 @@ def test_terminate_lets_a_commit_that_has_begun_finish(root: Path) -> None:
 
 
 def run_python(source: str, root: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{os.path.dirname(__file__)}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", textwrap.dedent(source), str(root)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    command = python(source, str(root), options=())
+    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60)
 
 
 EXIT = """

@@ -7,8 +7,6 @@ import contextvars
 import gc
 import logging
 import subprocess
-import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 
 import pytest
+from child_python import child_environment, python
 
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, WrongThreadError
 from aio_ckpt.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
@@ -43,9 +42,7 @@ async def forever() -> None:
 
 
 def run_python(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(python(source), env=child_environment(), capture_output=True, text=True, timeout=60)
 
 
 # -- calls and futures ----------------------------------------------------------------------------

@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
+from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
-from aio_ckpt import CheckpointEngine, pipeline
+from aio_ckpt import CheckpointEngine, EngineConfig, pipeline
+from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
 from aio_ckpt.lifetime import POISON
 
@@ -304,3 +306,21 @@ def test_after_a_hundred_saves_arena_bytes_and_open_files_are_back_at_the_baseli
 def held_by_process(engine: CheckpointEngine) -> tuple[object, ...]:
     gc.collect()
     return engine.lifetime, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def test_a_weight_tells_one_bit_and_two_words_that_changed_places() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        values = torch.arange(1, 36).to(dtype)
+        flipped, swapped = values.clone(), values.clone()
+        flipped.view(torch.uint8)[-1] ^= 1
+        swapped[4], swapped[20] = values[20], values[4]
+        assert weigh(values.clone()) == weigh(values)
+        assert len({int(weigh(each)) for each in (values, flipped, swapped)}) == 3, dtype
+
+
+@pytest.mark.parametrize("staging", ["shm", "pageable"])
+def test_each_checkpoint_of_a_training_run_is_the_state_before_its_update(tmp_path: Path, staging: Staging) -> None:
+    """(f) without a GPU; with one, and more steps: test_cuda_recipes.py."""
+    settings = EngineConfig(staging=staging, debug=True, max_in_flight=2, keep_last=KEPT, stall_timeout_secs=TIMEOUT)
+    training = Training("cpu", width=32, layers=1)
+    assert check_a_save_every_step(tmp_path, settings, training, steps=20, timeout=TIMEOUT) == 20

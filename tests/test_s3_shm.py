@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_python import child_environment, python
 from image_files import MIB, assert_uniform, pin_chunk_bytes, raw_of, uniform
-from killed_trainer import child_environment, named_segments, python, train_until_killed
+from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine

@@ -14,8 +14,6 @@ import os
 import random
 import resource
 import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child_python import child_environment, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +153,8 @@ def largest_file(nbytes: int) -> Iterator[Callable[[], None]]:
 
 def run_python(source: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source), *args],
+        python(source, *args, options=()),
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

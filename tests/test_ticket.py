@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import subprocess
-import sys
-import textwrap
 import threading
 import traceback
 import weakref
@@ -15,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from child_python import child_environment, python
 
 from aio_ckpt.errors import SaveCancelledError, StallError, WrongThreadError
 from aio_ckpt.items import SaveReport, StageTimings
@@ -187,9 +186,7 @@ def test_a_forked_child_cannot_wait_for_its_parents_save() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         portal.close(10)
         """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(python(source), env=child_environment(), capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
