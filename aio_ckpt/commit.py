@@ -32,9 +32,9 @@ __all__ = [
     "commit_directory",
     "commit_root",
     "discover",
-    "make_pending",
     "pending_path",
     "retire_directory",
+    "write_owner",
 ]
 
 PENDING_PREFIX = ".pending-"
@@ -151,23 +151,18 @@ def pending_path(root: Path, owner: Owner, number: int) -> Path:
     return root / f"{PENDING_PREFIX}{owner.session}-{number}"
 
 
-async def make_pending(storage: Storage, root: Path, *, owner: Owner, number: int) -> Path:
-    """Create the pending directory of save ``number`` of the owner's session."""
-    pending = pending_path(root, owner, number)
-    await storage.make_dir(pending)
+async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
+    """Say whose the pending directory is, so that it is cleared only when its writer is dead."""
     await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
-    return pending
 
 
-async def commit_root(
-    storage: Storage, *, pending: Path, final: Path, metadata: bytes, root_manifest: bytes, overwrite: bool
-) -> None:
-    """Leader, root mode: make a pending directory whose data is durable durable as a whole, then visible.
+async def commit_root(storage: Storage, *, pending: Path, final: Path, root_manifest: bytes, overwrite: bool) -> None:
+    """Leader, root mode: make a pending directory durable as a whole, then visible.
 
-    Data files and rank manifests must have been fsynced. The rename never replaces; with ``overwrite`` the two
-    directories are exchanged in one step and the old one is removed when the new one is durable.
+    All other files in it must have been fsynced, in whatever order: none counts before the rename. It never
+    replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed when the new
+    one is durable.
     """
-    await storage.write_file(pending / METADATA_FILE, metadata)
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
     replaces = overwrite and await storage.exists(final)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -20,9 +21,9 @@ from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
-from aio_ckpt.manifest import FileEntry, data_file_name, rank_manifest_name
+from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan import Plan
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.record import (
     object_entries,
     render_metadata_file,
@@ -103,6 +104,28 @@ class CaptureProgress:
                 await run_blocking(executor, mark.synchronize)
 
 
+class Threads:
+    """The I/O threads that work for one save: a cancelled await does not stop them."""
+
+    def __init__(self) -> None:
+        self._busy: set[Future[Any]] = set()
+
+    def add(self, work: Future[Any]) -> None:
+        """Told by ``watch_submissions`` of each piece of work."""
+        self._busy.add(work)
+        work.add_done_callback(self._busy.discard)
+
+    async def wait(self) -> None:
+        """Until all are done."""
+        for work in tuple(self._busy):
+            await asyncio.wrap_future(follow(work))
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether all are done."""
+        return not self._busy
+
+
 @dataclass(slots=True, kw_only=True)
 class PendingSave:
     """One save between ``save()`` and its settlement.
@@ -129,6 +152,8 @@ class PendingSave:
     """The bytes."""
     progress: CaptureProgress
     """Of the capture."""
+    threads: Threads = field(default_factory=Threads)
+    """At work for it."""
     ticket: SaveTicket
     """What the caller holds."""
     overwrite: bool
@@ -178,7 +203,8 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
             thread has let go of it.
     """
     try:
-        return await _watched(site, save)
+        with watch_submissions(save.threads.add):
+            return await _watched(site, save)
     except BaseException as error:
         cause = _first_cause(error)
         with anyio.CancelScope(shield=True):
@@ -223,11 +249,17 @@ async def _watch(site: Site, save: PendingSave) -> None:
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, progress = site.storage, save.progress
-    pending = await commit.make_pending(storage, site.root, owner=site.owner, number=save.number)
+    pending, save_id = commit.pending_path(site.root, site.owner, save.number), _save_id(site, save)
     final = site.root / site.names.name(save.step)
-    result = await _write(site, save, pending)
-    save.image.lease.close()
-    written_secs = save.elapsed()
+    await storage.make_dir(pending)
+    # On the loop: malloc keeps the megabytes for each thread that ever had them.
+    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=save_id)
+    async with anyio.create_task_group() as beside:
+        beside.start_soon(commit.write_owner, storage, pending, site.owner)
+        beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
+        result = await _write(site, save, pending)
+        save.image.lease.close()
+        written_secs = save.elapsed()
     entries = object_entries(save.plan, save.objects)
     check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
     rank = site.coordinator.rank
@@ -236,7 +268,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
         entries,
         result,
         step=save.step,
-        save_id=_save_id(site, save),
+        save_id=save_id,
         rank=rank,
         world_size=site.coordinator.world_size,
     )
@@ -249,7 +281,9 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     if save.previous is not None:
         await asyncio.wrap_future(follow(save.previous))
     progress.touch()
-    await _commit(site, save, pending, results)
+    ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
+    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+    await _commit(site, save, pending, final, root_manifest)
     return SaveReport(
         step=save.step,
         path=final,
@@ -296,22 +330,12 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     return result
 
 
-async def _commit(site: Site, save: PendingSave, pending: Path, messages: Sequence[bytes]) -> None:
-    final, save_id = site.root / site.names.name(save.step), _save_id(site, save)
-    # On the loop: malloc keeps the megabytes for each thread that ever had them.
-    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=save_id)
-    ranks = [msgspec.msgpack.decode(message, type=FileEntry) for message in messages]
-    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
         await commit.commit_root(
-            site.storage,
-            pending=pending,
-            final=final,
-            metadata=metadata.data,
-            root_manifest=root_manifest,
-            overwrite=save.overwrite,
+            site.storage, pending=pending, final=final, root_manifest=root_manifest, overwrite=save.overwrite
         )
     if scope.cancelled_caught:
         raise StallError(
@@ -324,7 +348,7 @@ def _save_id(site: Site, save: PendingSave) -> str:
     return f"{site.owner.session}-{save.number}"
 
 
-def follow(future: Future[None]) -> Future[None]:
+def follow(future: Future[Any]) -> Future[None]:
     """A future that follows ``future``; cancelling it (as a cancelled await does) leaves ``future`` alone."""
     follower: Future[None] = Future()
 
@@ -345,8 +369,9 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
     lease.close()
     with anyio.move_on_after(_SETTLE_SECS):
         await asyncio.wrap_future(follow(lease.settled))
-    if not lease.settled.done():
-        _log.error("step %d: a thread still uses the image; its pending directory stays until it is cleared", save.step)
+        await save.threads.wait()
+    if not (lease.settled.done() and save.threads.are_idle):
+        _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
     pending = commit.pending_path(site.root, site.owner, save.number)
     try:

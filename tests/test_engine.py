@@ -18,6 +18,7 @@ import uvloop
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
+from aio_ckpt import storage as local_storage
 from aio_ckpt.commit import LOCK_FILE
 from aio_ckpt.errors import (
     BusyError,
@@ -241,7 +242,33 @@ def test_a_save_cancelled_before_its_commit_leaves_nothing(root: Path, stage: tu
         assert engine.save(weights(2)).result(TIMEOUT).step == 1, "a cancelled save raises nothing and uses up no step"
 
 
-@pytest.mark.parametrize("stage", [("write_file", ".metadata"), ("rename", ".pending-*"), ("sync_dir", "root")])
+@pytest.mark.parametrize("name", ["writer.json", ".metadata", "aio_ckpt.0.bin"])
+def test_a_cancelled_save_is_cleared_away_after_its_last_thread_is_done(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled await does not stop its thread, which would make its file anew in a directory being removed."""
+    reached, goes_on, write = threading.Event(), threading.Event(), local_storage._write_file
+
+    def held_write(path: Path, data: bytes) -> None:
+        if path.name == name:
+            reached.set()
+            assert goes_on.wait(TIMEOUT)
+        write(path, data)
+
+    monkeypatch.setattr(local_storage, "_write_file", held_write)
+    with gated_engine(root) as (engine, storage):
+        ticket = engine.save(weights(1))
+        assert reached.wait(TIMEOUT)
+        assert ticket.cancel()
+        goes_on.set()
+        with pytest.raises(SaveCancelledError):
+            ticket.result(TIMEOUT)
+        removed = [call for call in storage.begun if call.name == "remove_tree"]
+        assert len(removed) == 1
+        assert listing(root) == []
+
+
+@pytest.mark.parametrize("stage", [("write_file", "aio_ckpt.json"), ("rename", ".pending-*"), ("sync_dir", "root")])
 def test_a_save_cancelled_once_its_commit_began_is_committed(root: Path, stage: tuple[str, str]) -> None:
     with gated_engine(root) as (engine, storage):
         gate = storage.hold(*stage)
@@ -302,7 +329,7 @@ def test_several_threads_and_loops_may_wait_for_one_save_at_once(root: Path) -> 
 
 def test_every_waiter_of_a_failed_save_gets_the_failure(root: Path) -> None:
     with gated_engine(root) as (engine, storage), ThreadPoolExecutor(3) as pool:
-        storage.fail("write_file", ".metadata", broken())
+        storage.fail("write_file", "aio_ckpt.json", broken())
         ticket, gate = held_save(engine, storage)
         waiting = [pool.submit(waiter, ticket) for waiter in (wait_in_thread, wait_in_asyncio, wait_in_uvloop)]
         gate.open()
@@ -445,7 +472,7 @@ def test_a_save_that_goes_on_moving_is_never_stalled(root: Path) -> None:
         assert len([call for call in storage.calls if call.name == "write"]) >= 3
 
 
-@pytest.mark.parametrize("stage", [("write_file", ".metadata"), ("rename", ".pending-*"), ("sync_dir", "root")])
+@pytest.mark.parametrize("stage", [("write_file", "aio_ckpt.json"), ("rename", ".pending-*"), ("sync_dir", "root")])
 def test_a_store_that_stands_still_during_the_commit_ends_the_wait_too(root: Path, stage: tuple[str, str]) -> None:
     with gated_engine(root, stall_timeout_secs=1.0) as (engine, storage):
         gate = storage.hold(*stage)
