@@ -161,7 +161,7 @@ class InFlight:
                 planned,
                 save.image,
                 self._streams,
-                on_captured=lambda chunks: self._portal.post(save.progress.tell, chunks),
+                on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
                 stall_timeout_secs=timeout_secs,
             )
         except BaseException as error:

@@ -78,11 +78,10 @@ class CaptureProgress:
         """Something moved."""
         self.last_progress = time.monotonic()
 
-    def tell(self, chunks: Sequence[tuple[int, tuple[Mark, ...]]]) -> None:
-        """Each chunk, given by its index, is captured once its marks are reached."""
-        for index, marks in chunks:
-            self._marks[index] = marks
-            self._told[index].set()
+    def tell(self, index: int, marks: tuple[Mark, ...]) -> None:
+        """Chunk ``index`` is captured once its marks are reached."""
+        self._marks[index] = marks
+        self._told[index].set()
         self.touch()
 
     def fail(self, error: Exception) -> None:

@@ -32,9 +32,6 @@ _memmove.restype = ctypes.c_void_p
 
 _DOUBLE = struct.Struct("<d")
 
-_TELL_BYTES = 16 << 20
-"""The loop is told of captured chunks every so many bytes: each telling hands the GIL over, up to 5 ms."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
@@ -258,7 +255,7 @@ def capture(
     image: Image,
     streams: CopyStreams,
     *,
-    on_captured: Callable[[Sequence[tuple[int, tuple[Mark, ...]]]], None],
+    on_captured: Callable[[int, tuple[Mark, ...]], None],
     stall_timeout_secs: float,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
@@ -273,18 +270,10 @@ def capture(
     work = Capture(planned, streams)
     copied = planned.plan.copied
     try:
-        untold: list[tuple[int, tuple[Mark, ...]]] = []
-        told_bytes = 0
         for chunk in image.chunks:
-            if untold and not _is_free(image, chunk):  # it becomes free when a chunk is written that may be untold yet
-                on_captured(untold)
-                untold, told_bytes = [], chunk.start
             _await_slot(image, chunk, stall_timeout_secs)
             marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
-            untold.append((chunk.index, marks))
-            if chunk.stop - told_bytes >= _TELL_BYTES or chunk is image.chunks[-1]:
-                on_captured(untold)
-                untold, told_bytes = [], chunk.stop
+            on_captured(chunk.index, marks)
         work.check_sources()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
@@ -293,10 +282,6 @@ def capture(
         raise
     work.fence()
     return work
-
-
-def _is_free(image: Image, chunk: Chunk) -> bool:
-    return chunk.index < image.slots or image.written[chunk.index - image.slots].done()
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

@@ -66,7 +66,7 @@ async def save_image(
             planned,
             image,
             CopyStreams(),
-            on_captured=lambda chunks: loop.call_soon_threadsafe(progress.tell, chunks),
+            on_captured=lambda index, marks: loop.call_soon_threadsafe(progress.tell, index, marks),
             stall_timeout_secs=TIMEOUT,
         )
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -48,7 +48,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         planned,
         image,
         CopyStreams(),
-        on_captured=lambda chunks: told.extend(index for index, _ in chunks),
+        on_captured=lambda index, _: told.append(index),
         stall_timeout_secs=stall_timeout_secs,
     )
     work.finish()
@@ -123,7 +123,7 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
             planned,
             image,
             CopyStreams(),
-            on_captured=lambda chunks: state["freed"].untyped_storage().resize_(0),
+            on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
             stall_timeout_secs=TIMEOUT,
         )
     assert planned.tensors == []
@@ -186,9 +186,9 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
     told: list[int] = []
     changed = threading.Condition()
 
-    def on_captured(chunks: Sequence[tuple[int, tuple[Mark, ...]]]) -> None:
+    def on_captured(index: int, _: tuple[Mark, ...]) -> None:
         with changed:
-            told.extend(index for index, _ in chunks)
+            told.append(index)
             changed.notify_all()
 
     rng = random.Random(slots)
