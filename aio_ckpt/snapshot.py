@@ -22,6 +22,7 @@ from aio_ckpt.items import PAGE_BYTES, Chunk, Piece, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import ArenaKind, Lease, LifetimeManager
 from aio_ckpt.plan import PlannedSave
+from aio_ckpt.structure import addresses
 
 __all__ = ["Capture", "Image", "ObjectBytes", "ObjectEncoder", "capture", "lease_image", "ring_slots"]
 
@@ -219,7 +220,7 @@ class Capture:
     def check_sources(self) -> None:
         """Raise SourceChangedError if a source moved while it was captured (freed or resized by another thread)."""
         planned = self._planned
-        if [tensor.data_ptr() for tensor in planned.tensors] != planned.plan.descriptors.fingerprint:
+        if addresses(planned.tensors) != planned.plan.descriptors.fingerprint:
             raise SourceChangedError(
                 "a tensor was freed, resized or reassigned by another thread while save() captured it: "
                 "keep the state still until save() returns"
@@ -270,10 +271,14 @@ def capture(
     work = Capture(planned, streams)
     copied = planned.plan.copied
     try:
-        for chunk in image.chunks:
-            _await_slot(image, chunk, stall_timeout_secs)
-            marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
-            on_captured(chunk.index, marks)
+        try:
+            for chunk in image.chunks:
+                _await_slot(image, chunk, stall_timeout_secs)
+                marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
+                on_captured(chunk.index, marks)
+        except RuntimeError:
+            work.check_sources()  # why torch refused to copy
+            raise
         work.check_sources()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
