@@ -7,6 +7,7 @@ exists from the rename of its ``.metadata`` on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
 from aio_ckpt.storage import Storage
 
@@ -170,7 +171,13 @@ async def commit_root(storage: Storage, *, pending: Path, final: Path, root_mani
         # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
         await storage.write_file(final / OWNER_FILE, await _read_owner(storage, pending))
     move = storage.exchange if replaces else storage.rename
-    await move(pending, final)
+    try:
+        await move(pending, final)
+    except WriteError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        remedy = "is in the way and holds no checkpoint: move it away, or save another step"
+        raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
         await storage.sync_dir(final.parent)
     except OSError:

@@ -70,6 +70,7 @@ MAPPINGS: dict[int, type[dict[Any, Any]]] = {
 _INDEXED: frozenset[int] = frozenset({Container.LIST, Container.TUPLE})
 _MISSING = object()
 _LEAF_CODES = frozenset(map(int, LeafKind))
+_KEY_BITS = 1024
 _INDEX_SLACK = 1000
 """A list index of foreign metadata may exceed its number of leaves by this factor (empty containers have none)."""
 
@@ -86,7 +87,11 @@ def freeze_key(key: object, name: str) -> Key:
     kind = type(key)
     if isinstance(key, str) and kind is str:
         return key
-    if isinstance(key, int) and (kind is bool or (kind is int and key.bit_length() <= 1024)):
+    if isinstance(key, int) and kind in (bool, int):
+        if key.bit_length() > _KEY_BITS:
+            raise UnsupportedLeafError(
+                f"{name}: a whole number of {key.bit_length()} bits as a key, at most {_KEY_BITS}"
+            )
         return ("b" if kind is bool else "i", str(int(key)))
     if isinstance(key, float) and kind is float and math.isfinite(key):
         return ("f", key.hex())
@@ -186,8 +191,17 @@ def _children(
 
 
 def encode_skeleton(skeleton: Skeleton) -> bytes:
-    """msgpack."""
-    return msgspec.msgpack.encode(skeleton)
+    """msgpack.
+
+    Raises:
+        UnsupportedLeafError: a key has a lone surrogate.
+    """
+    try:
+        return msgspec.msgpack.encode(skeleton)
+    except UnicodeEncodeError as error:
+        raise UnsupportedLeafError(
+            f"the key {error.object!r} has a lone surrogate, which no UTF-8 file holds; rename it"
+        ) from error
 
 
 def decode_skeleton(data: bytes, *, name: str) -> Skeleton:

@@ -232,8 +232,8 @@ class _Walk:
                 text = prefix + key
                 keys.append(key)
             else:
+                keys.append(freeze_key(key, name or "the state"))
                 text = f"{prefix}{key}"
-                keys.append(freeze_key(key, text))
             kind = _LEAVES.get(type(item))
             if kind is None:
                 children.append(self.node(item, text, depth + 1))

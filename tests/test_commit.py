@@ -182,6 +182,7 @@ def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path)
         with pytest.raises(WriteError) as caught:
             engine.save(weights(1), step=5).result(TIMEOUT)
         assert caught.value.errno == errno.EEXIST
+        assert "move it away, or save another step" in str(caught.value)
         assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [commit.LOCK_FILE, STEP]
     assert (foreign / "notes.txt").read_text() == "mine"
 

@@ -252,6 +252,15 @@ def test_a_name_that_is_no_utf8_is_refused():
     tree.check_leaves(tree.flatten({"gewicht_ä": torch.ones(1)}, rank=0))
 
 
+def test_a_key_that_no_file_holds_is_refused_by_name():
+    with pytest.raises(UnsupportedLeafError, match=r"^a\.b: a whole number of 16610 bits as a key, at most 1024"):
+        tree.flatten({"a": {"b": {10**5000: torch.ones(1)}}}, rank=0)
+    with pytest.raises(UnsupportedLeafError, match=r"^the state: a key of type object"):
+        tree.flatten({object(): torch.ones(1)}, rank=0)
+    with pytest.raises(UnsupportedLeafError, match="surrogate"):
+        tree.encode_skeleton(tree.flatten({"a": torch.ones(1), "x\ud800": {}}, rank=0).skeleton)
+
+
 @pytest.mark.parametrize("state", [{}, {"a": {}, "b": [{}], "c": PerRank({})}])
 def test_a_state_without_a_leaf_is_refused(state):
     with pytest.raises(EmptyStateError):
