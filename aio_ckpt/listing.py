@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from aio_ckpt.catalog import Checkpoint, global_shape, open_checkpoint, read_small_file
+from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
 from aio_ckpt.commit import ABANDONED_PREFIX, PENDING_PREFIX, StepNames, discover
+from aio_ckpt.contents import global_shape
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.portal import Executor, run_blocking

@@ -16,15 +16,8 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt import tree
-from aio_ckpt.catalog import (
-    Checkpoint,
-    Slot,
-    StoredObject,
-    check_metadata,
-    check_rank,
-    open_checkpoint,
-    read_small_file,
-)
+from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
+from aio_ckpt.contents import Slot, StoredObject
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.fetch import Ends, Files, bounce_buffers, check_inside, check_zip, fetch, parse_slot, read_ends
 from aio_ckpt.items import PAGE_BYTES, align_up

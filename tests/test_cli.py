@@ -17,8 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from aio_ckpt import cli
-from aio_ckpt.catalog import Item, open_checkpoint
+from aio_ckpt.catalog import open_checkpoint
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.contents import Item
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import PerRank
 from aio_ckpt.portal import Executor

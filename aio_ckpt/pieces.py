@@ -1,0 +1,195 @@
+"""Pieces: blocks of raw bytes with their CRC32 and where they go; segments: what one read moves. Touches no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aio_ckpt.contents import IntArray
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.items import PAGE_BYTES, align_up
+
+__all__ = ["Landing", "PieceRows", "Pieces", "Segment", "cut_segments"]
+
+_GAP_BYTES = 64 << 10
+"""Reading over so small a gap costs less than another read."""
+
+ObjectArray: TypeAlias = npt.NDArray[np.object_]
+_INT_COLUMNS = ("starts", "nbytes", "crcs", "addresses", "positions")
+
+
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class Landing:
+    """Where pieces go that cannot be copied straight to their target, or whose sum covers all of them together.
+
+    Used by the threads that fill it in any order; ``pieces_left`` belongs to the loop, which alone calls
+    :meth:`finish`, after the last piece.
+    """
+
+    label: str
+    """What lands here, for messages."""
+    start: int
+    """File offset of the first byte that lands."""
+    nbytes: int
+    """Length of what lands, gaps between pieces included."""
+    address: int = 0
+    """Host memory for it; 0: scratch memory, allocated by :meth:`open`."""
+    device: torch.Tensor | None = None
+    """Instead: the target's own bytes on a device."""
+    crc32: int | None = None
+    """CRC32 of everything that lands, if there is one; then the pieces have none of their own."""
+    then: Callable[[torch.Tensor], None] | None = None
+    """Is given the scratch bytes when they are complete."""
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    """(CRC32, length) of each piece, if ``crc32``."""
+    pieces_left: int = 0
+    """Pieces that have not landed."""
+    scratch: torch.Tensor | None = None
+    """Allocated with the first piece, dropped with the last, so that few exist at once."""
+
+    def open(self) -> None:
+        """Make room for the first piece."""
+        if not self.address and self.device is None and self.scratch is None:
+            self.scratch = torch.empty(self.nbytes, dtype=torch.uint8)
+
+    def base(self) -> int:
+        """Host address of ``start``."""
+        return self.address if self.scratch is None else self.scratch.data_ptr()
+
+    def finish(self, combine: Callable[[int, int, int], int] | None) -> bool:
+        """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
+
+        Raises:
+            CorruptCheckpointError: the sum does not match; names file and tensor or object.
+        """
+        is_summed = False
+        if combine is not None and self.crc32 is not None:
+            total = 0
+            for crc, nbytes in self.sums:
+                total = combine(total, crc, nbytes)
+            if total != self.crc32:
+                raise CorruptCheckpointError(f"{self.label} does not match its CRC32")
+            is_summed = True
+        if self.then is not None and self.scratch is not None:
+            self.then(self.scratch)
+        self.scratch = None
+        return is_summed
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class Pieces:
+    """Pieces of one file, ascending by start, in columns: numpy sorts and compares them all at once."""
+
+    starts: IntArray
+    """File offset."""
+    nbytes: IntArray
+    """Length."""
+    crcs: IntArray
+    """CRC32 of the bytes; -1 if they have none of their own."""
+    addresses: IntArray
+    """Host memory they are copied to; 0 if they go to the landing, or were read in place."""
+    labels: ObjectArray
+    """What they are part of, for messages."""
+    landings: ObjectArray
+    """The landing whose piece it is, or None."""
+    positions: IntArray
+    """Position in ``landing.sums``."""
+
+    def take(self, rows: IntArray | slice) -> Pieces:
+        """Some of the rows."""
+        return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PieceRows:
+    """Pieces of one file in any order, while they are collected. Columns as in :class:`Pieces`."""
+
+    starts: list[int] = field(default_factory=list)
+    """File offsets."""
+    nbytes: list[int] = field(default_factory=list)
+    """Lengths."""
+    crcs: list[int] = field(default_factory=list)
+    """CRC32s, or -1."""
+    addresses: list[int] = field(default_factory=list)
+    """Host memory, or 0."""
+    labels: list[str] = field(default_factory=list)
+    """What they are part of."""
+    landings: list[Landing | None] = field(default_factory=list)
+    """Landings."""
+    positions: list[int] = field(default_factory=list)
+    """Positions in ``landing.sums``."""
+
+    def add(
+        self, start: int, nbytes: int, crc: int, address: int, label: str, landing: Landing | None = None, at: int = 0
+    ) -> None:
+        """One piece."""
+        self.starts.append(start)
+        self.nbytes.append(nbytes)
+        self.crcs.append(crc)
+        self.addresses.append(address)
+        self.labels.append(label)
+        self.landings.append(landing)
+        self.positions.append(at)
+
+    def add_all(
+        self, starts: IntArray, nbytes: IntArray, crcs: IntArray, addresses: Iterable[int], labels: Iterable[str]
+    ) -> None:
+        """Pieces without a landing."""
+        self.starts += starts.tolist()
+        self.nbytes += nbytes.tolist()
+        self.crcs += crcs.tolist()
+        self.addresses += addresses
+        self.labels += labels
+        self.landings += [None] * len(starts)
+        self.positions += [0] * len(starts)
+
+    def ascending(self) -> Pieces:
+        """All of them."""
+        ints = {name: np.array(getattr(self, name), np.int64) for name in _INT_COLUMNS}
+        labels, landings = (np.array(column, np.object_) for column in (self.labels, self.landings))
+        order = np.argsort(ints["starts"], kind="stable")
+        return Pieces(**ints, labels=labels, landings=landings).take(order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One read."""
+
+    file: str
+    """Data file, relative to the checkpoint."""
+    start: int
+    """File offset, a multiple of the page (direct I/O)."""
+    stop: int
+    """File offset; the last page may be cut short by the end of the file."""
+    pieces: Pieces
+    """What is in it."""
+    target: memoryview | None = None
+    """Where the read itself goes, if straight to the tensor; else a bounce buffer, and the pieces are copied."""
+
+
+def cut_segments(file: str, rows: PieceRows, segment_bytes: int) -> list[Segment]:
+    """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece."""
+    pieces = rows.ascending()
+    stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
+    far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
+    segments: list[Segment] = []
+    first = 0
+    for end in (*far.tolist(), len(stops)):
+        while first < end:
+            limit = pieces.starts[first] + segment_bytes
+            last = min(max(int(np.searchsorted(stops, limit, side="right")), first + 1), end)
+            segments.append(
+                Segment(
+                    file=file,
+                    start=int(pieces.starts[first]) // PAGE_BYTES * PAGE_BYTES,
+                    stop=align_up(int(stops[last - 1]), PAGE_BYTES),
+                    pieces=pieces.take(slice(first, last)),
+                )
+            )
+            first = last
+    return segments
