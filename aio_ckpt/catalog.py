@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 from isal import isal_zlib
@@ -28,6 +29,7 @@ from aio_ckpt.manifest import (
     rank_manifest_name,
 )
 from aio_ckpt.metadata import parse_metadata
+from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import Storage
 
 __all__ = [
@@ -43,6 +45,7 @@ MAX_BLOCK_BYTES = 16 << 20
 
 _MAX_SMALL_FILE_BYTES = 4 << 30
 _MANIFESTS_IN_FLIGHT = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ class Checkpoint:
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def open_checkpoint(storage: Storage, path: Path) -> Checkpoint:
+async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
     Raises:
@@ -90,23 +93,36 @@ async def open_checkpoint(storage: Storage, path: Path) -> Checkpoint:
         CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         FormatVersionError: written by a newer major version.
     """
-    data = await read_small_file(storage, path / METADATA_FILE)
+    small: dict[str, bytes | None] = {}
+
+    async def read(name: str) -> None:
+        small[name] = await read_small_file(storage, path / name)
+
+    await _run_all(read, (METADATA_FILE, ROOT_MANIFEST))
+    data, root_data = small[METADATA_FILE], small[ROOT_MANIFEST]
     if data is None:
         raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
-    root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     if root_data is None:
         if await storage.exists(path / rank_manifest_name(0)):
             raise CorruptCheckpointError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
         return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
     root = decode_root(root_data, name=ROOT_MANIFEST)
-    fault = check_metadata(root, data)
-    if fault is None:
-        ranks = await _read_ranks(storage, path, root)
-        return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
-    plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
-    if await _is_foreign(storage, plain, root):
-        return plain
-    raise CorruptCheckpointError(fault)
+    # Beside each other: a .metadata takes as long to sum as its manifest takes to decode.
+    summing = executor.submit(check_metadata, root, data)
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError
+    try:
+        ranks = await _read_ranks(storage, path, root, executor)
+    except CorruptCheckpointError as error:
+        ranks = error
+    fault = await asyncio.wrap_future(summing)
+    if fault is not None:
+        plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
+        if isinstance(ranks, tuple) and _is_foreign(plain, root, ranks):
+            return plain
+        raise CorruptCheckpointError(fault)
+    if not isinstance(ranks, tuple):
+        raise ranks
+    return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
 
 
 async def read_small_file(storage: Storage, path: Path) -> bytes | None:
@@ -150,39 +166,36 @@ def _is_exact(entry: FileEntry, data: bytes) -> bool:
     return len(data) == entry.nbytes and isal_zlib.crc32(data) == entry.crc32
 
 
-async def _read_ranks(storage: Storage, path: Path, root: RootManifest) -> tuple[RankManifest, ...]:
+async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor: Executor) -> tuple[RankManifest, ...]:
     found: dict[int, RankManifest] = {}
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
     async def read(rank: int) -> None:
         async with limit:
             data = await read_small_file(storage, path / root.ranks[rank].name)
-        found[rank] = check_rank(root, rank, data)
+        found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
-    if root.world_size == 1:
-        await read(0)
-    else:
-        await _run_all(read, range(root.world_size))
+    await _run_all(read, range(root.world_size))
     return tuple(found[rank] for rank in range(root.world_size))
 
 
-async def _run_all(run: Callable[[int], Coroutine[Any, Any, None]], numbers: Iterable[int]) -> None:
+async def _run_all(run: Callable[[T], Coroutine[Any, Any, None]], arguments: Iterable[T]) -> None:
     """Run all at once; the first error is raised as itself, not as a group."""
     try:
         async with anyio.create_task_group() as group:
-            for number in numbers:
-                group.start_soon(run, number)
+            for argument in arguments:
+                group.start_soon(run, argument)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _is_foreign(storage: Storage, plain: Checkpoint, root: RootManifest) -> bool:
+def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManifest]) -> bool:
     """Whether stock DCP saved into a directory of ours: another save id, and none of the files of our ranks.
 
     A ``.metadata`` of ours with a flipped bit names our files, so it does not pass for a foreign one.
     """
     try:
-        metadata, ranks = plain.metadata, await _read_ranks(storage, plain.path, root)
+        metadata = plain.metadata
     except CorruptCheckpointError:
         return False
     theirs = {info.relative_path for info in (metadata.storage_data or {}).values()}

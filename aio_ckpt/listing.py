@@ -164,7 +164,7 @@ async def describe(storage: Storage, executor: Executor, path: Path, names: Step
         CheckpointNotFoundError: it is none.
         CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
     """
-    checkpoint = await open_checkpoint(storage, path)
+    checkpoint = await open_checkpoint(storage, path, executor=executor)
     leaves = await run_blocking(executor, _leaves, checkpoint)
     root = checkpoint.root
     once = [leaf for leaf in leaves if leaf.tied_to is None]

@@ -85,7 +85,7 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
     """CRC32 of the whole file."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor item in the rank's data file. Offsets into the file are image offsets."""
 
     fqns: _Names
@@ -108,7 +108,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """Length of the raw bytes."""
 
 
-class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
+class ObjectEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A serialized object in the rank's data file."""
 
     fqns: _Names

@@ -80,7 +80,7 @@ async def verify_checkpoint(
         FormatVersionError: written by a newer major version.
     """
     faults: list[Fault] = []
-    checkpoint = await _open(storage, path, faults)
+    checkpoint = await _open(storage, path, executor, faults)
     if checkpoint is not None:
         async with Files(storage, path, readers=readers) as files:
             run = _Verification(files, executor, readers, on_progress, faults)
@@ -88,10 +88,10 @@ async def verify_checkpoint(
     return tuple(faults)
 
 
-async def _open(storage: Storage, path: Path, faults: list[Fault]) -> Checkpoint | None:
+async def _open(storage: Storage, path: Path, executor: Executor, faults: list[Fault]) -> Checkpoint | None:
     """The checkpoint; if its small files do not match, what is left of it."""
     try:
-        return await open_checkpoint(storage, path)
+        return await open_checkpoint(storage, path, executor=executor)
     except FormatVersionError:
         raise
     except CorruptCheckpointError as error:

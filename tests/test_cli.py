@@ -71,7 +71,7 @@ async def stored(checkpoint: Path, name: str) -> Item:
     """Where the bytes of a tensor are."""
     executor = Executor("test", 1)
     try:
-        opened = await open_checkpoint(LocalStorage(executor), checkpoint)
+        opened = await open_checkpoint(LocalStorage(executor), checkpoint, executor=executor)
         item = opened.catalog.chunks[name][0]
     finally:
         executor.close(5.0)
