@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -24,8 +24,10 @@ __all__ = [
     "Chunks",
     "IntArray",
     "Item",
+    "ObjectArray",
     "Slot",
     "SmallItems",
+    "SmallTargets",
     "StoredObject",
     "catalog_of_manifests",
     "catalog_of_metadata",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+ObjectArray: TypeAlias = npt.NDArray[np.object_]
 _Stored: TypeAlias = tuple[RankManifest, FileEntry]
 """The manifest of a rank that stored anything, and its data file."""
 _REAL_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not dtype.is_complex}
@@ -121,10 +124,14 @@ class SmallItems:
 
     rows: Mapping[str, int]
     """Name -> row of the item that is all of it: one block, stored once, beginning where the tensor begins."""
-    entries: Sequence[TensorEntry]
-    """Every item, rank after rank; a row for each in every column."""
+    names: ObjectArray
+    """First name stored in each item, for messages. Items are rank after rank."""
     dtypes: Sequence[torch.dtype | None]
     """Element type; None if complex, since a complex target may be a lazy conjugate."""
+    shapes: Sequence[tuple[int, ...]]
+    """Shape of the shard."""
+    strides: Sequence[tuple[int, ...]]
+    """Of the stored elements, in elements."""
     files: Sequence[str]
     """Data files, by number."""
     file_numbers: IntArray
@@ -136,9 +143,21 @@ class SmallItems:
     crcs: IntArray
     """CRC32 of the first block."""
 
-    def files_of(self, rows: Sequence[int]) -> list[str]:
+    def files_of(self, targets: SmallTargets) -> list[str]:
         """Data files that hold any of these items."""
-        return [self.files[number] for number in np.unique(self.file_numbers[rows]).tolist()]
+        return [self.files[number] for number in np.unique(self.file_numbers[targets.rows]).tolist()]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SmallTargets:
+    """Where small items go, in columns."""
+
+    rows: list[int] = field(default_factory=list)
+    """Rows in :class:`SmallItems`."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Host tensors, each laid out like its item."""
+    addresses: list[int] = field(default_factory=list)
+    """Of their first elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +233,10 @@ def _small_items(stored: Sequence[_Stored], entries: Sequence[TensorEntry], rows
     is_small = (blocks == 1) & ~np.array([any(entry.offsets) for entry in entries], np.bool_)
     return SmallItems(
         rows=_small_rows(entries, rows, is_small),
-        entries=entries,
+        names=np.array([entry.fqns[0] for entry in entries], np.object_),
         dtypes=[_REAL_DTYPES.get(entry.dtype) for entry in entries],
+        shapes=[entry.shape for entry in entries],
+        strides=[entry.stride for entry in entries],
         files=[file.name for _, file in stored],
         file_numbers=np.repeat(np.arange(len(stored)), counts),
         starts=np.array([entry.raw_offset for entry in entries], np.int64),

@@ -202,7 +202,6 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
         FormatVersionError: written by a newer major version of the format.
         CorruptCheckpointError: anything else that is not right; names the file and, where known, the tensor.
     """
-    _check_format(_decode(data, _Head, name, msgspec.msgpack.decode).format, name)
     manifest = _decode(data, RankManifest, name, msgspec.msgpack.decode)
     fault = _rank_fault(manifest)
     if fault:
@@ -218,15 +217,28 @@ def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
     return [sums[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
 
 
-_S = TypeVar("_S", bound=msgspec.Struct)
+_S = TypeVar("_S", RankManifest, "RootManifest")
 
 
 def _decode(data: bytes, kind: type[_S], name: str, decode: Any) -> _S:
     try:
         found: _S = decode(data, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as exc:
+    except _UNREADABLE as exc:
+        _check_format(_format_of(data, decode), name)  # a newer major version says so, whatever else it changed
         raise CorruptCheckpointError(f"{name}: no manifest of format {FORMAT_MAJOR}: {exc}") from exc
+    _check_format(found.format, name)
     return found
+
+
+def _format_of(data: bytes, decode: Any) -> tuple[int, int]:
+    try:
+        head: _Head = decode(data, type=_Head)
+    except _UNREADABLE:
+        return FORMAT_MAJOR, FORMAT_MINOR
+    return head.format
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
 
 
 def _check_format(found: tuple[int, int], name: str) -> None:
@@ -326,7 +338,6 @@ def decode_root(data: bytes, *, name: str) -> RootManifest:
         FormatVersionError: written by a newer major version of the format.
         CorruptCheckpointError: anything else that is not right; names the file.
     """
-    _check_format(_decode(data, _Head, name, msgspec.json.decode).format, name)
     manifest = _decode(data, RootManifest, name, msgspec.json.decode)
     if len(manifest.ranks) != manifest.world_size:
         raise CorruptCheckpointError(f"{name}: {len(manifest.ranks)} ranks for a world of {manifest.world_size}")

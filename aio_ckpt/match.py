@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint
-from aio_ckpt.contents import Chunks, Item, SmallItems, global_shape
+from aio_ckpt.contents import Chunks, Item, SmallItems, SmallTargets, global_shape
 from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
-from aio_ckpt.manifest import TensorEntry, rank_manifest_name
+from aio_ckpt.manifest import rank_manifest_name
 
 __all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
 
@@ -27,10 +27,8 @@ _SHOWN = 5
 class Match:
     """A template whose every leaf was found, or may be missing."""
 
-    small_rows: list[int] = field(default_factory=list)
-    """Rows of ``Catalog.small`` that are read into plain host tensors laid out like them: the common case."""
-    small_targets: list[torch.Tensor] = field(default_factory=list)
-    """These tensors, row by row."""
+    small: SmallTargets = field(default_factory=SmallTargets)
+    """Plain host tensors that are laid out like the one block that is stored of them: the common case."""
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Other names that are read into memory of the template."""
     arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
@@ -112,30 +110,29 @@ def _check_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> None
 
 def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) -> tuple[list[str], list[str]]:
     """Fills ``into``; names that are missing, and what else does not fit."""
-    small, rows, targets = checkpoint.catalog.small, into.small_rows, into.small_targets
+    small, strided, tensor_kind = checkpoint.catalog.small, torch.strided, LeafKind.TENSOR
+    rows, targets, addresses = into.small.rows, into.small.tensors, into.small.addresses
+    leaves: Iterator[tuple[str, Any, LeafKind]] = zip(template.names, template.values, template.kinds, strict=True)
     rest: list[tuple[str, Any, LeafKind]] = []
-    for name, value, kind, row in zip(
-        template.names, template.values, template.kinds, map(small.rows.get, template.names), strict=True
-    ):
-        if row is not None and kind is LeafKind.TENSOR and _is_like(value, small.dtypes[row], small.entries[row]):
+    for leaf, row in zip(leaves, map(small.rows.get, template.names), strict=True):
+        _, value, kind = leaf
+        if (  # the hot loop: 0.8 us
+            row is not None
+            and kind is tensor_kind
+            and value.dtype is small.dtypes[row]
+            and value.is_cpu
+            and value.layout is strided
+            and type(value) is not DTensor
+            and value.shape == small.shapes[row]
+            and value.stride() == small.strides[row]
+            and not value.is_neg()
+        ):
             rows.append(row)
-            targets.append(value)  # type: ignore[arg-type]  # _is_like saw that it is one
+            targets.append(value)
+            addresses.append(value.data_ptr())
         else:
-            rest.append((name, value, kind))
+            rest.append(leaf)
     return _match_rest(checkpoint, rest, into)
-
-
-def _is_like(tensor: Any, dtype: torch.dtype | None, entry: TensorEntry) -> bool:
-    """Whether the stored bytes are, as they are, those of a plain host tensor. The hot loop: 0.6 us."""
-    return (
-        tensor.dtype is dtype
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and type(tensor) is not DTensor
-        and tensor.shape == entry.shape
-        and tensor.stride() == entry.stride
-        and not tensor.is_neg()
-    )
 
 
 def _match_rest(
@@ -189,8 +186,8 @@ def _overlaps(checkpoint: Checkpoint, found: Match, template: tree.Template) -> 
 def _are_apart(small: SmallItems, found: Match) -> bool:
     """Whether no two contiguous targets have a byte in common: all at once, so that chunks need not be made."""
     others = [tensor for _, tensor in found.tensors if type(tensor) is not DTensor and _is_line(tensor)]
-    starts = np.array([tensor.data_ptr() for tensor in (*found.small_targets, *others)], np.int64)
-    lengths = np.append(small.nbytes[found.small_rows], np.array([tensor.nbytes for tensor in others], np.int64))
+    starts = np.array([*found.small.addresses, *(tensor.data_ptr() for tensor in others)], np.int64)
+    lengths = np.append(small.nbytes[found.small.rows], np.array([tensor.nbytes for tensor in others], np.int64))
     order = np.argsort(starts)
     return not (starts[order][1:] < (starts + lengths)[order][:-1]).any()
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from aio_ckpt.contents import IntArray
+from aio_ckpt.contents import IntArray, ObjectArray, SmallItems
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import PAGE_BYTES, align_up
 
-__all__ = ["Landing", "PieceRows", "Pieces", "Segment", "cut_segments"]
+__all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
 
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
-
-ObjectArray: TypeAlias = npt.NDArray[np.object_]
-_INT_COLUMNS = ("starts", "nbytes", "crcs", "addresses", "positions")
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -104,6 +99,12 @@ class Pieces:
         """Some of the rows."""
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
+    @classmethod
+    def joined(cls, blocks: Sequence[Pieces]) -> Pieces:
+        """All rows of all blocks."""
+        names = [column.name for column in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(block, name) for block in blocks]) for name in names})
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class PieceRows:
@@ -123,6 +124,8 @@ class PieceRows:
     """Landings."""
     positions: list[int] = field(default_factory=list)
     """Positions in ``landing.sums``."""
+    blocks: list[Pieces] = field(default_factory=list)
+    """Pieces that were made many at once."""
 
     def add(
         self, start: int, nbytes: int, crc: int, address: int, label: str, landing: Landing | None = None, at: int = 0
@@ -136,24 +139,36 @@ class PieceRows:
         self.landings.append(landing)
         self.positions.append(at)
 
-    def add_all(
-        self, starts: IntArray, nbytes: IntArray, crcs: IntArray, addresses: Iterable[int], labels: Iterable[str]
-    ) -> None:
-        """Pieces without a landing."""
-        self.starts += starts.tolist()
-        self.nbytes += nbytes.tolist()
-        self.crcs += crcs.tolist()
-        self.addresses += addresses
-        self.labels += labels
-        self.landings += [None] * len(starts)
-        self.positions += [0] * len(starts)
+    def total_bytes(self) -> int:
+        """Sum of all lengths."""
+        return sum(self.nbytes) + sum(int(block.nbytes.sum()) for block in self.blocks)
 
     def ascending(self) -> Pieces:
         """All of them."""
-        ints = {name: np.array(getattr(self, name), np.int64) for name in _INT_COLUMNS}
-        labels, landings = (np.array(column, np.object_) for column in (self.labels, self.landings))
-        order = np.argsort(ints["starts"], kind="stable")
-        return Pieces(**ints, labels=labels, landings=landings).take(order)
+        single = Pieces(
+            starts=np.array(self.starts, np.int64),
+            nbytes=np.array(self.nbytes, np.int64),
+            crcs=np.array(self.crcs, np.int64),
+            addresses=np.array(self.addresses, np.int64),
+            labels=np.array(self.labels, np.object_),
+            landings=np.array(self.landings, np.object_),
+            positions=np.array(self.positions, np.int64),
+        )
+        every = Pieces.joined([single, *self.blocks])
+        return every.take(np.argsort(every.starts, kind="stable"))
+
+
+def copied_pieces(items: SmallItems, rows: IntArray, addresses: IntArray) -> Pieces:
+    """The only blocks of small items of one file, each to be copied to its address."""
+    return Pieces(
+        starts=items.starts[rows],
+        nbytes=items.nbytes[rows],
+        crcs=items.crcs[rows],
+        addresses=addresses,
+        labels=items.names[rows],
+        landings=np.full(len(rows), None, np.object_),
+        positions=np.zeros(len(rows), np.int64),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

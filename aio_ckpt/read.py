@@ -87,10 +87,10 @@ async def load_checkpoint(
     objects = [*found.objects, *(name for name in below if name in catalog.objects)]
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     async with Files(storage, checkpoint.path, readers=readers) as files:
-        await files.measure(catalog.small.files_of(found.small_rows), catalog.files)
+        await files.measure(catalog.small.files_of(found.small), catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
-        await run_blocking(executor, draft.plan.add_small, catalog.small, found.small_rows, found.small_targets)
+        await run_blocking(executor, draft.plan.add_small, catalog.small, found.small)
         draft.sharded.update(found.sharded)
         await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
         with _target_modified():

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from aio_ckpt.contents import Item, SmallItems, StoredObject
+from aio_ckpt.contents import Item, SmallItems, SmallTargets, StoredObject
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
-from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
+from aio_ckpt.pieces import Landing, PieceRows, Segment, copied_pieces, cut_segments
 
 __all__ = ["ReadPlan", "bytes_of"]
 
@@ -75,22 +75,14 @@ class ReadPlan:
                 f"{items[0].name!r}: the stored shards cover {covered} of {math.prod(shape)} elements"
             )
 
-    def add_small(self, items: SmallItems, rows: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
+    def add_small(self, items: SmallItems, targets: SmallTargets) -> None:
         """Fill plain host tensors, each laid out as the item of its row."""
-        addresses = [target.data_ptr() for target in targets]
-        self.filled += targets
-        wanted = np.array(rows, np.int64)
-        numbers = items.file_numbers[wanted]
+        self.filled += targets.tensors
+        rows, addresses = np.array(targets.rows, np.int64), np.array(targets.addresses, np.int64)
+        numbers = items.file_numbers[rows]
         for number in np.unique(numbers).tolist():
-            here = np.flatnonzero(numbers == number)
-            chosen = wanted[here]
-            self._rows_of(items.files[number]).add_all(
-                items.starts[chosen],
-                items.nbytes[chosen],
-                items.crcs[chosen],
-                [addresses[at] for at in here.tolist()],
-                [items.entries[row].fqns[0] for row in chosen.tolist()],
-            )
+            chosen = numbers == number
+            self._rows_of(items.files[number]).blocks.append(copied_pieces(items, rows[chosen], addresses[chosen]))
 
     def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
         """Give the bytes of an object to ``then``, once they are proven."""
@@ -108,7 +100,7 @@ class ReadPlan:
 
     def segments(self, readers: int) -> list[Segment]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
-        total = sum(sum(rows.nbytes) for rows in self.pieces.values())
+        total = sum(rows.total_bytes() for rows in self.pieces.values())
         size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
         found = [segment for file, rows in self.pieces.items() for segment in cut_segments(file, rows, size)]
         return sorted([*found, *self.straight], key=lambda segment: (segment.file, segment.start))
