@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import hashlib
@@ -93,36 +92,56 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -
         CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         FormatVersionError: written by a newer major version.
     """
-    small: dict[str, bytes | None] = {}
-
-    async def read(name: str) -> None:
-        small[name] = await read_small_file(storage, path / name)
-
-    await _run_all(read, (METADATA_FILE, ROOT_MANIFEST))
-    data, root_data = small[METADATA_FILE], small[ROOT_MANIFEST]
-    if data is None:
-        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+    root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     if root_data is None:
+        data = await _read_metadata(storage, path)
         if await storage.exists(path / rank_manifest_name(0)):
             raise CorruptCheckpointError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
         return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
     root = decode_root(root_data, name=ROOT_MANIFEST)
-    # Beside each other: a .metadata takes as long to sum as its manifest takes to decode.
-    summing = executor.submit(check_metadata, root, data)
-    ranks: tuple[RankManifest, ...] | CorruptCheckpointError
-    try:
-        ranks = await _read_ranks(storage, path, root, executor)
-    except CorruptCheckpointError as error:
-        ranks = error
-    fault = await asyncio.wrap_future(summing)
+    data = b""
+    fault: str | None = None
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
+
+    async def prove_metadata() -> None:
+        nonlocal data, fault
+        data = await _read_metadata(storage, path)
+        fault = await run_blocking(executor, check_metadata, root, data)
+
+    async def prove_manifests() -> None:
+        nonlocal ranks
+        try:
+            ranks = await _read_ranks(storage, path, root, executor)
+        except CorruptCheckpointError as error:
+            ranks = error  # a fault of .metadata goes before
+
+    # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
+    await _run_all(lambda prove: prove(), (prove_metadata, prove_manifests))
+    return _opened(path, data, root, ranks, fault)
+
+
+def _opened(
+    path: Path,
+    data: bytes,
+    root: RootManifest,
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError,
+    fault: str | None,
+) -> Checkpoint:
     if fault is not None:
         plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
         if isinstance(ranks, tuple) and _is_foreign(plain, root, ranks):
             return plain
         raise CorruptCheckpointError(fault)
-    if not isinstance(ranks, tuple):
+    if isinstance(ranks, CorruptCheckpointError):
         raise ranks
     return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
+
+
+async def _read_metadata(storage: Storage, path: Path) -> bytes:
+    data = await read_small_file(storage, path / METADATA_FILE)
+    if data is None:
+        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+    return data
 
 
 async def read_small_file(storage: Storage, path: Path) -> bytes | None:

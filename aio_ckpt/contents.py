@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,13 +17,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.manifest import METADATA_FILE, FileEntry, RankManifest, TensorEntry, block_sums
+from aio_ckpt.manifest import METADATA_FILE, FileEntry, IntArray, RankManifest, block_sums
 from aio_ckpt.metadata import DTYPES
 
 __all__ = [
     "Catalog",
     "Chunks",
-    "IntArray",
     "Item",
     "ObjectArray",
     "Slot",
@@ -34,7 +34,6 @@ __all__ = [
     "global_shape",
 ]
 
-IntArray: TypeAlias = npt.NDArray[np.int64]
 ObjectArray: TypeAlias = npt.NDArray[np.object_]
 _Stored: TypeAlias = tuple[RankManifest, FileEntry]
 """The manifest of a rank that stored anything, and its data file."""
@@ -209,51 +208,70 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
         for entry in manifest.objects:
             found = StoredObject(entry.fqns[0], file.name, entry.offset, entry.nbytes, entry.crc32, False)
             objects.update((name, found) for name in entry.fqns if name not in objects)
-    entries = [entry for manifest, _ in stored for entry in manifest.tensors]
-    rows = {name: row for row, entry in enumerate(entries) for name in entry.fqns}
+    fqns = [names for manifest, _ in stored for names in manifest.columns.fqns]
+    rows = {name: row for row, names in enumerate(fqns) for name in names}
+    is_once = len(rows) == sum(map(len, fqns))
     catalog = Catalog(
         tensor_names=rows.keys(),
         make_chunks=functools.partial(_chunks_of_manifests, stored),
-        small=_small_items(stored, entries, rows),
+        small=_small_items(stored, rows if is_once else _stored_once(fqns, rows)),
         objects=objects,
         files={file.name: file.nbytes for _, file in stored},
     )
     _check_kinds(catalog)
-    if len(rows) < sum([len(entry.fqns) for entry in entries]):
+    if not is_once:
         _check_shards(catalog.chunks)
     return catalog
 
 
-def _small_items(stored: Sequence[_Stored], entries: Sequence[TensorEntry], rows: Mapping[str, int]) -> SmallItems:
-    counts = [len(manifest.tensors) for manifest, _ in stored]
-    nbytes = np.array([entry.raw_bytes for entry in entries], np.int64)
-    blocks = -(-nbytes // np.repeat(np.array([manifest.block_bytes for manifest, _ in stored], np.int64), counts))
-    sums = np.frombuffer(b"".join([manifest.sums for manifest, _ in stored]), "<u4").astype(np.int64)
-    firsts = np.cumsum(blocks) - blocks
-    is_small = (blocks == 1) & ~np.array([any(entry.offsets) for entry in entries], np.bool_)
+def _stored_once(fqns: Sequence[tuple[str, ...]], rows: Mapping[str, int]) -> Mapping[str, int]:
+    times = Counter(name for names in fqns for name in names)
+    return {name: row for name, row in rows.items() if times[name] == 1}
+
+
+def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallItems:
+    parts = [_small_part(manifest, number) for number, (manifest, _) in enumerate(stored)]
+    columns = [list(itertools.chain.from_iterable(part)) for part in zip(*[lists for lists, _ in parts], strict=True)]
+    names, dtypes, shapes, strides = columns or ([], [], [], [])
+    arrays = np.concatenate([_NO_NUMBERS, *(numbers for _, numbers in parts)], axis=1)
+    is_small = arrays[4].astype(np.bool_)
+    if not is_small.all():
+        kept = is_small.tolist()
+        rows = {name: row for name, row in rows.items() if kept[row]}
     return SmallItems(
-        rows=_small_rows(entries, rows, is_small),
-        names=np.array([entry.fqns[0] for entry in entries], np.object_),
-        dtypes=[_REAL_DTYPES.get(entry.dtype) for entry in entries],
-        shapes=[entry.shape for entry in entries],
-        strides=[entry.stride for entry in entries],
+        rows=rows,
+        names=np.array(names, np.object_),
+        dtypes=dtypes,
+        shapes=shapes,
+        strides=strides,
         files=[file.name for _, file in stored],
-        file_numbers=np.repeat(np.arange(len(stored)), counts),
-        starts=np.array([entry.raw_offset for entry in entries], np.int64),
-        nbytes=nbytes,
-        crcs=np.append(sums, -1)[firsts],  # an empty item at the end has no block
+        file_numbers=arrays[0],
+        starts=arrays[1],
+        nbytes=arrays[2],
+        crcs=arrays[3],
     )
 
 
-def _small_rows(
-    entries: Sequence[TensorEntry], rows: Mapping[str, int], is_small: npt.NDArray[np.bool_]
-) -> Mapping[str, int]:
-    """``rows`` without what is not small, and without names that several items share."""
-    if is_small.all() and len(rows) == sum([len(entry.fqns) for entry in entries]):
-        return rows
-    times = Counter(name for entry in entries for name in entry.fqns)
-    kept = is_small.tolist()
-    return {name: row for name, row in rows.items() if kept[row] and times[name] == 1}
+_NO_NUMBERS = np.empty((5, 0), np.int64)
+
+
+def _small_part(manifest: RankManifest, number: int) -> tuple[tuple[Sequence[Any], ...], IntArray]:
+    """Columns of one rank: names, dtypes, shapes, strides; and file number, start, nbytes, crc, is_small."""
+    columns = manifest.columns
+    blocks = -(-columns.raw_bytes // manifest.block_bytes)
+    # An empty item at the end has no block: the sum that is added is its.
+    sums = np.append(np.frombuffer(manifest.sums, "<u4").astype(np.int64), -1)
+    crcs = sums[np.cumsum(blocks) - blocks]
+    is_shifted = [any(offsets) for offsets in columns.offsets]
+    is_small = (blocks == 1) & ~np.array(is_shifted, np.bool_)
+    lists = (
+        [names[0] for names in columns.fqns],
+        [_REAL_DTYPES.get(dtype) for dtype in columns.dtypes],
+        columns.shapes,
+        columns.strides,
+    )
+    numbers = np.full(len(blocks), number)
+    return lists, np.array([numbers, columns.raw_offsets, columns.raw_bytes, crcs, is_small], np.int64)
 
 
 def _chunks_of_manifests(stored: Sequence[_Stored]) -> dict[str, Chunks]:
@@ -303,7 +321,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     catalog = Catalog(
         tensor_names=chunks.keys(),
         make_chunks=lambda: chunks,
-        small=_small_items((), (), {}),
+        small=_small_items((), {}),
         objects=objects,
         files={place.relative_path: None for place in places.values()},
     )

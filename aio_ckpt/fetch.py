@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import io
-import mmap
 import zipfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import anyio
@@ -19,19 +15,18 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
-from aio_ckpt.contents import IntArray, Item, Slot
+from aio_ckpt.contents import Item, Slot
 from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.items import BLOCK_BYTES, align_up
+from aio_ckpt.files import Files, address_of, bounce_buffers
+from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.manifest import IntArray
 from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
 from aio_ckpt.portal import Executor, run_blocking
-from aio_ckpt.storage import ReadFile, Storage
 
 __all__ = [
     "Ends",
     "Fetched",
-    "Files",
-    "bounce_buffers",
     "check_inside",
     "check_zip",
     "fetch",
@@ -39,10 +34,6 @@ __all__ = [
     "parse_slots",
     "read_ends",
 ]
-
-_HUGE_PAGE_BYTES = 2 << 20
-_OPEN_FILES = 64
-"""Files kept open at once; beyond, a file is opened for each read: descriptors are few (1,024 is a usual limit)."""
 
 _PLACERS = 2
 """Segments that are proven and copied while as many reads as allowed stay in flight."""
@@ -63,64 +54,6 @@ class Fetched:
     """Bytes moved from data files, alignment included."""
     sums_checked: int
     """CRC32s that were there and matched."""
-
-
-class Files:
-    """The data files of one checkpoint, opened when first used and closed by the ``async with``."""
-
-    def __init__(self, storage: Storage, directory: Path, *, readers: int) -> None:
-        self._storage = storage
-        self._directory = directory
-        self._readers = readers
-        self._kept: dict[str, ReadFile] = {}
-        self.is_direct: dict[str, bool] = {}
-        """Per measured file, whether reads are aligned to pages."""
-        self.sizes: dict[str, int] = {}
-        """Per measured file, its real length."""
-
-    async def __aenter__(self) -> Files:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        with anyio.CancelScope(shield=True):
-            for file in self._kept.values():
-                await file.close()
-
-    async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
-        """Learn the real length of files, before anything is believed that points into them.
-
-        Raises:
-            CorruptCheckpointError: a file is missing or not as long as its manifest says.
-        """
-        for name in sorted(set(names) - self.sizes.keys()):
-            async with self.use(name) as file:
-                wanted = expected.get(name)
-                if wanted is not None and wanted != file.nbytes:
-                    raise CorruptCheckpointError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
-                self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[ReadFile]:
-        """The file, open. Files must be measured, one at a time, before they are used by several tasks."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            yield kept
-            return
-        try:
-            file = await self._storage.open_data_file(self._directory / name, readers=self._readers)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-                raise CorruptCheckpointError(f"{name}: missing") from error
-            raise
-        if len(self._kept) < _OPEN_FILES:
-            self._kept[name] = file
-            yield file
-            return
-        try:
-            yield file
-        finally:
-            with anyio.CancelScope(shield=True):
-                await file.close()
 
 
 async def fetch(
@@ -156,23 +89,6 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """One error stands for all: a peer that found the next bad block says nothing new."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
-    """Page-aligned buffers. Huge pages: touching fresh small ones costs as much as the read itself."""
-    if not nbytes:
-        return [memoryview(b"")] * count
-    size = align_up(nbytes, _HUGE_PAGE_BYTES)
-    ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        ring.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(ring)
-    first = -_address(view) % _HUGE_PAGE_BYTES
-    return [view[first + size * number :][:size] for number in range(count)]
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class _Run:
@@ -230,7 +146,7 @@ def _place(segment: Segment, view: memoryview, verify: bool) -> int:
     begins = pieces.starts - segment.start
     checked = _prove(segment, view, begins) if verify else 0
     copied = np.flatnonzero(pieces.addresses)
-    sources = begins[copied] + _address(view)
+    sources = begins[copied] + address_of(view)
     columns = (pieces.addresses[copied], sources, pieces.nbytes[copied])
     for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
         (_copy if nbytes > _HELD_COPY_BYTES else _copy_held)(target, source, nbytes)
@@ -260,7 +176,7 @@ def _land(landing: Landing, at: int, data: memoryview) -> None:
     if landing.device is not None:
         landing.device[at : at + data.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
         return
-    (_copy if data.nbytes > _HELD_COPY_BYTES else _copy_held)(landing.base() + at, _address(data), data.nbytes)
+    (_copy if data.nbytes > _HELD_COPY_BYTES else _copy_held)(landing.base() + at, address_of(data), data.nbytes)
 
 
 def _mismatch(segment: Segment, row: int) -> CorruptCheckpointError:
@@ -303,7 +219,7 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
         ends[id(slot)] = bytearray(head), bytearray(tail)
         starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
         for start, end in zip(starts, ends[id(slot)], strict=True):
-            address = _address(memoryview(end)) if end else 0
+            address = address_of(memoryview(end)) if end else 0
             pieces.setdefault(slot.file, PieceRows()).add(start, len(end), -1, address, slot.name)
     segments = [found for file, rows in pieces.items() for found in cut_segments(file, rows, 4 * BLOCK_BYTES)]
     await fetch(files, segments, executor=executor, readers=readers, verify=False)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from aio_ckpt.contents import IntArray, ObjectArray, SmallItems
+from aio_ckpt.contents import ObjectArray, SmallItems
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import PAGE_BYTES, align_up
+from aio_ckpt.manifest import IntArray
 
 __all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
 

@@ -25,7 +25,8 @@ from aio_ckpt.catalog import Checkpoint, open_checkpoint
 from aio_ckpt.contents import Chunks, Item, Slot, StoredObject, global_shape
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
-from aio_ckpt.fetch import Fetched, Files, check_inside, check_zip, fetch, parse_slots
+from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
+from aio_ckpt.files import Files
 from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.readplan import ReadPlan
@@ -80,13 +81,13 @@ async def load_checkpoint(
             checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
         )
 
-    found = await run_blocking(executor, match)
-    catalog = checkpoint.catalog
-    below = [name for _, _, names in found.stateful for name in names]
-    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
-    objects = [*found.objects, *(name for name in below if name in catalog.objects)]
-    names = [*(name for name, _ in found.tensors), *fresh, *objects]
     async with Files(storage, checkpoint.path, readers=readers) as files:
+        found = await run_blocking(executor, match)
+        catalog = checkpoint.catalog
+        below = [name for _, _, names in found.stateful for name in names]
+        fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
+        objects = [*found.objects, *(name for name in below if name in catalog.objects)]
+        names = [*(name for name, _ in found.tensors), *fresh, *objects]
         await files.measure(catalog.small.files_of(found.small), catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))

@@ -19,7 +19,8 @@ from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
 from aio_ckpt.contents import Slot, StoredObject
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
-from aio_ckpt.fetch import Ends, Files, bounce_buffers, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.files import Files, bounce_buffers
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import (
     METADATA_FILE,

@@ -32,7 +32,8 @@ from aio_ckpt.errors import (
     UnexpectedNameError,
     UnsafeObjectError,
 )
-from aio_ckpt.fetch import Files, fetch
+from aio_ckpt.fetch import fetch
+from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES, PerRank
 from aio_ckpt.portal import Executor
 from aio_ckpt.read import load_checkpoint, open_checkpoint, read_state
