@@ -1,22 +1,20 @@
-"""What a checkpoint stores: manifests opened and proven, every name with the items that hold it."""
+"""Open a checkpoint: read its small files and prove them against each other. No data file is touched."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import anyio
-import msgspec
-import torch
 from isal import isal_zlib
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
+from aio_ckpt.contents import Catalog, catalog_of_manifests, catalog_of_metadata
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.manifest import (
@@ -25,24 +23,18 @@ from aio_ckpt.manifest import (
     FileEntry,
     RankManifest,
     RootManifest,
-    block_sums,
     decode_rank,
     decode_root,
     rank_manifest_name,
 )
-from aio_ckpt.metadata import DTYPES, parse_metadata
+from aio_ckpt.metadata import parse_metadata
+from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import Storage
 
 __all__ = [
-    "Catalog",
     "Checkpoint",
-    "Chunks",
-    "Item",
-    "Slot",
-    "StoredObject",
     "check_metadata",
     "check_rank",
-    "global_shape",
     "open_checkpoint",
     "read_small_file",
 ]
@@ -52,96 +44,7 @@ MAX_BLOCK_BYTES = 16 << 20
 
 _MAX_SMALL_FILE_BYTES = 4 << 30
 _MANIFESTS_IN_FLIGHT = 8
-
-
-class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One stored tensor item whose raw bytes are located. Compared by identity: tied names share one.
-
-    A msgspec struct because a dataclass costs 2 us to make and a checkpoint may hold 100,000 of them.
-    """
-
-    name: str
-    """First name stored in it, for messages."""
-    file: str
-    """Data file, relative to the checkpoint."""
-    dtype: torch.dtype
-    """Element type."""
-    shape: tuple[int, ...]
-    """Shape of the shard."""
-    stride: tuple[int, ...]
-    """Of the stored elements, in elements."""
-    offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
-    storage_offset: int
-    """Elements before the first one of the tensor; 0 in items of ours."""
-    raw_offset: int
-    """Where the raw bytes begin in the file."""
-    raw_bytes: int
-    """Length of the raw bytes."""
-    block_bytes: int
-    """Raw bytes that one sum covers."""
-    sums: tuple[int, ...]
-    """CRC32 of each block; empty if only the whole is summed."""
-    record_crc32: int | None
-    """CRC32 of all raw bytes, where no block has one (plain DCP)."""
-
-
-class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A tensor item of plain DCP before its envelope was parsed: where its raw bytes stand is not known."""
-
-    name: str
-    """Its name."""
-    file: str
-    """Data file, relative to the checkpoint."""
-    item_offset: int
-    """Where the item begins."""
-    item_bytes: int
-    """Its length."""
-    dtype: torch.dtype
-    """As the metadata says."""
-    shape: tuple[int, ...]
-    """Shape of the shard, as the metadata says."""
-    offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
-    is_transformed: bool
-    """Written through a stream extension of DCP, so that only DCP can read it."""
-
-
-Chunks: TypeAlias = "tuple[Item | Slot, ...]"
-"""All shards of one name."""
-
-
-class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One serialized object."""
-
-    name: str
-    """First name stored in it."""
-    file: str
-    """Data file, relative to the checkpoint."""
-    offset: int
-    """Where it begins."""
-    nbytes: int
-    """Its length."""
-    crc32: int | None
-    """CRC32 of its bytes; None in plain DCP, where its zip records hold theirs."""
-    is_transformed: bool
-    """As in :class:`Slot`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Catalog:
-    """Every name of a checkpoint. Offsets are checked against ``files`` only where a manifest gives lengths."""
-
-    chunks: Mapping[str, Chunks]
-    """Tensors by name."""
-    objects: Mapping[str, StoredObject]
-    """Objects by name."""
-    files: Mapping[str, int | None]
-    """Data files with their length; None if no manifest tells it."""
-
-    def names(self) -> set[str]:
-        """Every name stored."""
-        return {*self.chunks, *self.objects}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +78,13 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: manifests or metadata that contradict themselves.
         """
-        return _catalog_of_manifests(self.ranks) if self.root else _catalog_of_metadata(self.metadata)
+        return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
 
 
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def open_checkpoint(storage: Storage, path: Path) -> Checkpoint:
+async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
     Raises:
@@ -189,23 +92,56 @@ async def open_checkpoint(storage: Storage, path: Path) -> Checkpoint:
         CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         FormatVersionError: written by a newer major version.
     """
-    data = await read_small_file(storage, path / METADATA_FILE)
-    if data is None:
-        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
     root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     if root_data is None:
+        data = await _read_metadata(storage, path)
         if await storage.exists(path / rank_manifest_name(0)):
             raise CorruptCheckpointError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
         return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
     root = decode_root(root_data, name=ROOT_MANIFEST)
-    fault = check_metadata(root, data)
-    if fault is None:
-        ranks = await _read_ranks(storage, path, root)
-        return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
-    plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
-    if await _is_foreign(storage, plain, root):
-        return plain
-    raise CorruptCheckpointError(fault)
+    data = b""
+    fault: str | None = None
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
+
+    async def prove_metadata() -> None:
+        nonlocal data, fault
+        data = await _read_metadata(storage, path)
+        fault = await run_blocking(executor, check_metadata, root, data)
+
+    async def prove_manifests() -> None:
+        nonlocal ranks
+        try:
+            ranks = await _read_ranks(storage, path, root, executor)
+        except CorruptCheckpointError as error:
+            ranks = error  # a fault of .metadata goes before
+
+    # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
+    await _run_all(lambda prove: prove(), (prove_metadata, prove_manifests))
+    return _opened(path, data, root, ranks, fault)
+
+
+def _opened(
+    path: Path,
+    data: bytes,
+    root: RootManifest,
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError,
+    fault: str | None,
+) -> Checkpoint:
+    if fault is not None:
+        plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
+        if isinstance(ranks, tuple) and _is_foreign(plain, root, ranks):
+            return plain
+        raise CorruptCheckpointError(fault)
+    if isinstance(ranks, CorruptCheckpointError):
+        raise ranks
+    return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
+
+
+async def _read_metadata(storage: Storage, path: Path) -> bytes:
+    data = await read_small_file(storage, path / METADATA_FILE)
+    if data is None:
+        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+    return data
 
 
 async def read_small_file(storage: Storage, path: Path) -> bytes | None:
@@ -249,136 +185,39 @@ def _is_exact(entry: FileEntry, data: bytes) -> bool:
     return len(data) == entry.nbytes and isal_zlib.crc32(data) == entry.crc32
 
 
-async def _read_ranks(storage: Storage, path: Path, root: RootManifest) -> tuple[RankManifest, ...]:
+async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor: Executor) -> tuple[RankManifest, ...]:
     found: dict[int, RankManifest] = {}
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
     async def read(rank: int) -> None:
         async with limit:
             data = await read_small_file(storage, path / root.ranks[rank].name)
-        found[rank] = check_rank(root, rank, data)
+        found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
-    if root.world_size == 1:
-        await read(0)
-    else:
-        await _run_all(read, range(root.world_size))
+    await _run_all(read, range(root.world_size))
     return tuple(found[rank] for rank in range(root.world_size))
 
 
-async def _run_all(run: Callable[[int], Coroutine[Any, Any, None]], numbers: Iterable[int]) -> None:
+async def _run_all(run: Callable[[T], Coroutine[Any, Any, None]], arguments: Iterable[T]) -> None:
     """Run all at once; the first error is raised as itself, not as a group."""
     try:
         async with anyio.create_task_group() as group:
-            for number in numbers:
-                group.start_soon(run, number)
+            for argument in arguments:
+                group.start_soon(run, argument)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-async def _is_foreign(storage: Storage, plain: Checkpoint, root: RootManifest) -> bool:
+def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManifest]) -> bool:
     """Whether stock DCP saved into a directory of ours: another save id, and none of the files of our ranks.
 
     A ``.metadata`` of ours with a flipped bit names our files, so it does not pass for a foreign one.
     """
     try:
-        metadata, ranks = plain.metadata, await _read_ranks(storage, plain.path, root)
+        metadata = plain.metadata
     except CorruptCheckpointError:
         return False
     theirs = {info.relative_path for info in (metadata.storage_data or {}).values()}
     ours = {rank.file.name for rank in ranks if rank.file}
     save_id = getattr(metadata.storage_meta, "save_id", None)
     return save_id != root.save_id and theirs.isdisjoint(ours)
-
-
-# -- what is stored where ---------------------------------------------------------------------------
-
-
-def global_shape(chunks: Chunks) -> tuple[int, ...]:
-    """Shape of the smallest global tensor that holds all chunks; not checked to be covered."""
-    first = chunks[0]
-    if len(chunks) == 1 and not any(first.offsets):
-        return first.shape
-    stops = ([start + size for start, size in zip(chunk.offsets, chunk.shape, strict=True)] for chunk in chunks)
-    return tuple(map(max, zip(*stops, strict=True)))
-
-
-def _catalog_of_manifests(ranks: Iterable[RankManifest]) -> Catalog:
-    chunks: dict[str, Chunks] = {}
-    objects: dict[str, StoredObject] = {}
-    files: dict[str, int | None] = {}
-    for rank in ranks:
-        if rank.file is None:
-            continue
-        file, block_bytes = rank.file.name, rank.block_bytes
-        files[file] = rank.file.nbytes
-        for entry, sums in zip(rank.tensors, block_sums(rank), strict=True):
-            item = Item(
-                entry.fqns[0],
-                file,
-                DTYPES[entry.dtype],
-                entry.shape,
-                entry.stride,
-                entry.offsets,
-                0,
-                entry.raw_offset,
-                entry.raw_bytes,
-                block_bytes,
-                sums,
-                None,
-            )
-            for name in entry.fqns:
-                chunks[name] = (*chunks[name], item) if name in chunks else (item,)
-        for found in rank.objects:
-            stored = StoredObject(found.fqns[0], file, found.offset, found.nbytes, found.crc32, False)
-            objects.update((name, stored) for name in found.fqns if name not in objects)
-    _check_catalog(chunks, objects)
-    return Catalog(chunks=chunks, objects=objects, files=files)
-
-
-def _catalog_of_metadata(metadata: Metadata) -> Catalog:
-    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
-    chunks: dict[str, Chunks] = {}
-    objects: dict[str, StoredObject] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            chunks[name] = tuple(_slot(name, entry, number, places) for number in range(len(entry.chunks)))
-            if not chunks[name] or global_shape(chunks[name]) != tuple(entry.size):
-                raise CorruptCheckpointError(f"{METADATA_FILE}: the chunks of {name!r} do not make up its size")
-        else:
-            place = _place(name, MetadataIndex(name), places)
-            moved = bool(getattr(place, "transform_descriptors", None))
-            objects[name] = StoredObject(name, place.relative_path, place.offset, place.length, None, moved)
-    _check_catalog(chunks, objects)
-    return Catalog(chunks=chunks, objects=objects, files={place.relative_path: None for place in places.values()})
-
-
-def _slot(name: str, entry: TensorStorageMetadata, number: int, places: Mapping[MetadataIndex, _StorageInfo]) -> Slot:
-    chunk = entry.chunks[number]
-    place = _place(name, MetadataIndex(name, chunk.offsets), places)
-    return Slot(
-        name=name,
-        file=place.relative_path,
-        item_offset=place.offset,
-        item_bytes=place.length,
-        dtype=entry.properties.dtype,
-        shape=tuple(chunk.sizes),
-        offsets=tuple(chunk.offsets),
-        is_transformed=bool(getattr(place, "transform_descriptors", None)),
-    )
-
-
-def _place(name: str, index: MetadataIndex, places: Mapping[MetadataIndex, _StorageInfo]) -> _StorageInfo:
-    place = places.get(index)
-    if place is None:
-        raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {name!r} {index.offset or ''}")
-    return place
-
-
-def _check_catalog(chunks: Mapping[str, Chunks], objects: Mapping[str, StoredObject]) -> None:
-    """A name is a tensor of one dtype and rank, or an object."""
-    for name, found in chunks.items():
-        if len(found) > 1 and len({(chunk.dtype, len(chunk.shape)) for chunk in found}) > 1:
-            raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype or number of dimensions")
-    both = chunks.keys() & objects.keys()
-    if both:
-        raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")

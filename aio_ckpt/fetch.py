@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import io
-import mmap
 import zipfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import anyio
+import numpy as np
 import torch
 from isal import isal_zlib
 
-from aio_ckpt.catalog import Item, Slot
+from aio_ckpt.contents import Item, Slot
 from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.items import BLOCK_BYTES, align_up
+from aio_ckpt.files import Files, address_of, bounce_buffers
+from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.manifest import IntArray
+from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
 from aio_ckpt.portal import Executor, run_blocking
-from aio_ckpt.readplan import Landing, Piece, Segment, cut_segments
-from aio_ckpt.storage import ReadFile, Storage
 
 __all__ = [
     "Ends",
     "Fetched",
-    "Files",
-    "bounce_buffers",
     "check_inside",
     "check_zip",
     "fetch",
@@ -38,10 +34,6 @@ __all__ = [
     "parse_slots",
     "read_ends",
 ]
-
-_HUGE_PAGE_BYTES = 2 << 20
-_OPEN_FILES = 64
-"""Files kept open at once; beyond, a file is opened for each read: descriptors are few (1,024 is a usual limit)."""
 
 _PLACERS = 2
 """Segments that are proven and copied while as many reads as allowed stay in flight."""
@@ -62,64 +54,6 @@ class Fetched:
     """Bytes moved from data files, alignment included."""
     sums_checked: int
     """CRC32s that were there and matched."""
-
-
-class Files:
-    """The data files of one checkpoint, opened when first used and closed by the ``async with``."""
-
-    def __init__(self, storage: Storage, directory: Path, *, readers: int) -> None:
-        self._storage = storage
-        self._directory = directory
-        self._readers = readers
-        self._kept: dict[str, ReadFile] = {}
-        self.is_direct: dict[str, bool] = {}
-        """Per measured file, whether reads are aligned to pages."""
-        self.sizes: dict[str, int] = {}
-        """Per measured file, its real length."""
-
-    async def __aenter__(self) -> Files:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        with anyio.CancelScope(shield=True):
-            for file in self._kept.values():
-                await file.close()
-
-    async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
-        """Learn the real length of files, before anything is believed that points into them.
-
-        Raises:
-            CorruptCheckpointError: a file is missing or not as long as its manifest says.
-        """
-        for name in sorted(set(names) - self.sizes.keys()):
-            async with self.use(name) as file:
-                wanted = expected.get(name)
-                if wanted is not None and wanted != file.nbytes:
-                    raise CorruptCheckpointError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
-                self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[ReadFile]:
-        """The file, open. Files must be measured, one at a time, before they are used by several tasks."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            yield kept
-            return
-        try:
-            file = await self._storage.open_data_file(self._directory / name, readers=self._readers)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-                raise CorruptCheckpointError(f"{name}: missing") from error
-            raise
-        if len(self._kept) < _OPEN_FILES:
-            self._kept[name] = file
-            yield file
-            return
-        try:
-            yield file
-        finally:
-            with anyio.CancelScope(shield=True):
-                await file.close()
 
 
 async def fetch(
@@ -157,23 +91,6 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
-    """Page-aligned buffers. Huge pages: touching fresh small ones costs as much as the read itself."""
-    if not nbytes:
-        return [memoryview(b"")] * count
-    size = align_up(nbytes, _HUGE_PAGE_BYTES)
-    ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        ring.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(ring)
-    first = -_address(view) % _HUGE_PAGE_BYTES
-    return [view[first + size * number :][:size] for number in range(count)]
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
 class _Run:
     """One run of a plan. Landings are opened and finished on the loop, filled by threads."""
 
@@ -188,7 +105,7 @@ class _Run:
     async def segment(self, segment: Segment, buffer: memoryview) -> None:
         """Read one segment and put its pieces where they belong."""
         view = buffer[: segment.stop - segment.start] if segment.target is None else segment.target
-        landings = Counter(piece.landing for piece in segment.pieces if piece.landing is not None)
+        landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         for landing in landings:
             landing.open()
         await self._reading.acquire()  # here a cancelled fetch stops
@@ -200,9 +117,7 @@ class _Run:
             finally:
                 self._reading.release()
             self.bytes_read += got
-            last = segment.pieces[-1]
-            if segment.start + got < last.start + last.nbytes:
-                raise CorruptCheckpointError(f"{segment.file}: ends at byte {segment.start + got}, inside {last.label}")
+            _check_length(segment, got)
             self.sums_checked += await run_blocking(self._executor, _place, segment, view, self._verify)
             complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
             if complete:
@@ -218,42 +133,58 @@ def _finish(landings: Sequence[Landing], verify: bool) -> int:
     return sum(landing.finish(isal_zlib.crc32_combine if verify else None) for landing in landings)
 
 
+def _check_length(segment: Segment, got: int) -> None:
+    beyond = np.flatnonzero(segment.pieces.starts + segment.pieces.nbytes > segment.start + got)
+    if len(beyond):
+        label = segment.pieces.labels[beyond[0]]
+        raise CorruptCheckpointError(f"{segment.file}: ends at byte {segment.start + got}, inside {label}")
+
+
 def _place(segment: Segment, view: memoryview, verify: bool) -> int:
-    """Prove and copy the pieces of a segment; the number of sums that matched. The hot loop: 1.5 us a piece."""
-    start, source = segment.start, _address(view)
-    in_place = segment.target is not None
-    crc32, checked = isal_zlib.crc32, 0
-    for piece in segment.pieces:
-        at, nbytes, landing = piece.start - start, piece.nbytes, piece.landing
-        if verify:
-            if piece.crc32 >= 0:
-                if crc32(view[at : at + nbytes]) != piece.crc32:
-                    raise _mismatch(segment, piece)
-                checked += 1
-            elif landing is not None and landing.sums:
-                landing.sums[piece.number] = (crc32(view[at : at + nbytes]), nbytes)
+    """Prove the pieces of a segment, then copy them; the number of sums that matched. The hot loops: 1 us a piece."""
+    pieces = segment.pieces
+    begins = pieces.starts - segment.start
+    checked = _prove(segment, view, begins) if verify else 0
+    copied = np.flatnonzero(pieces.addresses)
+    sources = begins[copied] + address_of(view)
+    columns = (pieces.addresses[copied], sources, pieces.nbytes[copied])
+    for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        (_copy if nbytes > _HELD_COPY_BYTES else _copy_held)(target, source, nbytes)
+    for row, landing in enumerate(pieces.landings.tolist()):
         if landing is not None:
-            _land(landing, piece, view[at : at + nbytes], source + at)
-        elif in_place:
-            continue
-        elif nbytes <= _HELD_COPY_BYTES:
-            _copy_held(piece.address, source + at, nbytes)
-        else:
-            _copy(piece.address, source + at, nbytes)
+            begin, nbytes = int(begins[row]), int(pieces.nbytes[row])
+            _land(landing, int(pieces.starts[row]) - landing.start, view[begin : begin + nbytes])
     return checked
 
 
-def _land(landing: Landing, piece: Piece, data: memoryview, source: int) -> None:
-    at = piece.start - landing.start
+def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
+    pieces, crc32 = segment.pieces, isal_zlib.crc32
+    ends = begins + pieces.nbytes
+    sums = [crc32(view[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    is_summed = pieces.crcs >= 0
+    bad = np.flatnonzero(is_summed & (pieces.crcs != sums))
+    if len(bad):
+        raise _mismatch(segment, int(bad[0]))
+    for row in np.flatnonzero(~is_summed).tolist():
+        landing = pieces.landings[row]
+        if landing is not None and landing.sums:
+            landing.sums[pieces.positions[row]] = (sums[row], int(pieces.nbytes[row]))
+    return int(np.count_nonzero(is_summed))
+
+
+def _land(landing: Landing, at: int, data: memoryview) -> None:
     if landing.device is not None:
-        landing.device[at : at + piece.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        landing.device[at : at + data.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
         return
-    (_copy if piece.nbytes > _HELD_COPY_BYTES else _copy_held)(landing.base() + at, source, piece.nbytes)
+    (_copy if data.nbytes > _HELD_COPY_BYTES else _copy_held)(landing.base() + at, address_of(data), data.nbytes)
 
 
-def _mismatch(segment: Segment, piece: Piece) -> CorruptCheckpointError:
-    label = piece.label if piece.landing is not None else f"{segment.file}: tensor {piece.label!r}"
-    where = f"bytes {piece.start} to {piece.start + piece.nbytes} of the file"
+def _mismatch(segment: Segment, row: int) -> CorruptCheckpointError:
+    pieces = segment.pieces
+    start, label = int(pieces.starts[row]), pieces.labels[row]
+    if pieces.landings[row] is None:
+        label = f"{segment.file}: tensor {label!r}"
+    where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
     return CorruptCheckpointError(f"{label}: {where} do not match their CRC32")
 
 
@@ -281,16 +212,16 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
         CorruptCheckpointError: an item lies outside its file.
     """
     ends: Ends = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, PieceRows] = {}
     for slot in slots:
         check_inside(slot.name, slot.file, slot.item_offset, slot.item_bytes, files.sizes)
         head, tail = min(slot.item_bytes, HEAD_BYTES), min(slot.item_bytes, TAIL_BYTES)
         ends[id(slot)] = bytearray(head), bytearray(tail)
         starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
         for start, end in zip(starts, ends[id(slot)], strict=True):
-            address = _address(memoryview(end)) if end else 0
-            pieces.setdefault(slot.file, []).append(Piece(start, len(end), -1, address, slot.name, None, 0))
-    segments = [found for file, some in pieces.items() for found in cut_segments(file, some, 4 * BLOCK_BYTES)]
+            address = address_of(memoryview(end)) if end else 0
+            pieces.setdefault(slot.file, PieceRows()).add(start, len(end), -1, address, slot.name)
+    segments = [found for file, rows in pieces.items() for found in cut_segments(file, rows, 4 * BLOCK_BYTES)]
     await fetch(files, segments, executor=executor, readers=readers, verify=False)
     return ends
 

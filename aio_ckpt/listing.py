@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from aio_ckpt.catalog import Checkpoint, global_shape, open_checkpoint, read_small_file
+from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
 from aio_ckpt.commit import ABANDONED_PREFIX, PENDING_PREFIX, StepNames, discover
+from aio_ckpt.contents import global_shape
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.portal import Executor, run_blocking
@@ -163,7 +164,7 @@ async def describe(storage: Storage, executor: Executor, path: Path, names: Step
         CheckpointNotFoundError: it is none.
         CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
     """
-    checkpoint = await open_checkpoint(storage, path)
+    checkpoint = await open_checkpoint(storage, path, executor=executor)
     leaves = await run_blocking(executor, _leaves, checkpoint)
     root = checkpoint.root
     once = [leaf for leaf in leaves if leaf.tied_to is None]

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
-from aio_ckpt.catalog import Checkpoint, Chunks, Item, Slot, StoredObject, global_shape, open_checkpoint
+from aio_ckpt.catalog import Checkpoint, open_checkpoint
+from aio_ckpt.contents import Chunks, Item, Slot, StoredObject, global_shape
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
-from aio_ckpt.fetch import Fetched, Files, check_inside, check_zip, fetch, parse_slots
+from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
+from aio_ckpt.files import Files
 from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.readplan import ReadPlan
@@ -79,17 +81,17 @@ async def load_checkpoint(
             checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
         )
 
-    found = await run_blocking(executor, match)
-    catalog = checkpoint.catalog
-    below = [name for _, _, names in found.stateful for name in names]
-    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.chunks)]
-    objects = [*found.objects, *(name for name in below if name in catalog.objects)]
-    names = [*(name for name, _ in found.tensors), *fresh, *objects]
     async with Files(storage, checkpoint.path, readers=readers) as files:
-        await files.measure({item.file for item, _ in found.whole}, catalog.files)
+        found = await run_blocking(executor, match)
+        catalog = checkpoint.catalog
+        below = [name for _, _, names in found.stateful for name in names]
+        fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
+        objects = [*found.objects, *(name for name in below if name in catalog.objects)]
+        names = [*(name for name, _ in found.tensors), *fresh, *objects]
+        await files.measure(catalog.small.files_of(found.small), catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
-        await run_blocking(executor, draft.plan.add_whole, found.whole)
+        await run_blocking(executor, draft.plan.add_small, catalog.small, found.small)
         draft.sharded.update(found.sharded)
         await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
         with _target_modified():
@@ -124,14 +126,14 @@ async def read_state(
     """
     names = await run_blocking(executor, lambda: wanted_names(checkpoint, rank=rank, only=only))
     catalog = checkpoint.catalog
-    absent = [name for name in names if name not in catalog.chunks and name not in catalog.objects]
+    absent = [name for name in names if name not in catalog.tensor_names and name not in catalog.objects]
     if absent:
         raise MissingNameError(
             f"{checkpoint.path}: rank {rank} of {world_size} has no {absent[:5]} among the {len(checkpoint.ranks)} "
             "ranks that saved; leave it out with only=[...]"
         )
     objects = [name for name in names if name in catalog.objects]
-    fresh = [name for name in names if name in catalog.chunks]
+    fresh = [name for name in names if name in catalog.tensor_names]
     async with Files(storage, checkpoint.path, readers=readers) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
@@ -162,7 +164,7 @@ async def _locate(
     files: Files, checkpoint: Checkpoint, names: Iterable[str], *, executor: Executor, readers: int
 ) -> _Source:
     catalog = checkpoint.catalog
-    chunks = {name: catalog.chunks[name] for name in names if name in catalog.chunks}
+    chunks = {name: catalog.chunks[name] for name in names if name in catalog.tensor_names}
     stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
     used = {chunk.file for found in chunks.values() for chunk in found}
     await files.measure(used.union(found.file for found in stored.values()), catalog.files)

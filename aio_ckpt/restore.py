@@ -100,7 +100,7 @@ async def _newest_good(
     skipped: list[SkippedCheckpoint] = []
     for candidate in candidates:
         try:
-            checkpoint = await open_checkpoint(site.storage, candidate.path)
+            checkpoint = await open_checkpoint(site.storage, candidate.path, executor=site.executor)
             _check_identity(checkpoint, candidate)
             value = await use(checkpoint)
         except CorruptCheckpointError as error:

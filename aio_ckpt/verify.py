@@ -16,17 +16,11 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt import tree
-from aio_ckpt.catalog import (
-    Checkpoint,
-    Slot,
-    StoredObject,
-    check_metadata,
-    check_rank,
-    open_checkpoint,
-    read_small_file,
-)
+from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
+from aio_ckpt.contents import Slot, StoredObject
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
-from aio_ckpt.fetch import Ends, Files, bounce_buffers, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.files import Files, bounce_buffers
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import (
     METADATA_FILE,
@@ -87,7 +81,7 @@ async def verify_checkpoint(
         FormatVersionError: written by a newer major version.
     """
     faults: list[Fault] = []
-    checkpoint = await _open(storage, path, faults)
+    checkpoint = await _open(storage, path, executor, faults)
     if checkpoint is not None:
         async with Files(storage, path, readers=readers) as files:
             run = _Verification(files, executor, readers, on_progress, faults)
@@ -95,10 +89,10 @@ async def verify_checkpoint(
     return tuple(faults)
 
 
-async def _open(storage: Storage, path: Path, faults: list[Fault]) -> Checkpoint | None:
+async def _open(storage: Storage, path: Path, executor: Executor, faults: list[Fault]) -> Checkpoint | None:
     """The checkpoint; if its small files do not match, what is left of it."""
     try:
-        return await open_checkpoint(storage, path)
+        return await open_checkpoint(storage, path, executor=executor)
     except FormatVersionError:
         raise
     except CorruptCheckpointError as error:

@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from child_python import child_environment
 
 from aio_ckpt import cli
-from aio_ckpt.catalog import Item, open_checkpoint
+from aio_ckpt.catalog import open_checkpoint
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.contents import Item
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import PerRank
 from aio_ckpt.portal import Executor
@@ -71,7 +72,7 @@ async def stored(checkpoint: Path, name: str) -> Item:
     """Where the bytes of a tensor are."""
     executor = Executor("test", 1)
     try:
-        opened = await open_checkpoint(LocalStorage(executor), checkpoint)
+        opened = await open_checkpoint(LocalStorage(executor), checkpoint, executor=executor)
         item = opened.catalog.chunks[name][0]
     finally:
         executor.close(5.0)

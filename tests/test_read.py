@@ -32,7 +32,8 @@ from aio_ckpt.errors import (
     UnexpectedNameError,
     UnsafeObjectError,
 )
-from aio_ckpt.fetch import Files, fetch
+from aio_ckpt.fetch import fetch
+from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES, PerRank
 from aio_ckpt.portal import Executor
 from aio_ckpt.read import load_checkpoint, open_checkpoint, read_state
@@ -64,6 +65,10 @@ def direct(executor):
     return LocalStorage(executor, "auto")
 
 
+def opened(storage, path):
+    return open_checkpoint(storage, path, executor=storage._executor)
+
+
 async def load(storage, path, state, **changed):
     options = {
         "rank": 0,
@@ -74,13 +79,13 @@ async def load(storage, path, state, **changed):
         "allow_missing": False,
         "trusted": False,
     }
-    checkpoint = await open_checkpoint(storage, path)
+    checkpoint = await opened(storage, path)
     return await load_checkpoint(storage, checkpoint, state, executor=storage._executor, **options | changed)
 
 
 async def read(storage, path, **changed):
     options = {"only": None, "rank": 0, "world_size": 1, "readers": 3, "verify": True, "trusted": False}
-    checkpoint = await open_checkpoint(storage, path)
+    checkpoint = await opened(storage, path)
     return await read_state(storage, checkpoint, executor=storage._executor, **options | changed)
 
 
@@ -310,7 +315,7 @@ async def test_a_page_aligned_target_is_read_into_and_proven_in_place(storage, t
     target = torch.frombuffer(mmap.mmap(-1, stored.numel() * 4), dtype=torch.float32)
     await load(storage, path, {"t": target})
     assert torch.equal(target, stored)
-    flip(path / "__0_0.distcp", (await open_checkpoint(storage, path)).ranks[0].tensors[0].raw_offset + BLOCK_BYTES)
+    flip(path / "__0_0.distcp", (await opened(storage, path)).ranks[0].tensors[0].raw_offset + BLOCK_BYTES)
     with pytest.raises(CorruptCheckpointError, match="'t'"):
         await load(storage, path, {"t": target})
 
@@ -367,7 +372,7 @@ async def test_no_metadata_is_no_checkpoint(storage, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.ones(4)})
     (path / ".metadata").unlink()
     with pytest.raises(CheckpointNotFoundError, match="metadata"):
-        await open_checkpoint(storage, path)
+        await opened(storage, path)
 
 
 async def test_an_object_that_needs_code_is_refused_by_name_unless_trusted(storage, tmp_path):
@@ -396,7 +401,7 @@ async def test_any_box_of_a_tensor_equals_the_slice(direct, tmp_path_factory, da
 
 async def read_box(storage, path, name, starts, lengths):
     """Call the box reader directly: the box and the bytes that were read for it."""
-    checkpoint = await open_checkpoint(storage, path)
+    checkpoint = await opened(storage, path)
     items = checkpoint.catalog.chunks[name]
     target = torch.empty(lengths, dtype=items[0].dtype)
     async with Files(storage, path, readers=2) as files:
@@ -555,7 +560,7 @@ def two_sizes():
 @given(name=st.sampled_from(["small", "big", "obj"]), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 async def test_a_flipped_bit_in_any_tensor_or_object_is_found_and_named(direct, tmp_path_factory, name, place, bit):
     path = save_state(tmp_path_factory.mktemp("c") / "c", two_sizes())
-    rank = (await open_checkpoint(direct, path)).ranks[0]
+    rank = (await opened(direct, path)).ranks[0]
     spans = {entry.fqns[0]: (entry.raw_offset, entry.raw_bytes) for entry in rank.tensors}
     spans |= {entry.fqns[0]: (entry.offset, entry.nbytes) for entry in rank.objects}
     offset, nbytes = spans[name]
@@ -575,14 +580,14 @@ async def test_a_flipped_bit_in_any_tensor_or_object_is_found_and_named(direct, 
 async def test_a_flipped_bit_in_any_small_file_is_found(direct, tmp_path_factory, file, place, bit):
     path = save_state(tmp_path_factory.mktemp("c") / "c", two_sizes())
     size = (path / file).stat().st_size
-    before = await open_checkpoint(direct, path)
+    before = await opened(direct, path)
     flip(path / file, math.floor(place * size), 1 << bit)
     if file == "aio_ckpt.json":  # fields that prove nothing (who wrote it, when, the format's minor version) may change
         with contextlib.suppress(CorruptCheckpointError, ValueError):
-            assert (await open_checkpoint(direct, path)).ranks == before.ranks
+            assert (await opened(direct, path)).ranks == before.ranks
     else:
         with pytest.raises(CorruptCheckpointError, match=file):
-            await open_checkpoint(direct, path)
+            await opened(direct, path)
 
 
 @pytest.mark.parametrize("save", [save_state, stock_save])
@@ -598,7 +603,7 @@ async def test_a_flipped_bit_in_a_plain_record_or_object_is_found(storage, tmp_p
 
 async def test_without_verification_damage_passes_and_is_said_to_be_unverified(storage, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.zeros(50)})
-    flip(path / "__0_0.distcp", (await open_checkpoint(storage, path)).ranks[0].tensors[0].raw_offset + 3)
+    flip(path / "__0_0.distcp", (await opened(storage, path)).ranks[0].tensors[0].raw_offset + 3)
     state = {"t": torch.zeros(50)}
     outcome = await load(storage, path, state, verify=False)
     assert not outcome.verified
@@ -642,13 +647,13 @@ async def test_a_missing_or_swapped_manifest_is_named(direct, tmp_path, file):
     data = (path / file).read_bytes()
     (path / file).unlink()
     with pytest.raises(CorruptCheckpointError, match=file):
-        await open_checkpoint(direct, path)
+        await opened(direct, path)
     other = write_checkpoint(tmp_path / "d", sharded(torch.arange(60).reshape(12, 5), [6], range(2)), save_id="other")
     reseal(path, int(file[9]), (other / file).read_bytes())
     with pytest.raises(CorruptCheckpointError, match=f"{file}: of another save"):
-        await open_checkpoint(direct, path)
+        await opened(direct, path)
     reseal(path, int(file[9]), data)
-    await open_checkpoint(direct, path)
+    await opened(direct, path)
 
 
 async def test_swapped_data_files_are_found(direct, tmp_path):
@@ -693,7 +698,7 @@ async def test_a_stock_save_into_a_directory_of_ours_is_read_as_what_it_is(direc
     (path / "__0_0.distcp").unlink()
     stock_save(path, {"t": torch.ones(5)})
     with pytest.raises(CorruptCheckpointError, match="metadata"):  # the same file names: it cannot be told from damage
-        await open_checkpoint(direct, path)
+        await opened(direct, path)
     stock_save(tmp_path / "d", {"t": torch.ones(5)})
     data = (tmp_path / "d" / ".metadata").read_bytes().replace(b"__0_0.distcp", b"__9_0.distcp")
     (path / ".metadata").write_bytes(data)
@@ -774,7 +779,7 @@ async def test_a_cancelled_load_returns_when_nothing_touches_the_target_any_more
 async def test_load_state_dict_runs_only_after_everything_was_proven(direct, tmp_path):
     model, _ = trained(1)
     path = save_state(tmp_path / "c", {"model": model, "z": torch.ones(9)})
-    rank = (await open_checkpoint(direct, path)).ranks[0]
+    rank = (await opened(direct, path)).ranks[0]
     flip(path / "__0_0.distcp", rank.tensors[-1].raw_offset)
     other, _ = trained(2)
     before = as_values(other.state_dict())

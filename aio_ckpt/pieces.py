@@ -1,0 +1,211 @@
+"""Pieces: blocks of raw bytes with their CRC32 and where they go; segments: what one read moves. Touches no file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+
+from aio_ckpt.contents import ObjectArray, SmallItems
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.items import PAGE_BYTES, align_up
+from aio_ckpt.manifest import IntArray
+
+__all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
+
+_GAP_BYTES = 64 << 10
+"""Reading over so small a gap costs less than another read."""
+
+
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class Landing:
+    """Where pieces go that cannot be copied straight to their target, or whose sum covers all of them together.
+
+    Used by the threads that fill it in any order; ``pieces_left`` belongs to the loop, which alone calls
+    :meth:`finish`, after the last piece.
+    """
+
+    label: str
+    """What lands here, for messages."""
+    start: int
+    """File offset of the first byte that lands."""
+    nbytes: int
+    """Length of what lands, gaps between pieces included."""
+    address: int = 0
+    """Host memory for it; 0: scratch memory, allocated by :meth:`open`."""
+    device: torch.Tensor | None = None
+    """Instead: the target's own bytes on a device."""
+    crc32: int | None = None
+    """CRC32 of everything that lands, if there is one; then the pieces have none of their own."""
+    then: Callable[[torch.Tensor], None] | None = None
+    """Is given the scratch bytes when they are complete."""
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    """(CRC32, length) of each piece, if ``crc32``."""
+    pieces_left: int = 0
+    """Pieces that have not landed."""
+    scratch: torch.Tensor | None = None
+    """Allocated with the first piece, dropped with the last, so that few exist at once."""
+
+    def open(self) -> None:
+        """Make room for the first piece."""
+        if not self.address and self.device is None and self.scratch is None:
+            self.scratch = torch.empty(self.nbytes, dtype=torch.uint8)
+
+    def base(self) -> int:
+        """Host address of ``start``."""
+        return self.address if self.scratch is None else self.scratch.data_ptr()
+
+    def finish(self, combine: Callable[[int, int, int], int] | None) -> bool:
+        """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
+
+        Raises:
+            CorruptCheckpointError: the sum does not match; names file and tensor or object.
+        """
+        is_summed = False
+        if combine is not None and self.crc32 is not None:
+            total = 0
+            for crc, nbytes in self.sums:
+                total = combine(total, crc, nbytes)
+            if total != self.crc32:
+                raise CorruptCheckpointError(f"{self.label} does not match its CRC32")
+            is_summed = True
+        if self.then is not None and self.scratch is not None:
+            self.then(self.scratch)
+        self.scratch = None
+        return is_summed
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class Pieces:
+    """Pieces of one file, ascending by start, in columns: numpy sorts and compares them all at once."""
+
+    starts: IntArray
+    """File offset."""
+    nbytes: IntArray
+    """Length."""
+    crcs: IntArray
+    """CRC32 of the bytes; -1 if they have none of their own."""
+    addresses: IntArray
+    """Host memory they are copied to; 0 if they go to the landing, or were read in place."""
+    labels: ObjectArray
+    """What they are part of, for messages."""
+    landings: ObjectArray
+    """The landing whose piece it is, or None."""
+    positions: IntArray
+    """Position in ``landing.sums``."""
+
+    def take(self, rows: IntArray | slice) -> Pieces:
+        """Some of the rows."""
+        return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Pieces]) -> Pieces:
+        """All rows of all blocks."""
+        names = [column.name for column in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(block, name) for block in blocks]) for name in names})
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PieceRows:
+    """Pieces of one file in any order, while they are collected. Columns as in :class:`Pieces`."""
+
+    starts: list[int] = field(default_factory=list)
+    """File offsets."""
+    nbytes: list[int] = field(default_factory=list)
+    """Lengths."""
+    crcs: list[int] = field(default_factory=list)
+    """CRC32s, or -1."""
+    addresses: list[int] = field(default_factory=list)
+    """Host memory, or 0."""
+    labels: list[str] = field(default_factory=list)
+    """What they are part of."""
+    landings: list[Landing | None] = field(default_factory=list)
+    """Landings."""
+    positions: list[int] = field(default_factory=list)
+    """Positions in ``landing.sums``."""
+    blocks: list[Pieces] = field(default_factory=list)
+    """Pieces that were made many at once."""
+
+    def add(
+        self, start: int, nbytes: int, crc: int, address: int, label: str, landing: Landing | None = None, at: int = 0
+    ) -> None:
+        """One piece."""
+        self.starts.append(start)
+        self.nbytes.append(nbytes)
+        self.crcs.append(crc)
+        self.addresses.append(address)
+        self.labels.append(label)
+        self.landings.append(landing)
+        self.positions.append(at)
+
+    def total_bytes(self) -> int:
+        """Sum of all lengths."""
+        return sum(self.nbytes) + sum(int(block.nbytes.sum()) for block in self.blocks)
+
+    def ascending(self) -> Pieces:
+        """All of them."""
+        single = Pieces(
+            starts=np.array(self.starts, np.int64),
+            nbytes=np.array(self.nbytes, np.int64),
+            crcs=np.array(self.crcs, np.int64),
+            addresses=np.array(self.addresses, np.int64),
+            labels=np.array(self.labels, np.object_),
+            landings=np.array(self.landings, np.object_),
+            positions=np.array(self.positions, np.int64),
+        )
+        every = Pieces.joined([single, *self.blocks])
+        return every.take(np.argsort(every.starts, kind="stable"))
+
+
+def copied_pieces(items: SmallItems, rows: IntArray, addresses: IntArray) -> Pieces:
+    """The only blocks of small items of one file, each to be copied to its address."""
+    return Pieces(
+        starts=items.starts[rows],
+        nbytes=items.nbytes[rows],
+        crcs=items.crcs[rows],
+        addresses=addresses,
+        labels=items.names[rows],
+        landings=np.full(len(rows), None, np.object_),
+        positions=np.zeros(len(rows), np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One read."""
+
+    file: str
+    """Data file, relative to the checkpoint."""
+    start: int
+    """File offset, a multiple of the page (direct I/O)."""
+    stop: int
+    """File offset; the last page may be cut short by the end of the file."""
+    pieces: Pieces
+    """What is in it."""
+    target: memoryview | None = None
+    """Where the read itself goes, if straight to the tensor; else a bounce buffer, and the pieces are copied."""
+
+
+def cut_segments(file: str, rows: PieceRows, segment_bytes: int) -> list[Segment]:
+    """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece."""
+    pieces = rows.ascending()
+    stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
+    far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
+    segments: list[Segment] = []
+    first = 0
+    for end in (*far.tolist(), len(stops)):
+        while first < end:
+            limit = pieces.starts[first] + segment_bytes
+            last = min(max(int(np.searchsorted(stops, limit, side="right")), first + 1), end)
+            segments.append(
+                Segment(
+                    file=file,
+                    start=int(pieces.starts[first]) // PAGE_BYTES * PAGE_BYTES,
+                    stop=align_up(int(stops[last - 1]), PAGE_BYTES),
+                    pieces=pieces.take(slice(first, last)),
+                )
+            )
+            first = last
+    return segments
