@@ -51,7 +51,6 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("fetch", "contents"),
     ("fetch", "pieces"),
     ("fetch", "files"),
-    ("files", "pieces"),
     ("match", "catalog"),
     ("match", "contents"),
     ("read", "catalog"),
@@ -233,6 +232,7 @@ def test_stores_and_process_groups_stay_in_the_coordinator_and_the_faces() -> No
 )
 def test_what_no_file_may_do(pattern: str, reason: str) -> None:
     allowed = FACES if "print" in pattern or "sleep" in pattern else set()
+    allowed |= {"snapshot"} if "sleep" in pattern else set()  # hands the GIL over, on the caller's thread
     assert files_with(pattern) <= allowed, reason
 
 
