@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,10 +32,6 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 
 _DOUBLE = struct.Struct("<d")
-
-_YIELD_SECS = 20e-6
-"""After each chunk: long enough for the loop's thread to wake and take the GIL. Telling it alone gives the GIL back
-before it woke, and the next chance is the interpreter's, 5 ms later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +276,6 @@ def capture(
                 _await_slot(image, chunk, stall_timeout_secs)
                 marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
                 on_captured(chunk.index, marks)
-                time.sleep(_YIELD_SECS)
         except RuntimeError:
             work.check_sources()  # why torch refused to copy
             raise
