@@ -7,6 +7,7 @@ exists from the rename of its ``.metadata`` on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -17,6 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import msgspec
 import psutil
 
@@ -46,6 +48,9 @@ LOCK_FILE = ".aio_ckpt.lock"
 MAX_SMALL_FILE_BYTES = 1 << 30
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
+
+_TIDY_SECS = 60.0
+"""How long a committed save waits for what it replaces to be removed."""
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
@@ -167,9 +172,24 @@ async def commit_root(storage: Storage, *, pending: Path, final: Path, root_mani
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
     replaces = overwrite and await storage.exists(final)
-    if replaces and not await storage.exists(final / OWNER_FILE):
-        # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
-        await storage.write_file(final / OWNER_FILE, await _read_owner(storage, pending))
+    try:
+        if replaces and not await storage.exists(final / OWNER_FILE):
+            # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
+            await storage.write_file(final / OWNER_FILE, await _read_owner(storage, pending))
+        await _make_visible(storage, pending, final, replaces=replaces)
+    except OSError:
+        if replaces:  # the old one stays: it is a checkpoint again and nobody's
+            with contextlib.suppress(OSError):
+                await storage.remove_file(final / OWNER_FILE)
+        raise
+    # Shielded, with a limit of its own: the step is committed, and no stall from here on may say that it is not.
+    with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
+        await _tidy(storage, pending, final, replaces=replaces)
+    if tidying.cancelled_caught:
+        _log.warning("%s is committed, but what it replaces was not removed within %s s", final, _TIDY_SECS)
+
+
+async def _make_visible(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:
     move = storage.exchange if replaces else storage.rename
     try:
         await move(pending, final)
@@ -180,10 +200,16 @@ async def commit_root(storage: Storage, *, pending: Path, final: Path, root_mani
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
         await storage.sync_dir(final.parent)
-    except OSError:
+    except OSError as error:
         # Visible but maybe not durable: the save fails, so it must not stay listed.
-        await move(final, pending)
+        try:
+            await move(final, pending)
+        except OSError as again:
+            error.add_note(f"{final} may stay visible, whole, all the same: its rename could not be undone ({again})")
         raise
+
+
+async def _tidy(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:
     try:
         # Not before: without its owner what a crash leaves would be nobody's, and stay.
         await storage.remove_file(final / OWNER_FILE)

@@ -17,7 +17,7 @@ from aio_ckpt import commit, tree
 from aio_ckpt.config import EngineConfig, check_seconds
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError, RootError
+from aio_ckpt.errors import BusyError, ConfigError, RootError, tell_stage
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
@@ -173,9 +173,8 @@ class CheckpointEngine:
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
         while not self._in_flight.has_room:
-            pending = self._in_flight.pending
-            if pending:
-                await asyncio.wrap_future(follow(pending[0].settled))
+            for save in self._in_flight.pending[:1]:
+                await asyncio.wrap_future(follow(save.settled))
 
     def wait_ready(self) -> None:
         """:meth:`ready` for a caller without a loop."""
@@ -265,9 +264,8 @@ class CheckpointEngine:
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
         site = self._site
-        return [
-            found.step for found in self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
-        ]
+        committed = self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
+        return [checkpoint.step for checkpoint in committed]
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -349,12 +347,15 @@ class CheckpointEngine:
     def _become_writer(self) -> None:
         """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
         if self._root_lock is None:
-            lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
+            lock = None
             try:
+                lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
                 self._in_flight.learn_steps(self.steps)
                 cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
-            except BaseException:
-                lock.release()
+            except BaseException as error:
+                tell_stage(error, "open")
+                if lock is not None:
+                    lock.release()
                 raise
             self._root_lock = lock
             if cleared:

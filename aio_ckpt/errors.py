@@ -34,6 +34,7 @@ __all__ = [
     "UnsupportedLeafError",
     "WriteError",
     "WrongThreadError",
+    "tell_stage",
 ]
 
 
@@ -41,10 +42,20 @@ class AioCkptError(Exception):
     """Root of the tree.
 
     ``target_modified`` is True when the error came after a load had begun to fill the caller's tensors,
-    so that the template may hold a mix of old and new values.
+    so that the template may hold a mix of old and new values. ``stage`` says where a save failed: ``open`` (the
+    root's lock, what is committed, leftovers), ``capture``, ``write``, ``agree`` or ``commit``; else it is empty.
     """
 
     target_modified: bool = False
+    stage: str = ""
+
+
+def tell_stage(error: BaseException, stage: str) -> None:
+    """Say on ``error`` at which stage it came, unless it says so; on one that is not ours, by a note."""
+    if not isinstance(error, AioCkptError):
+        error.add_note(f"while saving, stage {stage}")
+    elif not error.stage:
+        error.stage = stage
 
 
 class ConfigError(AioCkptError, ValueError):
@@ -160,9 +171,7 @@ class RootError(AioCkptError, OSError):
 
 
 class WriteError(AioCkptError, OSError):
-    """Writing failed. Keeps ``errno``, ``strerror`` and ``filename`` of the cause; ``stage`` says where."""
-
-    stage: str = "write"
+    """Writing failed. Keeps ``errno``, ``strerror`` and ``filename`` of the cause."""
 
 
 class ReadError(AioCkptError, OSError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from aio_ckpt import commit
 from aio_ckpt.device import CopyStreams
-from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
+from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, tell_stage
 from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
@@ -169,6 +169,7 @@ class InFlight:
             # Ctrl-C is raised here and only here: the pipeline and later saves hear of a cancelled save.
             interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
             cause = error if isinstance(error, Exception) else interrupted
+            tell_stage(cause, "capture")
             if running is None:
                 save.image.lease.close()
                 self._settle(save, failed(cause))
@@ -228,8 +229,9 @@ class InFlight:
             self._knows_steps = True
         try:
             found = set(read_steps())
-        except BaseException:
+        except BaseException as error:
             self._knows_steps = False
+            tell_stage(error, "open")
             raise
         with self._lock:
             self._committed = found | self._new

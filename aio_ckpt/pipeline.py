@@ -19,7 +19,7 @@ from aio_ckpt import commit
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, tell_stage
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan import Plan
@@ -173,10 +173,15 @@ class PendingSave:
     """When everything was copied."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
-    is_committing: bool = False
-    """From here on ``cancel`` comes too late."""
+    stage: str = "write"
+    """Where it is: ``write``, ``agree``, ``commit``."""
     is_cancelled: bool = False
     """``cancel`` was accepted."""
+
+    @property
+    def is_committing(self) -> bool:
+        """From here on ``cancel`` comes too late."""
+        return self.stage == "commit"
 
     def elapsed(self) -> float:
         """Seconds since the call."""
@@ -206,6 +211,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
             return await _watched(site, save)
     except BaseException as error:
         cause = _first_cause(error)
+        tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             await _settle_failure(site, save, cause)
         if cause is error:
@@ -274,6 +280,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     await storage.write_file(pending / rank_manifest_name(rank), manifest)
     message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
     progress.touch()
+    save.stage = "agree"
     results = await site.coordinator.exchange(
         f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
     )
@@ -330,7 +337,7 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 
 
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
-    save.is_committing = True
+    save.stage = "commit"
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
         await commit.commit_root(

@@ -14,6 +14,8 @@ from aio_ckpt.storage import Storage
 __all__ = ["Retention", "expired"]
 
 _log = logging.getLogger("aio_ckpt")
+_PASS_SECS = 600.0
+"""Limit of one pass; what it did not get to is tried again after the next commit."""
 
 
 def expired(committed: Sequence[Committed], *, keep_last: int | None, keep_every: int | None) -> list[Committed]:
@@ -51,9 +53,16 @@ class Retention:
 
     async def enforce(self) -> list[int]:
         """Delete expired steps; returns them. Each is renamed to trash first: no half-deleted step is ever listed."""
+        removed: list[int] = []
+        with anyio.move_on_after(_PASS_SECS) as limit:  # closing the engine waits for the pass
+            await self._pass(removed)
+        if limit.cancelled_caught:
+            _log.warning("%s: deleting expired steps did not end within %s s: put off", self._root, _PASS_SECS)
+        return removed
+
+    async def _pass(self, removed: list[int]) -> None:
         async with self._one_at_a_time:
             committed = await discover(self._storage, self._root, self._names)
-            removed = []
             for checkpoint in expired(committed, keep_last=self._keep_last, keep_every=self._keep_every):
                 trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
                 try:
@@ -64,4 +73,3 @@ class Retention:
                     _log.warning("step %d is kept beyond its time: %s", checkpoint.step, error)
                 else:
                     removed.append(checkpoint.step)
-            return removed

@@ -1,0 +1,59 @@
+"""Fail everything once: a bounded part of ``python -m bench.faults``, which runs it all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, load_points, save_points
+from bench.faults.store import Fault
+
+FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
+EIO = FAULTS_BY_NAME["EIO"]
+LATER = next(saving for saving in SAVES if saving.name == "later save")
+AT_LEAST = {"fsync fails once": 7, "rename fails": 1}
+"""How many calls of each kind a save has; of all kinds, at least 15."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "aio_ckpt")
+
+
+def assert_survived(points: Iterator[Point], *, at_least: int) -> None:
+    tried = list(points)
+    lost = [f"{point.name}: {'; '.join(point.problems)}" for point in tried if point.problems]
+    assert not lost, f"{len(lost)} of {len(tried)} fault points were not survived:\n" + "\n".join(lost)
+    assert len(tried) >= at_least, "the campaign met fewer calls than there are: it proves nothing"
+
+
+@pytest.mark.parametrize("saving", SAVES, ids=[saving.name for saving in SAVES])
+def test_a_save_whose_nth_call_fails_loses_nothing_and_leaves_nothing(tmp_path: Path, saving: Saving) -> None:
+    assert_survived(save_points(tmp_path, saving, EIO), at_least=15)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != EIO], ids=lambda fault: fault.name)
+def test_whatever_happens_to_the_nth_call_of_a_save_nothing_is_lost(tmp_path: Path, fault: Fault) -> None:
+    assert_survived(save_points(tmp_path, LATER, fault), at_least=AT_LEAST.get(fault.name, 15))
+
+
+@pytest.mark.parametrize("name", ["rename fails", "slow", "cancel", "fsync fails once"])
+def test_an_overwrite_that_fails_leaves_the_old_checkpoint(tmp_path: Path, name: str) -> None:
+    fault, overwrite = FAULTS_BY_NAME[name], SAVES[-1]
+    assert overwrite.overwrites
+    assert_survived(save_points(tmp_path, overwrite, fault), at_least=AT_LEAST.get(name, 20))
+
+
+def test_a_store_that_hangs_while_expired_steps_are_deleted_keeps_nobody_waiting_for_ever(tmp_path: Path) -> None:
+    slow, retention = FAULTS_BY_NAME["slow"], SAVES[3]
+    assert dict(retention.config) == {"keep_last": 2}
+    assert_survived(save_points(tmp_path, retention, slow), at_least=20)
+
+
+@pytest.mark.parametrize("loading", LOADS, ids=[loading.name for loading in LOADS])
+def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loading: Loading) -> None:
+    """Neither skipped nor called corrupt: the error of the system comes, and the next load is whole."""
+    assert_survived(load_points(tmp_path, loading, EIO), at_least=8)
