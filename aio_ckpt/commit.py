@@ -177,9 +177,9 @@ async def commit_root(storage: Storage, *, pending: Path, final: Path, root_mani
             # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
             await storage.write_file(final / OWNER_FILE, await _read_owner(storage, pending))
         await _make_visible(storage, pending, final, replaces=replaces)
-    except OSError:
+    except Exception:
         if replaces:  # the old one stays: it is a checkpoint again and nobody's
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(AioCkptError, OSError):
                 await storage.remove_file(final / OWNER_FILE)
         raise
     # Shielded, with a limit of its own: the step is committed, and no stall from here on may say that it is not.
@@ -200,11 +200,11 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
         await storage.sync_dir(final.parent)
-    except OSError as error:
+    except Exception as error:
         # Visible but maybe not durable: the save fails, so it must not stay listed.
         try:
             await move(final, pending)
-        except OSError as again:
+        except (AioCkptError, OSError) as again:
             error.add_note(f"{final} may stay visible, whole, all the same: its rename could not be undone ({again})")
         raise
 
@@ -218,7 +218,7 @@ async def _tidy(storage: Storage, pending: Path, final: Path, *, replaces: bool)
             trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}")
             await storage.rename(pending, trash)
             await storage.remove_tree(trash)
-    except OSError as error:
+    except (AioCkptError, OSError) as error:
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "StallError",
     "StepOrderError",
     "TemplateMismatchError",
+    "ThreadDiedError",
     "UnexpectedNameError",
     "UnsafeObjectError",
     "UnsupportedLeafError",
@@ -132,6 +133,10 @@ class EngineForkedError(EngineClosedError):
 
 class WrongThreadError(AioCkptError, RuntimeError):
     """A blocking wait on the engine's own thread, which would never end."""
+
+
+class ThreadDiedError(AioCkptError, RuntimeError):
+    """What an I/O thread ran ended with ``SystemExit`` or the like, which is the cause; the engine goes on."""
 
 
 class BusyError(AioCkptError, RuntimeError):

@@ -67,10 +67,14 @@ class Arena:
         """When a thread last let go of the bytes."""
         self._registered = False
         self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
-        self.memory.madvise(mmap.MADV_DONTFORK)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.address: int = self.tensor.data_ptr()
-        _populate(self.address, self.capacity, executor)
+        try:
+            self.memory.madvise(mmap.MADV_DONTFORK)
+            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+            self.address: int = self.tensor.data_ptr()
+            _populate(self.address, self.capacity, executor)
+        except BaseException:
+            self.__dict__.clear()  # whoever keeps the error keeps this frame, and must not keep the memory
+            raise
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
@@ -235,14 +239,13 @@ class LifetimeManager:
             if arena is None:
                 self._reserved_bytes += nbytes
         arena = arena if arena is not None else self._map(nbytes, kind)
-        lease = Lease(arena, self._give_back, waited_secs=waited_secs)
-        if registers and kind != "pageable":
-            try:
+        try:
+            if registers and kind != "pageable":
                 arena.register()
-            except BaseException:
-                lease.close()
-                raise
-        return lease
+            return Lease(arena, self._give_back, waited_secs=waited_secs)
+        except BaseException:
+            self._give_back(arena)
+            raise
 
     def close(self) -> None:
         """Release idle arenas now and lent ones when their leases end."""

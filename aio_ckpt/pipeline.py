@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import anyio
+import anyio.lowlevel
 import msgspec
 from isal import isal_zlib
 
@@ -337,6 +337,7 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 
 
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
+    await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
     save.stage = "commit"
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:

@@ -104,13 +104,17 @@ def lease_image(
     lease = lifetime.acquire(
         min(image_bytes, slots * layout.chunk_bytes), kind, registers=uses_cuda, timeout_secs=timeout_secs
     )
-    return Image(
-        lease=lease,
-        chunks=chunks,
-        chunk_bytes=layout.chunk_bytes,
-        slots=slots,
-        written=tuple(Future() for _ in chunks),
-    )
+    try:
+        return Image(
+            lease=lease,
+            chunks=chunks,
+            chunk_bytes=layout.chunk_bytes,
+            slots=slots,
+            written=tuple(Future() for _ in chunks),
+        )
+    except BaseException:
+        lease.close()
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, load_points, save_points
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.coordinator import SoloCoordinator
+from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
+from bench.faults import work
+from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, cancel_now, load_points, save_points
 from bench.faults.store import Fault
 
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -57,3 +62,64 @@ def test_a_store_that_hangs_while_expired_steps_are_deleted_keeps_nobody_waiting
 def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loading: Loading) -> None:
     """Neither skipped nor called corrupt: the error of the system comes, and the next load is whole."""
     assert_survived(load_points(tmp_path, loading, EIO), at_least=8)
+
+
+# -- threads, tasks, memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("points", "at_least"),
+    [
+        (work.short_writes, 6),
+        (work.dying_work, 15),
+        (work.shut_down_executors, 15),
+        (partial(work.cancelled_steps, stride=3), 10),
+        (work.memory_in_growth, 10),
+        (work.memory_in_stages, 8),
+    ],
+    ids=["short writes", "dying work", "no threads", "cancelled steps", "no arena", "no memory"],
+)
+def test_what_happens_to_threads_tasks_and_memory_loses_nothing(
+    tmp_path: Path, points: Callable[[Path], Iterator[Point]], at_least: int
+) -> None:
+    assert_survived(points(tmp_path), at_least=at_least)
+
+
+class CancelsLast(SoloCoordinator):
+    """Cancels the pending saves at the last instant before a commit, where nothing waits any more."""
+
+    engine: CheckpointEngine
+
+    async def exchange(self, key: str, message: bytes, *, timeout_secs: float) -> list[bytes]:
+        self.accepted = cancel_now(self.engine)
+        return await super().exchange(key, message, timeout_secs=timeout_secs)
+
+
+def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:
+    coordinator = CancelsLast()
+    engine = CheckpointEngine(tmp_path, coordinator=coordinator)
+    coordinator.engine = engine
+    try:
+        error = engine.save({"a": 1}).exception(20)
+        assert coordinator.accepted == [True]
+        assert isinstance(error, SaveCancelledError)
+        assert engine.steps() == []
+    finally:
+        engine.terminate()
+
+
+def test_a_trainer_that_exits_while_its_state_is_loaded_does_not_end_the_engine(tmp_path: Path) -> None:
+    """``load_state_dict`` runs in a thread of the engine; SystemExit in a task would end the engine's loop."""
+
+    class Exits:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise SystemExit(3)
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"model": Exits()}).result(20)
+        with pytest.raises(ThreadDiedError, match="SystemExit: 3"):
+            engine.load({"model": Exits()})
+        assert engine.read(1) == {"model": {"a": 1}}

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Point, load_points, save_points
 from bench.report import BENCH, machine
 
@@ -30,6 +31,14 @@ def classes() -> dict[str, list[Points]]:
     for fault in FAULTS:
         if fault.code and fault.counts is None:
             found[f"load: {fault.name}"] = [partial(load_points, loading=loading, fault=fault) for loading in LOADS]
+    found["short writes"] = [work.short_writes]
+    found["a thread's work dies"] = [work.dying_work]
+    found["a thread's work hangs"] = [work.hanging_work]
+    found["the threads are shut down"] = [work.shut_down_executors]
+    found["cancelled at each step of each task"] = [work.cancelled_steps]
+    found["no memory for the arena"] = [work.memory_in_growth]
+    found["no memory in a stage"] = [work.memory_in_stages]
+    found["no memory in a call of save()"] = [partial(work.memory_in_save, stride=5)]
     return found
 
 

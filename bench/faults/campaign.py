@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from aio_ckpt import commit
+from aio_ckpt import CheckpointEngine, commit
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
 from bench.faults.clock import Clock
 from bench.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from bench.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
 
-__all__ = ["FAULTS", "LOADS", "SAVES", "Loading", "Point", "Saving", "load_points", "save_points"]
+__all__ = ["FAULTS", "LOADS", "SAVES", "Loading", "Point", "Saving", "cancel_now", "load_points", "save_points"]
 
 STALL_SECS = 2.0
 """Of engines whose calls hang: only the few that the caller's own thread waits for really take so long."""
@@ -124,7 +124,7 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
         if fault.is_slow:
             clock.advance(PASSING_SECS)
         elif not fault.code:
-            accepted.extend(_cancel(ground))
+            accepted.extend(cancel_now(ground.engine))
 
     ground.storage.arm(fault, number, on_hit)
     outcome = ground.save(overwrite=saving.overwrites)
@@ -149,10 +149,10 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
     return Point(name=f"{saving.name}, {fault.name}, {number}: {hit}", problems=tuple(problems))
 
 
-def _cancel(ground: Ground) -> list[bool]:
-    """What ``ticket.cancel()`` does, at this very instant."""
+def cancel_now(engine: CheckpointEngine) -> list[bool]:
+    """What ``ticket.cancel()`` of each pending save does, at this very instant."""
     answers: list[bool] = []
-    for save in ground.engine._in_flight.pending:
+    for save in engine._in_flight.pending:
         try:
             save.cancel().send(None)
         except StopIteration as answer:
@@ -205,8 +205,7 @@ class Verdict:
 
     def _shows(self) -> bool:
         """Whether the step holds what was saved, whole."""
-        exists = (self._ground.root / f"step_{self._outcome.step:09d}").exists()
-        return exists and is_state(self._ground.read(self._outcome.step), self._outcome.value)
+        return self._ground.shows(self._outcome)
 
     def _wrong_error(self, error: BaseException) -> Iterator[str]:
         """Type, errno, path and stage."""

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,32 +108,44 @@ class Ground:
 
     def reopen(self) -> None:
         """A new engine on the same root."""
-        self.engine.close_blocking()
+        self.engine.terminate()
+        self.executor.close(_STOP_SECS)
+        self.executor = Executor("faults", 3)
+        self.storage = FaultStorage(LocalStorage(self.executor))
         self.engine = CheckpointEngine(self.root, self.config, storage=self.storage)
         self.baseline = self._held()
 
     # -- what is done ---------------------------------------------------------------------------------
 
-    def begin(self, *, overwrite: bool = False, **limits: Any) -> Outcome | tuple[SaveTicket, int, int]:
+    def begin(
+        self, *, overwrite: bool = False, profile: Callable[..., object] | None = None
+    ) -> Outcome | tuple[SaveTicket, int, int]:
         """Call ``save()`` with a state of its own: its ticket, step and value, or the outcome if it raised."""
         self._value += 1
         newest = max(self.committed, default=0)
         step = newest if overwrite else newest + 1
+        state = state_of(self._value)
         try:
-            ticket = self.engine.save(state_of(self._value), step=step, overwrite=overwrite, **limits)
+            sys.setprofile(profile)
+            try:
+                ticket = self.engine.save(state, step=step, overwrite=overwrite)
+            finally:
+                sys.setprofile(None)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - an outcome to judge
             return Outcome(step=step, value=self._value, error=error, was_refused=True, report=None)
         return ticket, step, self._value
 
-    def save(self, **options: Any) -> Outcome:
-        """A whole save."""
+    def save(self, *, settles: bool = True, **options: Any) -> Outcome:
+        """A whole save; until the threads have let go of it unless not ``settles``."""
         begun = self.begin(**options)
         if isinstance(begun, Outcome):
-            self.settle()
+            if settles:
+                self.settle()
             return begun
         ticket, step, value = begun
         error = ticket.exception(WAIT_SECS)
-        self.settle()
+        if settles:
+            self.settle()
         report = None if error is not None else ticket.result()
         return Outcome(step=step, value=value, error=error, was_refused=False, report=report)
 
@@ -143,6 +156,10 @@ class Ground:
             retaining.exception(WAIT_SECS)
         for executor in (self.executor, self.engine._portal.executor):
             wait(list(executor._unfinished), WAIT_SECS)
+
+    def shows(self, outcome: Outcome) -> bool:
+        """Whether the step holds what that save was to store."""
+        return self._path(outcome.step).exists() and is_state(self.read(outcome.step), outcome.value)
 
     def keep(self, outcome: Outcome) -> None:
         """It succeeded: from now on it must load."""
