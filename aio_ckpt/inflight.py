@@ -15,7 +15,7 @@ from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
-from aio_ckpt.snapshot import Image, ObjectBytes, capture
+from aio_ckpt.snapshot import Capture, Image, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -26,7 +26,7 @@ _log = logging.getLogger("aio_ckpt")
 class InFlight:
     """The table of pending saves.
 
-    Invariant: a save is in the table from :meth:`add` until :meth:`remove`, and at most ``max_in_flight`` are. A
+    Invariant: a save is in the table from :meth:`start` until it is settled, and at most ``max_in_flight`` are. A
     failure that no waiter has seen stays here until it was raised once.
     """
 
@@ -116,7 +116,7 @@ class InFlight:
         waited_secs: float,
         plan_secs: float,
     ) -> PendingSave:
-        """Make a pending save and enter it in the table; :meth:`start` runs it."""
+        """Make a pending save; :meth:`start` enters it in the table and runs it."""
 
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
@@ -142,7 +142,6 @@ class InFlight:
                 plan_secs=plan_secs,
                 previous=self._pending[-1].settled if self._pending else None,
             )
-            self._pending.append(save)
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
@@ -155,6 +154,8 @@ class InFlight:
         save.image.lease.hold_until(issued)
         running: Future[SaveReport] | None = None
         try:
+            with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
+                self._pending.append(save)
             running = self._portal.submit(run_save, self._site, save)
             running.add_done_callback(lambda done: self._settle(save, done))
             work = capture(
@@ -164,6 +165,7 @@ class InFlight:
                 on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
                 stall_timeout_secs=timeout_secs,
             )
+            self._finish(save, work)
         except BaseException as error:
             issued.set_result(None)
             # Ctrl-C is raised here and only here: the pipeline and later saves hear of a cancelled save.
@@ -178,17 +180,24 @@ class InFlight:
             with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
                 self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
+        issued.set_result(None)
+
+    def _finish(self, save: PendingSave, work: Capture) -> None:
+        """Every copy is issued: ``staged`` is reached once they are done."""
 
         def finish() -> None:
             work.finish()
             save.staged_secs = save.elapsed()
             save.ticket.staged.resolve(None)
 
-        if work.is_done:
-            finish()
-        else:
-            save.image.lease.hold_until(self._portal.executor.submit(finish))
-        issued.set_result(None)
+        try:
+            if work.is_done:
+                finish()
+            else:
+                save.image.lease.hold_until(self._portal.executor.submit(finish))
+        except BaseException:
+            work.finish()  # the arena goes back when this raises: no copy may still be under way
+            raise
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
         """The pipeline ended: leave the table, then tell the ticket."""
@@ -199,7 +208,7 @@ class InFlight:
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
         self._on_settled(error)
         with self._lock:
-            self._pending.remove(save)
+            self._pending = [other for other in self._pending if other is not save]
             if error is None:
                 self._committed.add(save.step)
                 self._new.add(save.step)

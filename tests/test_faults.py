@@ -15,6 +15,7 @@ from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
 from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, cancel_now, load_points, save_points
 from bench.faults.store import Fault
+from bench.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
 
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
 EIO = FAULTS_BY_NAME["EIO"]
@@ -90,9 +91,9 @@ class CancelsLast(SoloCoordinator):
 
     engine: CheckpointEngine
 
-    async def exchange(self, key: str, message: bytes, *, timeout_secs: float) -> list[bytes]:
+    async def exchange(self, topic: str, message: bytes, *, timeout_secs: float) -> tuple[bytes, ...]:
         self.accepted = cancel_now(self.engine)
-        return await super().exchange(key, message, timeout_secs=timeout_secs)
+        return await super().exchange(topic, message, timeout_secs=timeout_secs)
 
 
 def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:
@@ -123,3 +124,17 @@ def test_a_trainer_that_exits_while_its_state_is_loaded_does_not_end_the_engine(
         with pytest.raises(ThreadDiedError, match="SystemExit: 3"):
             engine.load({"model": Exits()})
         assert engine.read(1) == {"model": {"a": 1}}
+
+
+@pytest.mark.skipif(strace_refusal() is not None, reason=str(strace_refusal()))
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "overwrite"])
+def test_the_nth_system_call_of_a_real_process_fails_and_nothing_is_lost(tmp_path: Path, overwrite: bool) -> None:
+    chosen = {"write,pwrite64,pwritev,pwritev2 ENOSPC", "fsync,fdatasync EIO", "rename,renameat,renameat2 EIO"}
+    injections = [injection for injection in INJECTIONS if injection.name in chosen]
+    assert len(injections) == 3
+    assert_survived(syscall_points(tmp_path / "save", injections, overwrite=overwrite), at_least=14)
+
+
+def test_no_memory_in_any_call_of_save_keeps_no_later_save_waiting(tmp_path: Path) -> None:
+    """A few of some hundred places; ``python -m bench.faults`` tries more of them."""
+    assert_survived(work.memory_in_save(tmp_path, start=144, stride=9), at_least=3)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Point, load_points, save_points
+from bench.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
 from bench.report import BENCH, machine
 
 __all__ = ["classes", "main"]
@@ -39,7 +40,20 @@ def classes() -> dict[str, list[Points]]:
     found["no memory for the arena"] = [work.memory_in_growth]
     found["no memory in a stage"] = [work.memory_in_stages]
     found["no memory in a call of save()"] = [partial(work.memory_in_save, stride=5)]
-    return found
+    return found | _strace_classes()
+
+
+def _strace_classes() -> dict[str, list[Points]]:
+    refusal = strace_refusal()
+    if refusal is not None:
+        print(f"system calls: not run, {refusal}", file=sys.stderr)
+        return {}
+    return {
+        f"strace: {injection.name}": [
+            partial(syscall_points, injections=[injection], overwrite=overwrite) for overwrite in (False, True)
+        ]
+        for injection in INJECTIONS
+    }
 
 
 def main() -> int:
