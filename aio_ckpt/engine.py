@@ -170,6 +170,16 @@ class CheckpointEngine:
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 
+    def guard(self, guarded: object) -> None:
+        """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
+
+        Covers its parameters and state on devices, which nothing but its ``step`` may change.
+
+        Raises:
+            ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
+        """
+        self._in_flight.guards.add(guarded)
+
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
         while not self._in_flight.has_room:
@@ -371,6 +381,7 @@ class CheckpointEngine:
             yield self._retaining
 
     def _shut_down(self) -> None:
+        self._in_flight.guards.close()
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
         if self._root_lock is not None:

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt import commit
-from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
+from aio_ckpt.guard import Guards
 from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
-from aio_ckpt.snapshot import Image, ObjectBytes, capture
+from aio_ckpt.snapshot import Copiers, Image, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -35,7 +35,8 @@ class InFlight:
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
-        self._streams = CopyStreams()
+        self._copiers = Copiers()
+        self.guards = Guards()
         self._max = site.config.max_in_flight
         self._when_busy = site.config.when_busy
         self._on_failure = site.config.on_failure
@@ -121,6 +122,10 @@ class InFlight:
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
 
+        def fence(stream: object) -> None:
+            for mark in save.marks:
+                mark.fence(stream)
+
         self._entered += 1
         with self._lock:
             save = PendingSave(
@@ -134,7 +139,11 @@ class InFlight:
                 image=image,
                 progress=CaptureProgress(len(image.chunks)),
                 ticket=SaveTicket(
-                    step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs
+                    step=step,
+                    portal_check=self._portal.check_thread,
+                    cancel=cancel,
+                    fence=fence,
+                    waited_secs=waited_secs,
                 ),
                 overwrite=overwrite,
                 deadline_secs=deadline_secs,
@@ -160,8 +169,9 @@ class InFlight:
             work = capture(
                 planned,
                 save.image,
-                self._streams,
-                on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
+                self._copiers,
+                guarded=self.guards.leaves(planned.tensors),
+                on_captured=lambda indices, marks: self._portal.post(save.progress.tell, indices, marks),
                 stall_timeout_secs=timeout_secs,
             )
         except BaseException as error:
@@ -177,6 +187,9 @@ class InFlight:
             with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
                 self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
+
+        save.marks = work.marks
+        self.guards.wait_for(work.marks)
 
         def finish() -> None:
             work.finish()

@@ -78,10 +78,11 @@ class CaptureProgress:
         """Something moved."""
         self.last_progress = time.monotonic()
 
-    def tell(self, index: int, marks: tuple[Mark, ...]) -> None:
-        """Chunk ``index`` is captured once its marks are reached."""
-        self._marks[index] = marks
-        self._told[index].set()
+    def tell(self, indices: Sequence[int], marks: tuple[Mark, ...]) -> None:
+        """The chunks ``indices`` are captured once the marks are reached."""
+        for index in indices:
+            self._marks[index] = marks
+            self._told[index].set()
         self.touch()
 
     def fail(self, error: Exception) -> None:
@@ -171,6 +172,8 @@ class PendingSave:
     """Time the caller was kept."""
     staged_secs: float = 0.0
     """When everything was copied."""
+    marks: tuple[Mark, ...] = ()
+    """Behind every copy from a device."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
     is_committing: bool = False
@@ -304,7 +307,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     arena, layout = save.image.lease.arena, save.plan.layout
-    renders = arena.rendered is not layout or not save.image.is_whole
+    renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
     preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
     arena.rendered = None
     path = pending / data_file_name(site.coordinator.rank)

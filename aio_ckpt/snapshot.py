@@ -6,32 +6,31 @@ every chunk; a smaller one (byte budget) makes the capture wait until an earlier
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from aio_ckpt import envelope, objects
 from aio_ckpt.config import Staging
-from aio_ckpt.device import Copies, CopyStreams, Mark
+from aio_ckpt.device import Copies, CopyStreams, HostCopies, Mark
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError
+from aio_ckpt.gather import GatherBuffers
 from aio_ckpt.items import PAGE_BYTES, Chunk, Piece, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import ArenaKind, Lease, LifetimeManager
 from aio_ckpt.plan import PlannedSave
+from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
 
-__all__ = ["Capture", "Image", "ObjectBytes", "ObjectEncoder", "capture", "lease_image", "ring_slots"]
-
-# PyDLL: the GIL stays held, which for copies of a few KiB is cheaper than giving it up and winning it back.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
+__all__ = ["Capture", "Copiers", "Image", "ObjectBytes", "ObjectEncoder", "capture", "lease_image", "ring_slots"]
 
 _DOUBLE = struct.Struct("<d")
+_MAX_RUN_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,50 +171,71 @@ def _identity(value: object) -> tuple[object, ...]:
     return (tuple, *map(_identity, value)) if isinstance(value, tuple) else (type(value), value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copiers:
+    """What the captures of one engine share."""
+
+    streams: CopyStreams = field(default_factory=CopyStreams)
+    """Side streams."""
+    gathers: GatherBuffers = field(default_factory=GatherBuffers)
+    """Gather buffers."""
+
+
 class Capture:
-    """The copies of one save: issued by :func:`capture`, kept alive until ``release``.
+    """The copies of one save: issued by :func:`capture`, kept alive until ``finish``.
 
     Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
-    def __init__(self, planned: PlannedSave, streams: CopyStreams) -> None:
+    def __init__(self, planned: PlannedSave, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
         self._planned = planned
-        self._streams = streams
+        self._image = image
+        self._copiers = copiers
+        # In waves nothing may wait for later: the ring needs every chunk now.
+        self._guarded = guarded if image.is_whole else frozenset[int]()
+        self._host = HostCopies()
         self._copies: dict[torch.device, Copies] = {}
+        self._unmarked: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
-        self._marks: tuple[Mark, ...] = ()
+        self.marks: tuple[Mark, ...] = ()
+        """Behind every copy, once all are issued."""
 
-    def issue(self, chunk: Chunk, pieces: Sequence[Piece], image: Image) -> tuple[Mark, ...]:
-        """Issue the copies of one chunk; the marks tell when they are done."""
-        arena = image.lease.arena
-        shift = image.slot_offset(chunk) - chunk.start
-        moves = self._planned.plan.descriptors.moves
-        if chunk.index < len(moves):
-            base = arena.address + shift
-            for start, address, nbytes in moves[chunk.index]:
-                _memmove(base + start, address, nbytes)
-        used: set[Copies] = set()
-        for piece in pieces:
-            leaf = self._planned.plan.layout.items[piece.item].leaf
-            copies = self._copies_from(self._planned.tensors[leaf].device)
-            source = self._flat_bytes(leaf, copies)
-            start = piece.image_start + shift
-            copies.copy(
-                arena.tensor[start : start + piece.nbytes], source[piece.raw_start : piece.raw_start + piece.nbytes]
-            )
-            used.add(copies)
-        return tuple(copies.mark() for copies in used)
+    def issue_first(self) -> None:
+        """What nobody guards, on devices: the caller's stream waits for these copies alone."""
+        if self._guarded:
+            for chunk in self._image.chunks:
+                self._issue_device(chunk, is_guarded=False)
+            for copies in self._copies.values():
+                copies.mark().fence()
 
-    def fence(self) -> None:
-        """Work that the caller enqueues from now on waits for the copies; nothing more is issued."""
-        for copies in self._copies.values():
-            copies.fence()
-        self._marks = tuple(copies.mark() for copies in self._copies.values())
+    def issue(self, chunk: Chunk) -> bool:
+        """Issue the copies of one chunk, but for what :meth:`issue_first` did; whether any of it is on a device."""
+        plan = self._planned.plan
+        if chunk.index >= len(plan.routes):
+            return False
+        route = plan.routes[chunk.index]
+        self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
+        self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type == "cpu"])
+        self._issue_device(chunk, is_guarded=bool(self._guarded))
+        return bool(route.issued or route.gathered)
+
+    def take_marks(self) -> tuple[Mark, ...]:
+        """Behind the copies that were issued since the last call."""
+        marks = tuple(copies.mark() for copies in self._unmarked)
+        self._unmarked.clear()
+        return marks
+
+    def end(self) -> None:
+        """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
+        self.marks = tuple(copies.mark() for copies in self._copies.values())
+        if not self._guarded:
+            for mark in self.marks:
+                mark.fence()
 
     @property
     def is_done(self) -> bool:
         """Whether every copy is done."""
-        return all(mark.query() for mark in self._marks)
+        return all(mark.query() for mark in self.marks)
 
     def check_sources(self) -> None:
         """Raise SourceChangedError if a source moved while it was captured (freed or resized by another thread)."""
@@ -228,15 +248,63 @@ class Capture:
 
     def finish(self) -> None:
         """Block until every copy is done, then let go of the sources."""
-        for mark in self._marks:
+        for mark in self.marks:
             mark.synchronize()
         self._flat.clear()
         self._planned.tensors.clear()
         self._planned.objects.clear()
 
+    def _base(self, chunk: Chunk) -> int:
+        """Address that the image's first byte would have."""
+        return self._image.lease.arena.address + self._image.slot_offset(chunk) - chunk.start
+
+    def _issue_device(self, chunk: Chunk, *, is_guarded: bool) -> None:
+        plan = self._planned.plan
+        if chunk.index >= len(plan.routes):
+            return
+        route, tensors = plan.routes[chunk.index], self._planned.tensors
+        if is_guarded:
+            chosen = [issue for issue in plan.descriptors.issues[chunk.index] if issue[3] in self._guarded]
+        else:
+            chosen = [issue for issue in plan.descriptors.issues[chunk.index] if issue[3] not in self._guarded]
+            self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type != "cpu"])
+        for device, group in groupby(chosen, key=lambda issue: tensors[issue[3]].device):
+            self._copies_from(device).issue(self._base(chunk), (issue[:3] for issue in group))
+        for span in route.gathered:
+            if (self._guarded >= set(span.leaves)) is is_guarded:
+                self._gather(chunk, span)
+
+    def _gather(self, chunk: Chunk, span: Span) -> None:
+        copies = self._copies_from(span.device)
+        line = self._copiers.gathers.line(self._planned.plan, span, copies)
+        if line is None:
+            self._copy(chunk, span.pieces)
+            return
+        tensors, start = self._planned.tensors, span.start + self._image.slot_offset(chunk) - chunk.start
+        groups = [(targets, [tensors[leaf].detach() for leaf in leaves]) for targets, leaves in line.groups]
+        target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
+        copies.gather(target, line.memory, groups)
+
+    def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
+        shift = self._image.slot_offset(chunk) - chunk.start
+        for piece in pieces:
+            leaf = self._planned.plan.layout.items[piece.item].leaf
+            copies = self._copies_from(self._planned.tensors[leaf].device)
+            source = self._flat_bytes(leaf, copies)
+            start = piece.image_start + shift
+            copies.copy(
+                self._image.lease.arena.tensor[start : start + piece.nbytes],
+                source[piece.raw_start : piece.raw_start + piece.nbytes],
+            )
+
+    def _device_of(self, piece: Piece) -> torch.device:
+        return self._planned.tensors[self._planned.plan.layout.items[piece.item].leaf].device
+
     def _copies_from(self, source: torch.device) -> Copies:
         if source not in self._copies:
-            self._copies[source] = self._streams.begin(source)
+            is_registered = self._image.lease.arena.is_registered
+            self._copies[source] = self._copiers.streams.begin(source, is_registered=is_registered)
+        self._unmarked.add(self._copies[source])
         return self._copies[source]
 
     def _flat_bytes(self, leaf: int, copies: Copies) -> torch.Tensor:
@@ -254,39 +322,57 @@ class Capture:
 def capture(
     planned: PlannedSave,
     image: Image,
-    streams: CopyStreams,
+    copiers: Copiers,
     *,
-    on_captured: Callable[[int, tuple[Mark, ...]], None],
+    guarded: Set[int],
+    on_captured: Callable[[Sequence[int], tuple[Mark, ...]], None],
     stall_timeout_secs: float,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
 
-    When it returns, host memory was copied and the caller's stream waits for the copies from devices: whatever
-    the caller does next cannot tear the snapshot.
+    When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
+    those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
 
     Raises:
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
-    work = Capture(planned, streams)
-    copied = planned.plan.copied
+    work = Capture(planned, image, copiers, guarded)
+    runs = _run_lengths() if image.is_whole else itertools.repeat(1)
+    untold: list[int] = []
     try:
         try:
+            work.issue_first()
+            room = next(runs)
             for chunk in image.chunks:
                 _await_slot(image, chunk, stall_timeout_secs)
-                marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
-                on_captured(chunk.index, marks)
+                is_issued = work.issue(chunk)
+                untold.append(chunk.index)
+                if not is_issued or len(untold) >= room:
+                    on_captured(untold, work.take_marks())
+                    untold, room = [], next(runs)
+            if untold:
+                on_captured(untold, work.take_marks())
         except RuntimeError:
             work.check_sources()  # why torch refused to copy
             raise
         work.check_sources()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
-        work.fence()
+        work.end()
         work.finish()
         raise
-    work.fence()
+    work.end()
     return work
+
+
+def _run_lengths() -> Iterator[int]:
+    """How many chunks from devices are told of at once: the first alone, so that it is written soon; later more,
+    because each mark and each message costs the caller microseconds and a transfer is faster than a disk."""
+    length = 1
+    while True:
+        yield length
+        length = min(2 * length, _MAX_RUN_CHUNKS)
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

@@ -67,6 +67,10 @@ class SyncCheckpointEngine:
         """See :meth:`CheckpointEngine.save`."""
         return self._engine.save(state, step, overwrite=overwrite, deadline_secs=deadline_secs)
 
+    def guard(self, guarded: object) -> None:
+        """See :meth:`CheckpointEngine.guard`."""
+        self._engine.guard(guarded)
+
     def ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""
         self._engine.wait_ready()

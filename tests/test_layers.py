@@ -19,8 +19,10 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
     **dict.fromkeys(("portal", "ticket", "device"), 1),
-    **dict.fromkeys(("lifetime", "layout", "structure", "plan", "datafile", "storage", "coordinator"), 2),
-    **dict.fromkeys(("snapshot", "write", "record", "commit", "retention"), 3),
+    **dict.fromkeys(
+        ("lifetime", "layout", "structure", "routes", "plan", "gather", "datafile", "storage", "coordinator"), 2
+    ),
+    **dict.fromkeys(("snapshot", "guard", "write", "record", "commit", "retention"), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
     **dict.fromkeys(("pipeline", "inflight", "restore", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
@@ -41,6 +43,10 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("skeleton", "objects"),
     ("plan", "layout"),
     ("plan", "structure"),
+    ("plan", "routes"),
+    ("routes", "structure"),
+    ("gather", "plan"),
+    ("gather", "routes"),
     ("storage", "datafile"),
     ("write", "snapshot"),
     ("record", "snapshot"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -18,13 +18,13 @@ from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import snapshot
-from aio_ckpt.device import CopyStreams, Mark
+from aio_ckpt.device import Mark
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.objects import decode_object
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
-from aio_ckpt.snapshot import Image, ObjectEncoder, capture, lease_image, ring_slots
+from aio_ckpt.snapshot import Copiers, Image, ObjectEncoder, capture, lease_image, ring_slots
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,9 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
     work = capture(
         planned,
         image,
-        CopyStreams(),
-        on_captured=lambda index, _: told.append(index),
+        Copiers(),
+        guarded=frozenset(),
+        on_captured=lambda indices, _: told.extend(indices),
         stall_timeout_secs=stall_timeout_secs,
     )
     work.finish()
@@ -122,7 +123,8 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
         capture(
             planned,
             image,
-            CopyStreams(),
+            Copiers(),
+            guarded=frozenset(),
             on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
             stall_timeout_secs=TIMEOUT,
         )
@@ -186,16 +188,16 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
     told: list[int] = []
     changed = threading.Condition()
 
-    def on_captured(index: int, _: tuple[Mark, ...]) -> None:
+    def on_captured(indices: Sequence[int], _: tuple[Mark, ...]) -> None:
         with changed:
-            told.append(index)
+            told.extend(indices)
             changed.notify_all()
 
     rng = random.Random(slots)
     written: set[int] = set()
     with ThreadPoolExecutor(1) as trainer:
         capturing = trainer.submit(
-            capture, planned, image, CopyStreams(), on_captured=on_captured, stall_timeout_secs=TIMEOUT
+            capture, planned, image, Copiers(), guarded=frozenset(), on_captured=on_captured, stall_timeout_secs=TIMEOUT
         )
         while len(written) < len(image.chunks):
             with changed:
