@@ -18,6 +18,7 @@ from aio_ckpt.config import EngineConfig, check_seconds
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import BusyError, ConfigError, RootError
+from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
@@ -26,7 +27,7 @@ from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
 from aio_ckpt.retention import Retention
-from aio_ckpt.snapshot import ObjectEncoder, lease_image
+from aio_ckpt.snapshot import ObjectEncoder
 from aio_ckpt.storage import LocalStorage, RootLock, Storage, make_dirs
 from aio_ckpt.ticket import SaveTicket
 

@@ -11,11 +11,12 @@ from typing import Any
 from aio_ckpt import commit
 from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
 from aio_ckpt.guard import Guards
+from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
-from aio_ckpt.snapshot import Copiers, Image, ObjectBytes, capture
+from aio_ckpt.snapshot import Copiers, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]

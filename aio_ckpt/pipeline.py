@@ -20,6 +20,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan import Plan
@@ -31,7 +32,7 @@ from aio_ckpt.record import (
     render_root,
     written_names,
 )
-from aio_ckpt.snapshot import Image, ObjectBytes
+from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write import ChunkPreparer, write_image

@@ -1,115 +1,28 @@
-"""Snapshot: capture a state into the image, on the caller's thread.
-
-The image lies in an arena as a ring of chunk-sized slots. An arena that holds the whole image has a slot for
-every chunk; a smaller one (byte budget) makes the capture wait until an earlier chunk of the slot was written.
-"""
+"""Snapshot: capture a state into the image, on the caller's thread."""
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
 from aio_ckpt import envelope, objects
-from aio_ckpt.config import Staging
 from aio_ckpt.device import Copies, CopyStreams, HostCopies, Mark
-from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError
+from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers
-from aio_ckpt.items import PAGE_BYTES, Chunk, Piece, align_up
-from aio_ckpt.layout import file_chunks
-from aio_ckpt.lifetime import ArenaKind, Lease, LifetimeManager
-from aio_ckpt.plan import PlannedSave
+from aio_ckpt.image import Image
+from aio_ckpt.items import Chunk, Piece
+from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
 
-__all__ = ["Capture", "Copiers", "Image", "ObjectBytes", "ObjectEncoder", "capture", "lease_image", "ring_slots"]
+__all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
 _DOUBLE = struct.Struct("<d")
 _MAX_RUN_CHUNKS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
-    """One save's data file in memory: a ring of ``slots`` chunks in a leased arena.
-
-    The slot of chunk ``i`` belongs to the capture until it was captured, then to the writer until
-    ``written[i]`` resolves, then to chunk ``i + slots``.
-    """
-
-    lease: Lease
-    """Right over the arena."""
-    chunks: tuple[Chunk, ...]
-    """Of the whole file, objects included."""
-    chunk_bytes: int
-    """Size of a slot."""
-    slots: int
-    """Chunks that the arena holds at once."""
-    written: tuple[Future[None], ...]
-    """Per chunk: its slot is free again."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every chunk has a slot of its own."""
-        return self.slots >= len(self.chunks)
-
-    def slot_offset(self, chunk: Chunk) -> int:
-        """Where in the arena the chunk stands."""
-        return (chunk.index % self.slots) * self.chunk_bytes
-
-    def view(self, chunk: Chunk) -> memoryview:
-        """The chunk's bytes."""
-        offset = self.slot_offset(chunk)
-        return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
-
-
-def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_bytes: int) -> int:
-    """How many chunks the arena holds: all of them, or as many as the budget allows (waves).
-
-    Raises:
-        BudgetExceededError: what must be captured at once does not fit, or not even two chunks do.
-    """
-    chunks = -(-image_bytes // chunk_bytes)
-    if image_bytes <= budget_bytes:
-        return chunks
-    slots = budget_bytes // chunk_bytes
-    if must_hold_bytes > budget_bytes or slots < 2:
-        raise BudgetExceededError(
-            f"{must_hold_bytes} bytes of host state (image {image_bytes} bytes, chunks of {chunk_bytes}) must be "
-            f"captured at once, budget_bytes={budget_bytes}: raise it, or save less at once"
-        )
-    return slots
-
-
-def lease_image(
-    planned: PlannedSave, objects_bytes: int, lifetime: LifetimeManager, staging: Staging, *, timeout_secs: float
-) -> Image:
-    """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
-
-    Raises:
-        BudgetExceededError: see :func:`ring_slots`.
-        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``.
-    """
-    layout = planned.plan.layout
-    image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
-    chunks = file_chunks(layout, image_bytes)
-    slots = ring_slots(image_bytes, layout.chunk_bytes, planned.plan.host_bytes, lifetime.budget_bytes)
-    uses_cuda = planned.plan.uses_cuda
-    kind: ArenaKind = ("pinned" if uses_cuda else "pageable") if staging == "auto" else staging
-    lease = lifetime.acquire(
-        min(image_bytes, slots * layout.chunk_bytes), kind, registers=uses_cuda, timeout_secs=timeout_secs
-    )
-    return Image(
-        lease=lease,
-        chunks=chunks,
-        chunk_bytes=layout.chunk_bytes,
-        slots=slots,
-        written=tuple(Future() for _ in chunks),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,21 +116,18 @@ class Capture:
     def issue_first(self) -> None:
         """What nobody guards, on devices: the caller's stream waits for these copies alone."""
         if self._guarded:
-            for chunk in self._image.chunks:
-                self._issue_device(chunk, is_guarded=False)
+            self._issue_device(self._image.chunks, is_guarded=False)
             for copies in self._copies.values():
                 copies.mark().fence()
 
-    def issue(self, chunk: Chunk) -> bool:
-        """Issue the copies of one chunk, but for what :meth:`issue_first` did; whether any of it is on a device."""
+    def issue(self, run: Sequence[Chunk]) -> None:
+        """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
         plan = self._planned.plan
-        if chunk.index >= len(plan.routes):
-            return False
-        route = plan.routes[chunk.index]
-        self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
-        self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type == "cpu"])
-        self._issue_device(chunk, is_guarded=bool(self._guarded))
-        return bool(route.issued or route.gathered)
+        for chunk in run[: max(len(plan.routes) - run[0].index, 0)]:
+            self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
+            copied = plan.routes[chunk.index].copied
+            self._copy(chunk, [piece for piece in copied if self._device_of(piece).type == "cpu"])
+        self._issue_device(run, is_guarded=bool(self._guarded))
 
     def take_marks(self) -> tuple[Mark, ...]:
         """Behind the copies that were issued since the last call."""
@@ -258,21 +168,26 @@ class Capture:
         """Address that the image's first byte would have."""
         return self._image.lease.arena.address + self._image.slot_offset(chunk) - chunk.start
 
-    def _issue_device(self, chunk: Chunk, *, is_guarded: bool) -> None:
-        plan = self._planned.plan
-        if chunk.index >= len(plan.routes):
-            return
-        route, tensors = plan.routes[chunk.index], self._planned.tensors
-        if is_guarded:
-            chosen = [issue for issue in plan.descriptors.issues[chunk.index] if issue[3] in self._guarded]
-        else:
-            chosen = [issue for issue in plan.descriptors.issues[chunk.index] if issue[3] not in self._guarded]
-            self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type != "cpu"])
-        for device, group in groupby(chosen, key=lambda issue: tensors[issue[3]].device):
-            self._copies_from(device).issue(self._base(chunk), (issue[:3] for issue in group))
-        for span in route.gathered:
-            if (self._guarded >= set(span.leaves)) is is_guarded:
-                self._gather(chunk, span)
+    def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
+        """The chunks of a run lie side by side in the arena as in the image: one base serves all."""
+        plan, guarded = self._planned.plan, self._guarded
+        run = run[: max(len(plan.routes) - run[0].index, 0)]
+        chosen = [
+            issue
+            for chunk in run
+            for issue in plan.descriptors.issues[chunk.index]
+            if (issue[3] in guarded) is is_guarded
+        ]
+        devices = plan.structure.devices
+        for device, group in groupby(chosen, key=lambda issue: devices[issue[3]]):
+            self._copies_from(device).issue(self._base(run[0]), _joined(group))
+        for chunk in run:
+            route = plan.routes[chunk.index]
+            for span in route.gathered:
+                if (guarded >= set(span.leaves)) is is_guarded:
+                    self._gather(chunk, span)
+            if not is_guarded:
+                self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type != "cpu"])
 
     def _gather(self, chunk: Chunk, span: Span) -> None:
         copies = self._copies_from(span.device)
@@ -281,7 +196,7 @@ class Capture:
             self._copy(chunk, span.pieces)
             return
         tensors, start = self._planned.tensors, span.start + self._image.slot_offset(chunk) - chunk.start
-        groups = [(targets, [tensors[leaf].detach() for leaf in leaves]) for targets, leaves in line.groups]
+        groups = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in line.groups]
         target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
         copies.gather(target, line.memory, groups)
 
@@ -338,21 +253,13 @@ def capture(
         StallError: a slot of the ring did not become free in time.
     """
     work = Capture(planned, image, copiers, guarded)
-    runs = _run_lengths() if image.is_whole else itertools.repeat(1)
-    untold: list[int] = []
     try:
         try:
             work.issue_first()
-            room = next(runs)
-            for chunk in image.chunks:
-                _await_slot(image, chunk, stall_timeout_secs)
-                is_issued = work.issue(chunk)
-                untold.append(chunk.index)
-                if not is_issued or len(untold) >= room:
-                    on_captured(untold, work.take_marks())
-                    untold, room = [], next(runs)
-            if untold:
-                on_captured(untold, work.take_marks())
+            for run in _cut_runs(image, planned.plan):
+                _await_slot(image, run[0], stall_timeout_secs)
+                work.issue(run)
+                on_captured([chunk.index for chunk in run], work.take_marks())
         except RuntimeError:
             work.check_sources()  # why torch refused to copy
             raise
@@ -366,13 +273,38 @@ def capture(
     return work
 
 
-def _run_lengths() -> Iterator[int]:
-    """How many chunks from devices are told of at once: the first alone, so that it is written soon; later more,
-    because each mark and each message costs the caller microseconds and a transfer is faster than a disk."""
-    length = 1
-    while True:
-        yield length
-        length = min(2 * length, _MAX_RUN_CHUNKS)
+def _cut_runs(image: Image, plan: Plan) -> Iterator[Sequence[Chunk]]:
+    """Chunks that are issued and told of together: one by one from the host and in waves.
+
+    From devices the first alone, so that it is written soon, then more and more: each mark and each message costs
+    the caller microseconds, and a transfer is faster than a disk.
+    """
+    first, length = 0, 1
+    while first < len(image.chunks):
+        run = image.chunks[first : first + 1]
+        if image.is_whole and _is_on_device(plan, first):
+            run = image.chunks[first : first + length]
+            length = min(2 * length, _MAX_RUN_CHUNKS)
+        yield run
+        first += len(run)
+
+
+def _is_on_device(plan: Plan, index: int) -> bool:
+    return index < len(plan.routes) and bool(plan.routes[index].issued or plan.routes[index].gathered)
+
+
+def _joined(issues: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(image offset, address, bytes) of each, those that the boundary of a chunk had cut joined again."""
+    start = address = nbytes = 0
+    for next_start, next_address, next_nbytes, _ in issues:
+        if nbytes and (next_start, next_address) == (start + nbytes, address + nbytes):
+            nbytes += next_nbytes
+            continue
+        if nbytes:
+            yield start, address, nbytes
+        start, address, nbytes = next_start, next_address, next_nbytes
+    if nbytes:
+        yield start, address, nbytes
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

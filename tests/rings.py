@@ -10,13 +10,14 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt import tree
+from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.pipeline import CaptureProgress
 from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.portal import Executor
-from aio_ckpt.snapshot import Capture, Copiers, Image, capture
+from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.write import ChunkPreparer, write_image
 

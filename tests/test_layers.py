@@ -20,7 +20,8 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
     **dict.fromkeys(("portal", "ticket", "device"), 1),
     **dict.fromkeys(
-        ("lifetime", "layout", "structure", "routes", "plan", "gather", "datafile", "storage", "coordinator"), 2
+        ("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "datafile", "storage", "coordinator"),
+        2,
     ),
     **dict.fromkeys(("snapshot", "guard", "write", "record", "commit", "retention"), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
@@ -46,9 +47,11 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("plan", "routes"),
     ("routes", "structure"),
     ("gather", "plan"),
+    ("image", "layout"),
+    ("image", "lifetime"),
+    ("image", "plan"),
     ("gather", "routes"),
     ("storage", "datafile"),
-    ("write", "snapshot"),
     ("record", "snapshot"),
     ("catalog", "contents"),
     ("pieces", "contents"),
