@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt import commit
+from aio_ckpt.config import MAX_SECS, BusyPolicy
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
+from aio_ckpt.pipeline import PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
+from aio_ckpt.progress import CaptureProgress, Deadline
 from aio_ckpt.snapshot import Image, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
@@ -37,7 +39,6 @@ class InFlight:
         self._on_settled = on_settled
         self._streams = CopyStreams()
         self._max = site.config.max_in_flight
-        self._when_busy = site.config.when_busy
         self._on_failure = site.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
@@ -53,26 +54,28 @@ class InFlight:
 
     # -- room -----------------------------------------------------------------------------------------
 
-    def wait_for_room(self) -> float | None:
+    def wait_for_room(self, step: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
         """Seconds waited for room; None if the save is to be skipped.
 
-        No deadline of its own: each pending save settles by its own.
+        Without a deadline for as long as it takes: each pending save settles by its own.
 
         Raises:
             BusyError: there is none and ``when_busy="raise"``.
+            StallError: there was none by the deadline of this save, which is to be ``step`` (or the next).
             EngineClosedError: the engine was closed, maybe meanwhile.
         """
         began = time.perf_counter()
         with self._lock:
             while not self._is_closing and len(self._pending) >= self._max:
-                if self._when_busy == "skip":
+                if when_busy == "skip":
                     return None
-                if self._when_busy == "raise":
+                if when_busy == "raise":
                     raise BusyError(
                         f"the save of step {self._pending[0].step} is pending: await engine.ready() first, "
                         "or raise max_in_flight"
                     )
-                self._changed.wait()
+                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(deadline.left_secs(MAX_SECS))
             if self._is_closing:
                 raise EngineClosedError("the engine was closed: open a new one")
         return time.perf_counter() - began
@@ -111,7 +114,7 @@ class InFlight:
         step: int,
         requested: Sequence[str],
         overwrite: bool,
-        deadline_secs: float | None,
+        deadline: Deadline,
         started: float,
         waited_secs: float,
         plan_secs: float,
@@ -137,7 +140,7 @@ class InFlight:
                     step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs
                 ),
                 overwrite=overwrite,
-                deadline_secs=deadline_secs,
+                deadline=deadline,
                 started=started,
                 plan_secs=plan_secs,
                 previous=self._pending[-1].settled if self._pending else None,

@@ -14,9 +14,9 @@ from aio_ckpt.device import CopyStreams
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import LifetimeManager
-from aio_ckpt.pipeline import CaptureProgress
 from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.portal import Executor
+from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.snapshot import Capture, Image, capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.write import ChunkPreparer, write_image
