@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
-from aio_ckpt.storage import Storage
+from aio_ckpt.storage import Storage, make_dirs
 
 __all__ = [
     "Committed",
@@ -31,10 +31,12 @@ __all__ = [
     "abandon_after",
     "clear_leftovers",
     "commit_directory",
-    "commit_root",
     "discover",
+    "make_root",
     "pending_path",
+    "publish",
     "retire_directory",
+    "seal",
     "write_owner",
 ]
 
@@ -126,6 +128,20 @@ class StepNames:
         return int(match[1]) if match else None
 
 
+def make_root(root: Path) -> None:
+    """Make the root, if it is not there.
+
+    Raises:
+        RootError: it is a file, or cannot be made.
+    """
+    try:
+        make_dirs(root)
+    except OSError as error:
+        raise RootError(
+            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
+        ) from error
+
+
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
     """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
 
@@ -157,15 +173,21 @@ async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
     await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
 
 
-async def commit_root(storage: Storage, *, pending: Path, final: Path, root_manifest: bytes, overwrite: bool) -> None:
-    """Leader, root mode: make a pending directory durable as a whole, then visible.
+async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
+    """Leader, root mode: make a pending directory durable as a whole.
 
-    All other files in it must have been fsynced, in whatever order: none counts before the rename. It never
-    replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed when the new
-    one is durable.
+    All other files in it must have been fsynced, in whatever order: none counts before :func:`publish`.
     """
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
+
+
+async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> None:
+    """Leader, root mode: make a sealed directory visible, durably.
+
+    It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
+    when the new one is durable.
+    """
     replaces = overwrite and await storage.exists(final)
     if replaces and not await storage.exists(final / OWNER_FILE):
         # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.

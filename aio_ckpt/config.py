@@ -8,7 +8,16 @@ from typing import Literal, get_args
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["BusyPolicy", "DirectIO", "EngineConfig", "FailurePolicy", "Staging", "VerifyPolicy", "check_seconds"]
+__all__ = [
+    "MAX_SECS",
+    "BusyPolicy",
+    "DirectIO",
+    "EngineConfig",
+    "FailurePolicy",
+    "Staging",
+    "VerifyPolicy",
+    "check_seconds",
+]
 
 Staging = Literal["auto", "pinned", "shm", "pageable"]
 DirectIO = Literal["auto", "on", "off"]

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import signal
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
 from aio_ckpt import commit, tree
+from aio_ckpt.closing import Closing, second_to
 from aio_ckpt.config import EngineConfig, check_seconds
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError, RootError
+from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError
 from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
-from aio_ckpt.pipeline import Site, follow
+from aio_ckpt.pipeline import Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
+from aio_ckpt.preemption import Preemption
+from aio_ckpt.progress import Deadline, follow
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
 from aio_ckpt.retention import Retention
 from aio_ckpt.snapshot import ObjectEncoder
-from aio_ckpt.storage import LocalStorage, RootLock, Storage, make_dirs
+from aio_ckpt.storage import LocalStorage, RootLock, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
@@ -74,7 +79,7 @@ class CheckpointEngine:
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-        _make_root(self.root)
+        commit.make_root(self.root)
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
@@ -93,12 +98,23 @@ class CheckpointEngine:
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
         self._retention = Retention(
-            self._site.storage, self.root, self._site.names, keep_last=config.keep_last, keep_every=config.keep_every
+            self._site.storage,
+            self.root,
+            self._site.names,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            must_wait=lambda: self.preempted,
         )
         self._retaining: Future[list[int]] | None = None
         self._save_lock = Lock()
         self._root_lock: RootLock | None = None
-        self._portal.at_exit(self._drain_at_exit)
+        self._preemption = Preemption()
+        self._closing = Closing(
+            self._in_flight,
+            background=lambda: () if self._retaining is None else (self._retaining,),
+            release=self._shut_down,
+        )
+        self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -114,7 +130,9 @@ class CheckpointEngine:
             state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
             step: must exceed every committed and pending step; default one more than the newest.
             overwrite: replace the committed checkpoint of this very step, in one exchange.
-            deadline_secs: fail this save if it is not committed by then.
+            deadline_secs: fail this save if it is not committed so many seconds after this call. Whatever it waits
+                for is given up then and nothing becomes visible; only the last rename and its fsync, once begun, are
+                waited for.
 
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
@@ -123,15 +141,19 @@ class CheckpointEngine:
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
+            StallError: ``deadline_secs`` passed before everything was captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
-        started = time.perf_counter()
+        started, deadline = time.perf_counter(), Deadline(secs=deadline_secs, began=time.monotonic())
         self._portal.check_thread("save()")
         if deadline_secs is not None:
             check_seconds("deadline_secs", deadline_secs)
         with self._save_lock:
             self._in_flight.raise_unreported()
-            waited_secs = self._in_flight.wait_for_room()
+            # After a preemption there may be no other save to make up for one that was skipped.
+            waited_secs = self._in_flight.wait_for_room(
+                step, "wait" if self.preempted else self.config.when_busy, deadline
+            )
             if not self._in_flight.knows_steps:
                 self._in_flight.learn_steps(self.steps)
             if waited_secs is None:
@@ -150,6 +172,7 @@ class CheckpointEngine:
                 self._lifetime,
                 self.config.staging,
                 timeout_secs=self.config.stall_timeout_secs,
+                limit_secs=deadline.left_secs(math.inf),
             )
             try:
                 save = self._in_flight.enter(
@@ -159,7 +182,7 @@ class CheckpointEngine:
                     step=step,
                     requested=flat.names,
                     overwrite=overwrite,
-                    deadline_secs=deadline_secs,
+                    deadline=deadline,
                     started=started,
                     waited_secs=waited_secs + image.lease.waited_secs,
                     plan_secs=plan_secs,
@@ -276,9 +299,8 @@ class CheckpointEngine:
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
         site = self._site
-        return [
-            found.step for found in self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
-        ]
+        committed = self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
+        return [checkpoint.step for checkpoint in committed]
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -301,7 +323,32 @@ class CheckpointEngine:
             self._in_flight.learn_steps(self.steps)
             return steps
 
-    # -- closing --------------------------------------------------------------------------------------
+    # -- ending ---------------------------------------------------------------------------------------
+
+    def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """From now on ``signals`` set :attr:`preempted`, until the engine is closed.
+
+        The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
+        are called too, after the flag was set; what the system does by default (to end the process) no longer
+        happens. Closing the engine restores what was there before. A forked child keeps to what was there before.
+
+        Raises:
+            WrongThreadError: not called on the main thread.
+            ConfigError: a signal cannot be handled.
+            EngineClosedError: the engine was closed.
+        """
+        if self._portal.is_closed:
+            raise EngineClosedError("the engine was closed: open a new one")
+        self._preemption.install(signals)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal of :meth:`on_preemption` came; stays True.
+
+        From then on the disk belongs to the saves: retention deletes nothing more (the next run's does), and
+        ``save()`` waits for room even where ``when_busy`` would skip or raise.
+        """
+        return self._preemption.has_come  # with many ranks: the coordinator's, from a step that all agree on
 
     async def __aenter__(self) -> Self:
         return self
@@ -309,52 +356,32 @@ class CheckpointEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        try:
+        with second_to(error):
             await self.close()
-        except Exception:
-            if error is None:
-                raise
-            _log.exception("a save failed while the trainer was failing")  # the trainer's own error comes first
         return False
 
     async def close(self) -> None:
         """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
-        self._in_flight.close()
-        for settled in self._unfinished():
-            await asyncio.wrap_future(follow(settled))
-        self._shut_down()
-        self._in_flight.raise_unreported()
+        await self._closing.finish()
 
     def close_blocking(self) -> None:
         """:meth:`close` for a caller without a loop."""
-        self._in_flight.close()
-        for settled in self._unfinished():
-            wait([settled])
-        self._shut_down()
-        self._in_flight.raise_unreported()
+        self._closing.finish_blocking()
 
     def close_after(self, error: BaseException | None) -> None:
         """:meth:`close_blocking` at the end of a block that ended with ``error``, which comes first."""
-        try:
+        with second_to(error):
             self.close_blocking()
-        except Exception:
-            if error is None:
-                raise
-            _log.exception("a save failed while the trainer was failing")
 
     def terminate(self) -> None:
         """Abandon pending saves and release everything; nothing of them becomes visible."""
-        self._in_flight.close()
-        for save in self._in_flight.pending:
-            save.ticket.cancel()
-            save.ticket.exception(self.config.stall_timeout_secs)
-        self._shut_down()
+        self._closing.abandon(self.config.stall_timeout_secs)
 
     def _after(self, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
         if error is not None:
             self._cache.clear()
-        elif self._retention.is_enabled:
+        elif self._retention.is_enabled and not self._preemption.has_come:
             self._retaining = self._portal.submit(self._retention.enforce)
 
     def _become_writer(self) -> None:
@@ -374,13 +401,6 @@ class CheckpointEngine:
     def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
         return self._portal.call(async_fn, *args, timeout=self.config.stall_timeout_secs, what=what)
 
-    def _unfinished(self) -> Iterator[Future[Any]]:
-        """What closing waits for; a retention pass is begun before its save settles."""
-        for save in self._in_flight.pending:
-            yield save.settled
-        if self._retaining is not None:
-            yield self._retaining
-
     def _shut_down(self) -> None:
         self._in_flight.guards.close()
         self._portal.close(_STOP_SECS)
@@ -388,23 +408,4 @@ class CheckpointEngine:
         if self._root_lock is not None:
             self._root_lock.release()
             self._root_lock = None
-
-    def _drain_at_exit(self) -> None:
-        self._in_flight.close()
-        deadline = time.monotonic() + self.config.drain_timeout_secs
-        pending = self._in_flight.pending
-        for settled in self._unfinished():
-            wait([settled], timeout=max(0.0, deadline - time.monotonic()))
-        late = [save.step for save in pending if not save.settled.done()]
-        if late:
-            _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
-        self._shut_down()
-
-
-def _make_root(root: Path) -> None:
-    try:
-        make_dirs(root)
-    except OSError as error:
-        raise RootError(
-            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
-        ) from error
+        self._preemption.restore()

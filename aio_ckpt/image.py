@@ -72,13 +72,20 @@ def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_
 
 
 def lease_image(
-    planned: PlannedSave, objects_bytes: int, lifetime: LifetimeManager, staging: Staging, *, timeout_secs: float
+    planned: PlannedSave,
+    objects_bytes: int,
+    lifetime: LifetimeManager,
+    staging: Staging,
+    *,
+    timeout_secs: float,
+    limit_secs: float,
 ) -> Image:
     """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
 
     Raises:
         BudgetExceededError: see :func:`ring_slots`.
-        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``.
+        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs``
+            passed.
     """
     layout = planned.plan.layout
     image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
@@ -87,7 +94,11 @@ def lease_image(
     uses_cuda = planned.plan.uses_cuda
     kind: ArenaKind = ("pinned" if uses_cuda else "pageable") if staging == "auto" else staging
     lease = lifetime.acquire(
-        min(image_bytes, slots * layout.chunk_bytes), kind, registers=uses_cuda, timeout_secs=timeout_secs
+        min(image_bytes, slots * layout.chunk_bytes),
+        kind,
+        registers=uses_cuda,
+        timeout_secs=timeout_secs,
+        limit_secs=limit_secs,
     )
     return Image(
         lease=lease,

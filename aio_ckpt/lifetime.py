@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import time
@@ -210,14 +211,16 @@ class LifetimeManager:
                 arenas=len(arenas), arena_bytes=sum(arena.capacity for arena in arenas), leases=len(self._lent)
             )
 
-    def acquire(self, nbytes: int, kind: ArenaKind, *, registers: bool, timeout_secs: float) -> Lease:
+    def acquire(
+        self, nbytes: int, kind: ArenaKind, *, registers: bool, timeout_secs: float, limit_secs: float = math.inf
+    ) -> Lease:
         """An arena of at least ``nbytes``; blocks while other leases hold the budget.
 
         With ``registers`` the memory is registered with CUDA unless it is ``pageable``.
 
         Raises:
             BudgetExceededError: ``nbytes`` alone is more than the budget, or the memory cannot be had.
-            StallError: no thread let go of a lent byte for ``timeout_secs``.
+            StallError: no thread let go of a lent byte for ``timeout_secs``, or ``limit_secs`` passed in all.
             EngineClosedError: the manager was closed.
         """
         if nbytes > self.budget_bytes:
@@ -231,7 +234,10 @@ class LifetimeManager:
                 left = last_used + timeout_secs - time.monotonic()
                 if left <= 0:
                     raise StallError(f"an earlier save keeps its arena and made no progress for {timeout_secs} s")
-                self._changed.wait(left)
+                limit_left = began + limit_secs - time.monotonic()
+                if limit_left <= 0:
+                    raise StallError(f"an earlier save kept its arena, this one had {limit_secs:.1f} s left")
+                self._changed.wait(min(left, limit_left))
             waited_secs = time.monotonic() - began
             if arena is None:
                 self._reserved_bytes += nbytes

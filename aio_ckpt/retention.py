@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -35,13 +35,22 @@ class Retention:
     """
 
     def __init__(
-        self, storage: Storage, root: Path, names: StepNames, *, keep_last: int | None, keep_every: int | None
+        self,
+        storage: Storage,
+        root: Path,
+        names: StepNames,
+        *,
+        keep_last: int | None,
+        keep_every: int | None,
+        must_wait: Callable[[], bool],
     ) -> None:
+        """Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it."""
         self._storage = storage
         self._root = root
         self._names = names
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._must_wait = must_wait
         self._one_at_a_time = anyio.Lock()
 
     @property
@@ -55,6 +64,8 @@ class Retention:
             committed = await discover(self._storage, self._root, self._names)
             removed = []
             for checkpoint in expired(committed, keep_last=self._keep_last, keep_every=self._keep_every):
+                if self._must_wait():
+                    break
                 trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
                 try:
                     await self._storage.rename(checkpoint.path, trash)

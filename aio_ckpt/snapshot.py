@@ -16,13 +16,14 @@ from aio_ckpt.gather import GatherBuffers
 from aio_ckpt.image import Image
 from aio_ckpt.items import Chunk, Piece
 from aio_ckpt.plan import Plan, PlannedSave
+from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
 
 __all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
 _DOUBLE = struct.Struct("<d")
-_MAX_RUN_CHUNKS = 8
+_MAX_RUN_CHUNKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +241,7 @@ def capture(
     copiers: Copiers,
     *,
     guarded: Set[int],
-    on_captured: Callable[[Sequence[int], tuple[Mark, ...]], None],
+    on_captured: Callable[[Sequence[CapturedRun]], None],
     stall_timeout_secs: float,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
@@ -253,13 +254,23 @@ def capture(
         StallError: a slot of the ring did not become free in time.
     """
     work = Capture(planned, image, copiers, guarded)
+    untold: list[CapturedRun] = []  # from devices: to wake the engine's loop earlier would cost the GIL and win nothing
     try:
         try:
             work.issue_first()
             for run in _cut_runs(image, planned.plan):
+                is_host = not _is_issued(image, planned.plan, run[0].index)
+                if is_host and untold:
+                    on_captured(untold)
+                    untold = []
                 _await_slot(image, run[0], stall_timeout_secs)
                 work.issue(run)
-                on_captured([chunk.index for chunk in run], work.take_marks())
+                untold.append(([chunk.index for chunk in run], work.take_marks()))
+                if is_host:
+                    on_captured(untold)
+                    untold = []
+            if untold:
+                on_captured(untold)
         except RuntimeError:
             work.check_sources()  # why torch refused to copy
             raise
@@ -276,21 +287,24 @@ def capture(
 def _cut_runs(image: Image, plan: Plan) -> Iterator[Sequence[Chunk]]:
     """Chunks that are issued and told of together: one by one from the host and in waves.
 
-    From devices the first alone, so that it is written soon, then more and more: each mark and each message costs
-    the caller microseconds, and a transfer is faster than a disk.
+    From devices the first alone, so that it is written soon, then more and more: each mark costs the caller
+    microseconds, and a transfer is faster than a disk.
     """
     first, length = 0, 1
     while first < len(image.chunks):
         run = image.chunks[first : first + 1]
-        if image.is_whole and _is_on_device(plan, first):
+        if _is_issued(image, plan, first):
             run = image.chunks[first : first + length]
             length = min(2 * length, _MAX_RUN_CHUNKS)
         yield run
         first += len(run)
 
 
-def _is_on_device(plan: Plan, index: int) -> bool:
-    return index < len(plan.routes) and bool(plan.routes[index].issued or plan.routes[index].gathered)
+def _is_issued(image: Image, plan: Plan, index: int) -> bool:
+    """Whether a chunk comes from devices, in an image that holds it to the end."""
+    if not image.is_whole or index >= len(plan.routes):
+        return False
+    return bool(plan.routes[index].issued or plan.routes[index].gathered)
 
 
 def _joined(issues: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -311,9 +325,11 @@ def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:
     if chunk.index < image.slots:
         return
     try:
-        image.written[chunk.index - image.slots].result(timeout_secs)
+        failure = image.written[chunk.index - image.slots].exception(timeout_secs)
     except TimeoutError as error:
         raise StallError(
             f"chunk {chunk.index - image.slots} was not written within {timeout_secs} s, so chunk {chunk.index} "
             "cannot be captured: the disk is stalled"
         ) from error
+    if failure is not None:  # outside of the try: a passed deadline is a TimeoutError too
+        raise failure

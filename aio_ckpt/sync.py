@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import signal
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -108,6 +109,15 @@ class SyncCheckpointEngine:
     def clear_cache(self) -> None:
         """See :meth:`CheckpointEngine.clear_cache`."""
         self._engine.clear_cache()
+
+    def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """See :meth:`CheckpointEngine.on_preemption`."""
+        self._engine.on_preemption(signals)
+
+    @property
+    def preempted(self) -> bool:
+        """See :attr:`CheckpointEngine.preempted`."""
+        return self._engine.preempted
 
     def close(self) -> None:
         """See :meth:`CheckpointEngine.close`."""

@@ -14,9 +14,9 @@ from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import LifetimeManager
-from aio_ckpt.pipeline import CaptureProgress
 from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.portal import Executor
+from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.write import ChunkPreparer, write_image
@@ -67,7 +67,7 @@ async def save_image(
             image,
             Copiers(),
             guarded=frozenset(),
-            on_captured=lambda indices, marks: loop.call_soon_threadsafe(progress.tell, indices, marks),
+            on_captured=lambda runs: loop.call_soon_threadsafe(progress.tell, list(runs)),
             stall_timeout_secs=TIMEOUT,
         )
         try:

@@ -18,13 +18,13 @@ from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import snapshot
-from aio_ckpt.device import Mark
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
 from aio_ckpt.image import Image, lease_image, ring_slots
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.objects import decode_object
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
+from aio_ckpt.progress import CapturedRun
 from aio_ckpt.snapshot import Copiers, ObjectEncoder, capture
 
 
@@ -50,7 +50,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         image,
         Copiers(),
         guarded=frozenset(),
-        on_captured=lambda indices, _: told.extend(indices),
+        on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=stall_timeout_secs,
     )
     work.finish()
@@ -163,7 +163,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
     planned = plan_of(uniform(4, 4 * MIB, 1.0))
     for budget_bytes, slots, arena_bytes in ((32 * MIB, 5, 18 * MIB), (16 * MIB, 4, 16 * MIB)):
         manager = LifetimeManager(budget_bytes=budget_bytes, executor=executor, debug=False)
-        image = lease_image(planned, 0, manager, "auto", timeout_secs=TIMEOUT)
+        image = lease_image(planned, 0, manager, "auto", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
         assert (image.slots, len(image.chunks), image.is_whole) == (slots, 5, slots == 5)
         assert image.lease.arena.kind == "pageable"
         assert manager.stats.arena_bytes == arena_bytes
@@ -174,7 +174,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
         manager.close()
     small = LifetimeManager(budget_bytes=16 * MIB - 1, executor=executor, debug=False)
     with pytest.raises(BudgetExceededError, match=f"{16 * MIB} bytes of host state"):
-        lease_image(planned, 0, small, "auto", timeout_secs=TIMEOUT)
+        lease_image(planned, 0, small, "auto", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     executor.close(TIMEOUT)
 
 
@@ -189,9 +189,9 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
     told: list[int] = []
     changed = threading.Condition()
 
-    def on_captured(indices: Sequence[int], _: tuple[Mark, ...]) -> None:
+    def on_captured(runs: Sequence[CapturedRun]) -> None:
         with changed:
-            told.extend(indices)
+            told.extend(index for indices, _ in runs for index in indices)
             changed.notify_all()
 
     rng = random.Random(slots)
@@ -312,7 +312,7 @@ def test_an_object_that_needs_code_to_be_read_is_refused_by_name() -> None:
 
 def test_an_image_of_objects_alone_has_chunks_too(manager: LifetimeManager) -> None:
     planned = plan_of({"text": "x"})
-    image = lease_image(planned, 9 * MIB, manager, "pageable", timeout_secs=TIMEOUT)
+    image = lease_image(planned, 9 * MIB, manager, "pageable", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     assert image.chunks[-1].stop == 9 * MIB
     assert captured(planned, image) == [0, 1, 2]
     assert all(isinstance(future, Future) and not future.done() for future in image.written)
