@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import Committed, StepNames, check_step
+from aio_ckpt.commit import Committed, check_step
 from aio_ckpt.errors import BusyError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
-from aio_ckpt.retention import expired
+from aio_ckpt.names import StepNames
+from aio_ckpt.retention import Policy, expired
 
 
 @pytest.fixture
@@ -317,7 +318,8 @@ def test_the_name_of_a_step_gives_the_step_again(step: int, step_dir: str) -> No
 
 def kept(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
     committed = [Committed(step=step, path=Path(f"/{step}")) for step in steps]
-    gone = expired(committed, keep_last=keep_last, keep_every=keep_every)
+    policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=None)
+    gone = expired(committed, policy, good=max(steps, default=0))
     assert gone == sorted(gone, key=lambda checkpoint: checkpoint.step)
     return [checkpoint.step for checkpoint in committed if checkpoint not in gone]
 
