@@ -17,12 +17,14 @@ import click
 import msgspec
 
 from aio_ckpt._version import __version__
+from aio_ckpt.commit import MAX_STEP
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
 from aio_ckpt.names import StepNames
 from aio_ckpt.portal import Executor, Portal
+from aio_ckpt.retention import protect, unprotect
 from aio_ckpt.screen import Advance, Screen, amount, printable
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.verify import Fault, verify_checkpoint
@@ -139,6 +141,31 @@ def _when(unix: float | None) -> str:
         return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
     except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
         return "?"
+
+
+# -- protect ----------------------------------------------------------------------------------------
+
+_STEP = click.IntRange(0, MAX_STEP)
+
+
+@commands.command("protect")
+@click.argument("root", type=_DIRECTORY)
+@click.argument("step", type=_STEP)
+@_step_dir_option
+def protect_command(root: Path, step: int, step_dir: str) -> None:
+    """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
+    names = _names(step_dir)
+    _call(lambda storage, _: protect(storage, root.absolute(), names, step))
+    Screen(as_json=False).line(f"step {step} is protected")
+
+
+@commands.command("unprotect")
+@click.argument("root", type=_DIRECTORY)
+@click.argument("step", type=_STEP)
+def unprotect_command(root: Path, step: int) -> None:
+    """Let STEP under ROOT expire again."""
+    _call(lambda storage, _: unprotect(storage, root.absolute(), step))
+    Screen(as_json=False).line(f"step {step} is not protected")
 
 
 # -- inspect ----------------------------------------------------------------------------------------

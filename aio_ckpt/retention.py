@@ -104,7 +104,8 @@ def _number(name: str, value: object) -> float:
         raise ConfigError(f"metrics[{name!r}]: give a number, not text")
     try:
         name.encode()  # no lone surrogate: JSON holds none
-        return float(value)  # type: ignore[arg-type]
+        item = getattr(value, "item", None)  # float() warns of a tensor that requires a gradient, as a loss does
+        return float(item() if callable(item) else value)
     except OverflowError:
         return math.inf
     except (TypeError, ValueError, RuntimeError) as error:
