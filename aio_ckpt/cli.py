@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from aio_ckpt._version import __version__
-from aio_ckpt.commit import MAX_STEP
+from aio_ckpt.commit import MAX_LOOKS, MAX_STEP
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
@@ -272,13 +272,15 @@ def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _V
 
     async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
         nonlocal is_gone
-        while True:
+        faults: tuple[Fault, ...] = ()
+        for _ in range(MAX_LOOKS):
             before = await storage.status(checkpoint)
             faults = await look(storage, executor)
             after = await storage.status(checkpoint)
             is_gone = after is None
             if is_gone or after == before or not faults:
-                return () if is_gone else faults  # else its writer replaced it while it was read
+                break  # else its writer replaced it while it was read
+        return () if is_gone else faults
 
     faults = _call(work, readers=workers)
     secs = time.perf_counter() - begin

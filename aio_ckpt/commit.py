@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 MAX_SMALL_FILE_BYTES = 1 << 30
+MAX_LOOKS = 32
+"""How often a root is looked at anew because its writer deleted what was being looked at."""
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
 
@@ -64,13 +66,23 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
 
 
 async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    found: list[Committed] = []
     if not await storage.exists(root):
-        return []
-    found = []
-    for name in await storage.list_dir(root):
-        step = names.step(name)
-        if step is not None and (status := await storage.status(root / name / METADATA_FILE)) is not None:
-            found.append(Committed(step=step, path=root / name, identity=status.identity))
+        return found
+    for _ in range(MAX_LOOKS):
+        found.clear()
+        has_vanished = False
+        for name in await storage.list_dir(root):
+            step = names.step(name)
+            if step is None:
+                continue
+            status = await storage.status(root / name / METADATA_FILE)
+            if status is not None:
+                found.append(Committed(step=step, path=root / name, identity=status.identity))
+            else:
+                has_vanished = has_vanished or not await storage.exists(root / name)
+        if not has_vanished:
+            break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
     return found
 
 

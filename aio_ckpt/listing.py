@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
-from aio_ckpt.commit import Committed, discover
+from aio_ckpt.commit import MAX_LOOKS, Committed, discover
 from aio_ckpt.contents import global_shape
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
@@ -171,8 +171,13 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
     """
     if await _is_checkpoint(storage, path):
         return [path]
-    steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
-    found = [path / name for name in sorted(steps, key=steps.__getitem__) if await _is_checkpoint(storage, path / name)]
+    found: list[Path] = []
+    for _ in range(MAX_LOOKS):
+        steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
+        paths = [path / name for name in sorted(steps, key=steps.__getitem__)]
+        found = [each for each in paths if await _is_checkpoint(storage, each)]
+        if all([await storage.exists(each) for each in paths if each not in found]):
+            break  # else a writer deleted what was listed
     if not found:
         raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
     return found
@@ -190,14 +195,15 @@ async def describe_newest(storage: Storage, executor: Executor, path: Path, name
         CheckpointNotFoundError: neither.
         CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
     """
-    while True:
+    for _ in range(MAX_LOOKS):
         newest = (await locate(storage, path, names))[-1]
         before = await storage.status(newest)
         try:
             return await describe(storage, executor, newest, names)
         except (CheckpointNotFoundError, CorruptCheckpointError):
             if before is not None and await storage.status(newest) == before:
-                raise  # else it was deleted or replaced: each look costs its writer a save
+                raise  # else it was deleted or replaced: look again
+    raise CheckpointNotFoundError(f"{path}: each of {MAX_LOOKS} checkpoints was deleted by its writer when it was read")
 
 
 async def describe(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:

@@ -16,8 +16,6 @@ from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_sta
 __all__ = ["LoadOptions", "load_state", "read_tree"]
 
 T = TypeVar("T")
-_MAX_LOOKS = 32
-"""How often a root is looked at anew because its writer deleted what was being read."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -100,7 +98,7 @@ async def _newest_good(
     deleted or replaced meanwhile proves nothing: then the root is looked at anew.
     """
     was_modified = False
-    for _ in range(_MAX_LOOKS):
+    for _ in range(commit.MAX_LOOKS):
         try:
             candidates = _candidates(await commit.discover(site.storage, site.root, site.names), step, site)
             return await _first_good(site, candidates, use, walks_back=step is None and fallback)
@@ -111,8 +109,8 @@ async def _newest_good(
             error.target_modified = error.target_modified or was_modified
             raise
     failure = CheckpointNotFoundError(
-        f"each of {_MAX_LOOKS} checkpoints under {site.root} was deleted or replaced by its writer while it was read: "
-        "keep more of them (keep_last), or protect(step) one before it is read"
+        f"each of {commit.MAX_LOOKS} checkpoints under {site.root} was deleted or replaced by its writer while it was "
+        "read: keep more of them (keep_last), or protect(step) one before it is read"
     )
     failure.target_modified = was_modified
     raise failure

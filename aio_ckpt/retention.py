@@ -105,7 +105,7 @@ def _number(name: str, value: object) -> float:
     try:
         name.encode()  # no lone surrogate: JSON holds none
         item = getattr(value, "item", None)  # float() warns of a tensor that requires a gradient, as a loss does
-        return float(item() if callable(item) else value)
+        return float(item() if callable(item) else value)  # type: ignore[arg-type]
     except OverflowError:
         return math.inf
     except (TypeError, ValueError, RuntimeError) as error:
