@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,8 +33,8 @@ class InFlight:
     failure that no waiter has seen stays here until it was raised once.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[BaseException | None], None]) -> None:
-        """``on_settled`` is told of each outcome before the save leaves the table."""
+    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[int, BaseException | None], None]) -> None:
+        """``on_settled`` is told of each step and outcome before the save leaves the table."""
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
@@ -49,8 +49,8 @@ class InFlight:
         self._entered = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
-        self._committed: set[int] = set()
-        self._new: set[int] = set()
+        self._newest: int | None = None
+        self._newest_since_read: int | None = None
         self._knows_steps = False
         self._is_closing = False
 
@@ -100,10 +100,10 @@ class InFlight:
             return tuple(self._pending)
 
     @property
-    def has_room(self) -> bool:
-        """Whether a save would not wait."""
+    def settled_before_room(self) -> Future[None] | None:
+        """Settlement of the oldest save, if another would have to wait for it."""
         with self._lock:
-            return len(self._pending) < self._max
+            return self._pending[0].settled if len(self._pending) >= self._max else None
 
     # -- one save -------------------------------------------------------------------------------------
 
@@ -116,6 +116,7 @@ class InFlight:
         step: int,
         requested: Sequence[str],
         overwrite: bool,
+        metrics: Mapping[str, float | None],
         deadline: Deadline,
         started: float,
         waited_secs: float,
@@ -150,6 +151,7 @@ class InFlight:
                     waited_secs=waited_secs,
                 ),
                 overwrite=overwrite,
+                metrics=metrics,
                 deadline=deadline,
                 started=started,
                 plan_secs=plan_secs,
@@ -219,12 +221,12 @@ class InFlight:
         if error is not None and not is_cancelled:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
-        self._on_settled(error)
+        self._on_settled(save.step, error)
         with self._lock:
             self._pending.remove(save)
             if error is None:
-                self._committed.add(save.step)
-                self._new.add(save.step)
+                self._newest = _later(self._newest, save.step)
+                self._newest_since_read = _later(self._newest_since_read, save.step)
             else:
                 self._knows_steps = False  # a commit that stalled may have become visible: look again
             if error is not None and not is_cancelled:
@@ -245,34 +247,34 @@ class InFlight:
         return self._knows_steps
 
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
-        """Take over what is committed on the disk, and what is being committed while the disk is read."""
+        """Take over the newest step on the disk, or what is committed while the disk is read."""
         with self._lock:
-            self._new.clear()
+            self._newest_since_read = None
             self._knows_steps = True
         try:
-            found = set(read_steps())
+            found = max(read_steps(), default=None)
         except BaseException:
             self._knows_steps = False
             raise
         with self._lock:
-            self._committed = found | self._new
+            self._newest = _later(self._newest_since_read, found)
 
     @property
-    def newest_step(self) -> int:
-        """Newest committed or pending step; 0 if there is none."""
+    def newest_step(self) -> int | None:
+        """Newest committed or pending step."""
         with self._lock:
-            return max(self._committed.union(save.step for save in self._pending), default=0)
+            return _later(self._newest, max((save.step for save in self._pending), default=None))
 
-    def next_step(self, step: object, *, overwrite: bool) -> int:
-        """The step of a save that enters now.
+    def next_step(self, step: object, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
+        """The step of a save that enters now. Only the newest is remembered: an older one is looked up on the disk.
 
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.check_step`.
         """
-        with self._lock:
-            committed = self._committed
-            newest = max(committed.union(save.step for save in self._pending), default=None)
-            return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
+        newest = self.newest_step
+        is_behind = type(step) is int and newest is not None and step <= newest
+        committed = read_steps() if is_behind else ()
+        return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
 
     # -- failures -------------------------------------------------------------------------------------
 
@@ -286,6 +288,10 @@ class InFlight:
             if error is not None:
                 error.add_note(f"this is the background save of step {failed[0].step}, which nobody awaited")
                 raise error
+
+
+def _later(a: int | None, b: int | None) -> int | None:
+    return b if a is None or (b is not None and b > a) else a
 
 
 def failed(error: BaseException) -> Future[Any]:

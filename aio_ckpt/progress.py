@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from aio_ckpt.config import check_seconds
 from aio_ckpt.device import Mark
 from aio_ckpt.errors import StallError
 from aio_ckpt.portal import Executor, run_blocking
@@ -28,6 +29,13 @@ class Deadline:
     """Limit in seconds; None: there is none."""
     began: float
     """``time.monotonic`` at the call."""
+
+    @classmethod
+    def after(cls, secs: float | None) -> Deadline:
+        """``secs`` from now; raises ConfigError if that is no number above 0."""
+        if secs is not None:
+            check_seconds("deadline_secs", secs)
+        return cls(secs=secs, began=time.monotonic())
 
     def left_secs(self, at_most: float) -> float:
         """Seconds until then, at least 0 and at most ``at_most``."""
