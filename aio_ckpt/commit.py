@@ -8,6 +8,7 @@ exists from the rename of its ``.metadata`` on.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -49,6 +50,7 @@ MAX_STEP = 1 << 62
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
+_NAMED_PROCESS = re.compile(rf"{re.escape(PENDING_PREFIX)}.*-([0-9a-f]{{8}})-([0-9a-f]{{8}})-(\d+)-(\d+)-\d+")
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -94,18 +96,25 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this host can prove that the process is gone. An owner on another host never is."""
         if self.host != socket.gethostname():
             return False
-        if self.boot_id != _boot_id():
-            return True
-        try:
-            process = psutil.Process(self.pid)
-            reused = abs(process.create_time() - self.started_unix) > 1.0
-            return reused or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return self.boot_id != _boot_id() or _is_gone(self.pid, self.started_unix)
 
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _is_gone(pid: int, started_unix: float) -> bool:
+    """Whether no process of this boot is that one any more."""
+    try:
+        process = psutil.Process(pid)
+        reused = abs(process.create_time() - started_unix) > 1.0
+        return reused or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 class StepNames:
@@ -148,8 +157,20 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> l
 
 
 def pending_path(root: Path, owner: Owner, number: int) -> Path:
-    """Where save ``number`` of the owner's session is written."""
-    return root / f"{PENDING_PREFIX}{owner.session}-{number}"
+    """Where save ``number`` of the owner's session is written.
+
+    The name says whose it is, too: a crash may come before ``writer.json`` is there.
+    """
+    process = f"{_short(owner.host)}-{_short(owner.boot_id)}-{owner.pid}-{round(owner.started_unix * 100)}"
+    return root / f"{PENDING_PREFIX}{owner.session}-{process}-{number}"
+
+
+def _named_process_is_dead(name: str) -> bool:
+    """What the name of a pending directory proves; a name of another format, or of another host, proves nothing."""
+    match = _NAMED_PROCESS.fullmatch(name)
+    if match is None or match[1] != _short(socket.gethostname()):
+        return False
+    return match[2] != _short(_boot_id()) or _is_gone(int(match[3]), int(match[4]) / 100)
 
 
 async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
@@ -272,13 +293,13 @@ async def _read_owner(storage: Storage, pending: Path) -> bytes:
 
 
 async def _is_abandoned(storage: Storage, pending: Path) -> bool:
-    if not await storage.exists(pending / OWNER_FILE):
-        return False
-    data = await _read_owner(storage, pending)
-    try:
-        return msgspec.json.decode(data, type=Owner).is_proven_dead()
-    except msgspec.DecodeError:
-        return False
+    if await storage.exists(pending / OWNER_FILE):
+        data = await _read_owner(storage, pending)
+        try:
+            return msgspec.json.decode(data, type=Owner).is_proven_dead()
+        except msgspec.DecodeError:
+            pass  # a crash within its writing left it so; the name still tells
+    return _named_process_is_dead(pending.name)
 
 
 def check_step(step: object, *, newest: int | None, committed: Collection[int], overwrite: bool) -> int:

@@ -446,6 +446,35 @@ async def test_only_what_a_proven_dead_writer_left_is_cleared(storage: GatedStor
     assert pending.exists() is not is_cleared
 
 
+NAMES: dict[str, tuple[Callable[[], Owner], bool]] = {
+    "a process that is gone": (lambda: changed(pid=dead_pid()), True),
+    "this very process": (lambda: changed(), False),
+    "a pid that another process has now": (lambda: changed(started_unix=time.time() - 86_400.0), True),
+    "an earlier boot of this host": (lambda: changed(boot_id="another"), True),
+    "another host": (lambda: changed(host="another", pid=dead_pid()), False),
+    "another host, whatever its boot": (lambda: changed(host="another", boot_id="another"), False),
+}
+
+
+@pytest.mark.parametrize("owner_file", [None, b"", b'{"session": "ol'])
+@pytest.mark.parametrize("case", NAMES)
+async def test_a_pending_save_that_died_before_its_owner_file_was_whole_is_known_by_its_name(
+    storage: GatedStorage, tmp_path: Path, case: str, owner_file: bytes | None
+) -> None:
+    make, is_cleared = NAMES[case]
+    pending = commit.pending_path(tmp_path, make(), 7)
+    pending.mkdir()
+    if owner_file is not None:
+        (pending / commit.OWNER_FILE).write_bytes(owner_file)
+    assert await commit.clear_leftovers(storage, tmp_path) == ([pending.name] if is_cleared else [])
+    assert pending.exists() is not is_cleared
+
+
+async def test_a_pending_directory_that_nothing_tells_the_owner_of_stays(storage: GatedStorage, tmp_path: Path) -> None:
+    (tmp_path / f"{commit.PENDING_PREFIX}somebody-1").mkdir()
+    assert await commit.clear_leftovers(storage, tmp_path) == []
+
+
 def test_the_owner_record_says_who_writes() -> None:
     owner = Owner.of_this_process("session")
     assert (owner.session, owner.host, owner.pid) == ("session", socket.gethostname(), os.getpid())
