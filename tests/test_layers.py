@@ -20,7 +20,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
     **dict.fromkeys(("portal", "ticket", "device"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "plan", "datafile", "storage", "coordinator"), 2),
-    **dict.fromkeys(("snapshot", "write", "record", "commit", "retention"), 3),
+    **dict.fromkeys(("snapshot", "write", "record", "commit", "directory", "retention"), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
     **dict.fromkeys(("pipeline", "inflight", "restore", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
