@@ -13,7 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EXT4", "FILE_SYSTEMS", "FileSystem", "mounted", "private_mounts", "shut_down", "why_no_disks"]
+__all__ = [
+    "EXT4",
+    "FILE_SYSTEMS",
+    "FileSystem",
+    "make",
+    "mounted",
+    "private_mounts",
+    "run",
+    "shut_down",
+    "unmount_below",
+    "why_no_disks",
+]
 
 _GOING_DOWN = 0x8004587D
 """EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN: _IOR('X', 125, __u32)."""
@@ -89,6 +100,14 @@ def mounted(kind: FileSystem, image: Path, folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         run("umount", str(folder))
+
+
+def unmount_below(folder: Path) -> None:
+    """What a process that was killed has left mounted."""
+    points = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for point in reversed(points):
+        if Path(point).is_relative_to(folder):
+            run("umount", "--lazy", point)
 
 
 def shut_down(folder: Path, flags: int) -> None:
