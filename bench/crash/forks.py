@@ -41,17 +41,19 @@ class Child:
         """Whole lines so far."""
         return self.said.decode().split("\n")[:-1]
 
-    def listen(self, secs: float, until: Callable[[list[str]], bool] = lambda _: False) -> bool:
-        """Read what it says for ``secs``, or until a condition on the lines holds; False once it is gone."""
+    def listen(self, secs: float) -> bool:
+        """Read what it says for ``secs``, what it has said already at the least; False once it is gone."""
         end = time.monotonic() + secs
-        while not until(self.lines) and (left := end - time.monotonic()) > 0:
+        while True:
+            left = max(0.0, end - time.monotonic())
             if not select.select([self.pipe], [], [], left)[0]:
-                break
-            data = os.read(self.pipe, 1 << 16)
+                return True
+            data = os.read(self.pipe, 1 << 16)  # a full pipe
             if not data:
                 return False
             self.said += data
-        return True
+            if not left:
+                return True
 
     def kill(self) -> None:
         """SIGKILL; it is this process's child and not yet waited for, so the pid is still its own."""
