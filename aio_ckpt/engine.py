@@ -7,33 +7,34 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, TypeVarTuple
+from typing import Any, Literal, Self
 
 from aio_ckpt import commit, tree
 from aio_ckpt.config import EngineConfig, check_seconds
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError, RootError
+from aio_ckpt.errors import BusyError, ConfigError
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
+from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
+from aio_ckpt.names import StepNames
+from aio_ckpt.owner import Owner
 from aio_ckpt.pipeline import Site, follow
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
-from aio_ckpt.retention import Retention
+from aio_ckpt.retention import check_metrics
 from aio_ckpt.snapshot import ObjectEncoder, lease_image
-from aio_ckpt.storage import LocalStorage, RootLock, Storage, make_dirs
+from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 _log = logging.getLogger("aio_ckpt")
 
 _HOUSEKEEPING_THREADS = 4
@@ -73,14 +74,14 @@ class CheckpointEngine:
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-        _make_root(self.root)
+        make_root(self.root)
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
         self._site = Site(
             root=self.root,
-            names=commit.StepNames(config.step_dir),
-            owner=commit.Owner.of_this_process(session),
+            names=StepNames(config.step_dir),
+            owner=Owner.of_this_process(session),
             storage=storage or LocalStorage(self._portal.executor, config.direct_io),
             coordinator=coordinator or SoloCoordinator(),
             executor=self._portal.executor,
@@ -91,18 +92,20 @@ class CheckpointEngine:
         self._cache = PlanCache(rank=self._site.coordinator.rank, world_size=self._site.coordinator.world_size)
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
-        self._retention = Retention(
-            self._site.storage, self.root, self._site.names, keep_last=config.keep_last, keep_every=config.keep_every
-        )
-        self._retaining: Future[list[int]] | None = None
+        self._keeper = RootKeeper(self._site, self._portal)
         self._save_lock = Lock()
-        self._root_lock: RootLock | None = None
         self._portal.at_exit(self._drain_at_exit)
 
     # -- saving ---------------------------------------------------------------------------------------
 
     def save(
-        self, state: object, step: int | None = None, *, overwrite: bool = False, deadline_secs: float | None = None
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        deadline_secs: float | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
@@ -114,11 +117,13 @@ class CheckpointEngine:
             step: must exceed every committed and pending step; default one more than the newest.
             overwrite: replace the committed checkpoint of this very step, in one exchange.
             deadline_secs: fail this save if it is not committed by then.
+            metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
+                is stored as such and is never the best.
 
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
                 SourceChangedError: bad input; nothing was touched.
-            ConfigError: ``deadline_secs`` is no number above 0.
+            ConfigError: ``deadline_secs`` is no number above 0, or a metric is none.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
@@ -128,21 +133,22 @@ class CheckpointEngine:
         self._portal.check_thread("save()")
         if deadline_secs is not None:
             check_seconds("deadline_secs", deadline_secs)
+        measured = check_metrics(metrics)
         with self._save_lock:
             self._in_flight.raise_unreported()
             waited_secs = self._in_flight.wait_for_room()
             if not self._in_flight.knows_steps:
-                self._in_flight.learn_steps(self.steps)
+                self._in_flight.learn_steps(self._keeper.steps)
             if waited_secs is None:
-                skipped_step = self._in_flight.newest_step if step is None else step
+                skipped_step = (self._in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite)
+            self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
             plan_secs = time.perf_counter() - started - waited_secs
             objects = self._encoder.encode(planned.objects)
             self._become_writer()
-            step = self._in_flight.next_step(step, overwrite=overwrite)
+            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
             image = lease_image(
                 planned,
                 len(objects.region),
@@ -158,6 +164,7 @@ class CheckpointEngine:
                     step=step,
                     requested=flat.names,
                     overwrite=overwrite,
+                    metrics=measured,
                     deadline_secs=deadline_secs,
                     started=started,
                     waited_secs=waited_secs + image.lease.waited_secs,
@@ -264,10 +271,7 @@ class CheckpointEngine:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
-        site = self._site
-        return [
-            found.step for found in self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
-        ]
+        return self._keeper.steps()
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -285,10 +289,30 @@ class CheckpointEngine:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
             self._become_writer()
-            site, tag = self._site, str(time.time_ns())
-            steps = self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
-            self._in_flight.learn_steps(self.steps)
+            steps = self._keeper.rollback(step)
+            self._in_flight.learn_steps(self._keeper.steps)
             return steps
+
+    def protect(self, step: int) -> None:
+        """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed (any more).
+        """
+        self._keeper.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """Let ``step`` expire again, at the next commit; nothing if it was not protected."""
+        self._keeper.unprotect(step)
+
+    def protected_steps(self) -> list[int]:
+        """Steps that are protected, ascending."""
+        return self._keeper.protected_steps()
+
+    @property
+    def undeleted_steps(self) -> Mapping[int, str]:
+        """Expired steps that could not be deleted after the last commit, and why; tried again after the next."""
+        return self._keeper.undeleted
 
     # -- closing --------------------------------------------------------------------------------------
 
@@ -339,43 +363,28 @@ class CheckpointEngine:
             save.ticket.exception(self.config.stall_timeout_secs)
         self._shut_down()
 
-    def _after(self, error: BaseException | None) -> None:
+    def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
         if error is not None:
             self._cache.clear()
-        elif self._retention.is_enabled:
-            self._retaining = self._portal.submit(self._retention.enforce)
+        else:
+            self._keeper.delete_expired(step)
 
     def _become_writer(self) -> None:
-        """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
-        if self._root_lock is None:
-            lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
-            try:
-                self._in_flight.learn_steps(self.steps)
-                cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
-            except BaseException:
-                lock.release()
-                raise
-            self._root_lock = lock
-            if cleared:
-                _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
-
-    def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
-        return self._portal.call(async_fn, *args, timeout=self.config.stall_timeout_secs, what=what)
+        """Before the first change under the root: take its lock, and learn what others committed until then."""
+        if self._keeper.become_writer():
+            self._in_flight.learn_steps(self._keeper.steps)
 
     def _unfinished(self) -> Iterator[Future[Any]]:
         """What closing waits for; a retention pass is begun before its save settles."""
         for save in self._in_flight.pending:
             yield save.settled
-        if self._retaining is not None:
-            yield self._retaining
+        yield from self._keeper.passes
 
     def _shut_down(self) -> None:
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
-        if self._root_lock is not None:
-            self._root_lock.release()
-            self._root_lock = None
+        self._keeper.release()
 
     def _drain_at_exit(self) -> None:
         self._in_flight.close()
@@ -387,12 +396,3 @@ class CheckpointEngine:
         if late:
             _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
         self._shut_down()
-
-
-def _make_root(root: Path) -> None:
-    try:
-        make_dirs(root)
-    except OSError as error:
-        raise RootError(
-            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
-        ) from error

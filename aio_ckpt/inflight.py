@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,8 +30,8 @@ class InFlight:
     failure that no waiter has seen stays here until it was raised once.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[BaseException | None], None]) -> None:
-        """``on_settled`` is told of each outcome before the save leaves the table."""
+    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[int, BaseException | None], None]) -> None:
+        """``on_settled`` is told of each step and outcome before the save leaves the table."""
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
@@ -46,8 +46,8 @@ class InFlight:
         self._entered = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
-        self._committed: set[int] = set()
-        self._new: set[int] = set()
+        self._newest: int | None = None
+        self._newest_since_read: int | None = None
         self._knows_steps = False
         self._is_closing = False
 
@@ -111,6 +111,7 @@ class InFlight:
         step: int,
         requested: Sequence[str],
         overwrite: bool,
+        metrics: Mapping[str, float | None],
         deadline_secs: float | None,
         started: float,
         waited_secs: float,
@@ -137,6 +138,7 @@ class InFlight:
                     step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs
                 ),
                 overwrite=overwrite,
+                metrics=metrics,
                 deadline_secs=deadline_secs,
                 started=started,
                 plan_secs=plan_secs,
@@ -196,12 +198,12 @@ class InFlight:
         if error is not None and not is_cancelled:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
-        self._on_settled(error)
+        self._on_settled(save.step, error)
         with self._lock:
             self._pending.remove(save)
             if error is None:
-                self._committed.add(save.step)
-                self._new.add(save.step)
+                self._newest = _later(self._newest, save.step)
+                self._newest_since_read = _later(self._newest_since_read, save.step)
             else:
                 self._knows_steps = False  # a commit that stalled may have become visible: look again
             if error is not None and not is_cancelled:
@@ -222,34 +224,34 @@ class InFlight:
         return self._knows_steps
 
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
-        """Take over what is committed on the disk, and what is being committed while the disk is read."""
+        """Take over the newest step on the disk, or what is committed while the disk is read."""
         with self._lock:
-            self._new.clear()
+            self._newest_since_read = None
             self._knows_steps = True
         try:
-            found = set(read_steps())
+            found = max(read_steps(), default=None)
         except BaseException:
             self._knows_steps = False
             raise
         with self._lock:
-            self._committed = found | self._new
+            self._newest = _later(self._newest_since_read, found)
 
     @property
-    def newest_step(self) -> int:
-        """Newest committed or pending step; 0 if there is none."""
+    def newest_step(self) -> int | None:
+        """Newest committed or pending step."""
         with self._lock:
-            return max(self._committed.union(save.step for save in self._pending), default=0)
+            return _later(self._newest, max((save.step for save in self._pending), default=None))
 
-    def next_step(self, step: object, *, overwrite: bool) -> int:
-        """The step of a save that enters now.
+    def next_step(self, step: object, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
+        """The step of a save that enters now. Only the newest is remembered: an older one is looked up on the disk.
 
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.check_step`.
         """
-        with self._lock:
-            committed = self._committed
-            newest = max(committed.union(save.step for save in self._pending), default=None)
-            return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
+        newest = self.newest_step
+        is_behind = type(step) is int and newest is not None and step <= newest
+        committed = read_steps() if is_behind else ()
+        return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
 
     # -- failures -------------------------------------------------------------------------------------
 
@@ -263,6 +265,10 @@ class InFlight:
             if error is not None:
                 error.add_note(f"this is the background save of step {failed[0].step}, which nobody awaited")
                 raise error
+
+
+def _later(a: int | None, b: int | None) -> int | None:
+    return b if a is None or (b is not None and b > a) else a
 
 
 def failed(error: BaseException) -> Future[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ import anyio
 import msgspec
 from isal import isal_zlib
 
-from aio_ckpt import commit
+from aio_ckpt import commit, owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
@@ -51,7 +51,7 @@ class Site:
     """Checkpoint root."""
     names: commit.StepNames
     """Directory names of steps."""
-    owner: commit.Owner
+    owner: owner.Owner
     """Who writes."""
     storage: Storage
     """Where to."""
@@ -157,6 +157,8 @@ class PendingSave:
     """What the caller holds."""
     overwrite: bool
     """Whether a committed step is replaced."""
+    metrics: Mapping[str, float | None]
+    """What the caller measured."""
     deadline_secs: float | None
     """Limit of this save from the start of its pipeline."""
     started: float
@@ -221,6 +223,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
             scope.cancel()
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, site, save)
+            group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
             report = await _stages(site, save)
             group.cancel_scope.cancel()
     if report is None:
@@ -248,13 +251,13 @@ async def _watch(site: Site, save: PendingSave) -> None:
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, progress = site.storage, save.progress
-    pending, save_id = commit.pending_path(site.root, site.owner, save.number), _save_id(site, save)
+    pending, save_id = _pending(site, save), _save_id(site, save)
     final = site.root / site.names.name(save.step)
     await storage.make_dir(pending)
     # On the loop: malloc keeps the megabytes for each thread that ever had them.
     metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=save_id)
     async with anyio.create_task_group() as beside:
-        beside.start_soon(commit.write_owner, storage, pending, site.owner)
+        beside.start_soon(owner.write_owner, storage, pending, site.owner)
         beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
         result = await _write(site, save, pending)
         save.image.lease.close()
@@ -281,7 +284,9 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
         await asyncio.wrap_future(follow(save.previous))
     progress.touch()
     ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
-    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+    root_manifest = render_root(
+        metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.metrics
+    )
     await _commit(site, save, pending, final, root_manifest)
     return SaveReport(
         step=save.step,
@@ -343,6 +348,10 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         )
 
 
+def _pending(site: Site, save: PendingSave) -> Path:
+    return owner.pending_path(site.root, site.owner, save.number)
+
+
 def _save_id(site: Site, save: PendingSave) -> str:
     return f"{site.owner.session}-{save.number}"
 
@@ -372,7 +381,7 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
     if not (lease.settled.done() and save.threads.are_idle):
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
-    pending = commit.pending_path(site.root, site.owner, save.number)
+    pending = _pending(site, save)
     try:
         with anyio.move_on_after(_SETTLE_SECS):
             await site.storage.remove_tree(pending)

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from aio_ckpt.commit import PENDING_PREFIX, TRASH_PREFIX
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.names import PENDING_PREFIX, TRASH_PREFIX
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import LocalStorage
 from bench.crash.contents import differs, is_overwrite, state_of, step_of, tensors_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from aio_ckpt.items import WriteMode
-from aio_ckpt.storage import DataFile, ReadFile, RootLock, Storage
+from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock, Storage
 
 __all__ = ["KillPoint", "PointedStorage", "When"]
 
@@ -119,6 +119,14 @@ class PointedStorage:
     async def exists(self, path: Path) -> bool:
         """See :class:`Storage`."""
         return await self._inner.exists(path)
+
+    async def status(self, path: Path) -> FileStatus | None:
+        """See :class:`Storage`."""
+        return await self._inner.status(path)
+
+    async def touch(self, path: Path) -> None:
+        """See :class:`Storage`. A sign of life, no step of a commit: no point."""
+        await self._inner.touch(path)
 
     async def rename(self, src: Path, dst: Path) -> None:
         """See :class:`Storage`."""
