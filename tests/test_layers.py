@@ -21,7 +21,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("portal", "ticket", "device", "preemption"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
     **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator"), 2),
-    **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "retention"), 3),
+    **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "directory", "retention"), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
     **dict.fromkeys(("pipeline", "inflight", "restore", "keeper", "closing", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
