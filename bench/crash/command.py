@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.crash.contenders import ENGINE, RIVALS, Contender
 from bench.crash.directory import DIRECTORY
 from bench.crash.disks import EXT4, FILE_SYSTEMS, private_mounts, unmount_below, why_no_disks
-from bench.crash.forks import Child, Tell, fork
+from bench.crash.forks import Child, Tell, adopt_orphans, fork, wait_for_orphans
 from bench.crash.fuse_disk import why_no_fuse
 from bench.crash.kills import named_points, points_campaign, random_campaign
 from bench.crash.power import block_log_campaign, shutdown_campaign
@@ -124,6 +124,7 @@ def main() -> None:
     """Run the campaigns; exit code 1 if this engine did not survive every crash, or there was none."""
     options = parse()
     logging.getLogger("aio_ckpt").setLevel(logging.ERROR)
+    adopt_orphans()
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="aio_ckpt-crash-", dir=options.folder))
     images = Path(tempfile.mkdtemp(prefix="aio_ckpt-crash-", dir=options.images))
@@ -228,6 +229,7 @@ def _run(campaigns: Sequence[tuple[Campaign, Path]], *, jobs: int, secs: float |
         for child in running.values():
             child.kill()
             child.wait()
+        wait_for_orphans()
     return [tally for number in sorted(tallies) for tally in tallies[number]], failures
 
 
