@@ -24,9 +24,10 @@ __all__ = [
     "abandon_after",
     "check_step",
     "check_step_number",
-    "commit_root",
     "discover",
     "is_unchanged",
+    "publish",
+    "seal",
 ]
 
 MAX_LOOKS = 32
@@ -88,15 +89,21 @@ async def is_unchanged(storage: Storage, found: Committed) -> bool:
     return status is not None and status.identity == found.identity
 
 
-async def commit_root(storage: Storage, *, pending: Path, final: Path, root_manifest: bytes, overwrite: bool) -> None:
-    """Leader, root mode: make a pending directory durable as a whole, then visible.
+async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
+    """Leader, root mode: make a pending directory durable as a whole.
 
-    All other files in it must have been fsynced, in whatever order: none counts before the rename. It never
-    replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed when the new
-    one is durable.
+    All other files in it must have been fsynced, in whatever order: none counts before :func:`publish`.
     """
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
+
+
+async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> None:
+    """Leader, root mode: make a sealed directory visible, durably.
+
+    It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
+    when the new one is durable.
+    """
     replaces = overwrite and await storage.exists(final)
     if replaces and not await storage.exists(final / OWNER_FILE):
         # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
