@@ -60,12 +60,13 @@ class RootKeeper:
     # -- the lock -------------------------------------------------------------------------------------
 
     def become_writer(self) -> bool:
-        """Before the first change under the root: take its lock and clear leftovers; False if it is held already.
+        """Before the first change under the root: take its lock and clear leftovers; False if it was held already.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
         """
         if self._lock is not None:
+            self._lock.renew()
             return False
         site = self._site
         lock = site.storage.lock(site.root / LOCK_FILE)
