@@ -21,7 +21,7 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX
 from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive
@@ -308,6 +308,18 @@ def test_leftovers_that_cannot_be_cleared_fail_no_save(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         storage.fail("rename", ".pending-old-1", WriteError(errno.EACCES, "not yours", "x"))
         assert engine.save(weights(1), step=1).result(TIMEOUT).step == 1
+
+
+def test_a_writer_of_another_host_is_cleared_after_stale_after_secs_and_not_before(tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    root.mkdir()
+    living = leave_pending(root, changed(host="another"), idle_secs=100, name="living")
+    for stale_after_secs, is_cleared in ((600, False), (50, True)):
+        with SyncCheckpointEngine(root, EngineConfig(stale_after_secs=stale_after_secs)) as engine:
+            assert engine.steps() == ([1] if is_cleared else [])
+            assert living.exists(), "a reader clears nothing"
+            engine.save(weights(1)).result(TIMEOUT)
+        assert living.exists() is not is_cleared
 
 
 # -- the heartbeat ----------------------------------------------------------------------------------
