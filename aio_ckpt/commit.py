@@ -1,20 +1,19 @@
 """Commit: pending -> durable -> visible; discovery of what is committed.
 
 Root mode: everything is written and fsynced inside ``.pending-*``, which is then renamed into place, so a
-checkpoint is whole or invisible at any instant. Directory mode: the directory is the caller's; the checkpoint
-exists from the rename of its ``.metadata`` on.
+checkpoint is whole or invisible at any instant. For a directory of the caller's see ``directory``.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError, WriteError
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
+from aio_ckpt.errors import CheckpointNotFoundError, StepOrderError, WriteError
+from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
 from aio_ckpt.owner import read_owner
 from aio_ckpt.storage import Storage
@@ -25,14 +24,12 @@ __all__ = [
     "abandon_after",
     "check_step",
     "check_step_number",
-    "commit_directory",
-    "commit_root",
     "discover",
     "is_unchanged",
-    "retire_directory",
+    "publish",
+    "seal",
 ]
 
-MAX_SMALL_FILE_BYTES = 1 << 30
 MAX_LOOKS = 32
 """How often a root is looked at anew because its writer deleted what was being looked at."""
 MAX_STEP = 1 << 62
@@ -92,15 +89,21 @@ async def is_unchanged(storage: Storage, found: Committed) -> bool:
     return status is not None and status.identity == found.identity
 
 
-async def commit_root(storage: Storage, *, pending: Path, final: Path, root_manifest: bytes, overwrite: bool) -> None:
-    """Leader, root mode: make a pending directory durable as a whole, then visible.
+async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
+    """Leader, root mode: make a pending directory durable as a whole.
 
-    All other files in it must have been fsynced, in whatever order: none counts before the rename. It never
-    replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed when the new
-    one is durable.
+    All other files in it must have been fsynced, in whatever order: none counts before :func:`publish`.
     """
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
+
+
+async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> None:
+    """Leader, root mode: make a sealed directory visible, durably.
+
+    It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
+    when the new one is durable.
+    """
     replaces = overwrite and await storage.exists(final)
     if replaces and not await storage.exists(final / OWNER_FILE):
         # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
@@ -129,44 +132,6 @@ async def commit_root(storage: Storage, *, pending: Path, final: Path, root_mani
             await storage.remove_tree(trash)
     except OSError as error:
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
-
-
-async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
-    """Directory mode, before the first byte: put an old ``.metadata`` aside.
-
-    Returns the names of the files that the old checkpoint consists of; ``commit_directory`` removes them once
-    the new one is durable. Files that no manifest of ours names are foreign and stay.
-    """
-    if not await storage.exists(directory / METADATA_FILE):
-        return ()
-    aside = f"{METADATA_FILE}.replaced-{save_id}"
-    await storage.rename(directory / METADATA_FILE, directory / aside)
-    await storage.sync_dir(directory)
-    owned = [aside]
-    if await storage.exists(directory / ROOT_MANIFEST):
-        data = await storage.read_file(directory / ROOT_MANIFEST, max_bytes=MAX_SMALL_FILE_BYTES)
-        try:
-            for entry in decode_root(data, name=ROOT_MANIFEST).ranks:
-                encoded = await storage.read_file(directory / entry.name, max_bytes=MAX_SMALL_FILE_BYTES)
-                file = decode_rank(encoded, name=entry.name).file
-                owned += [entry.name] if file is None else [entry.name, file.name]
-        except AioCkptError:
-            _log.warning("%s: the old manifest is unreadable; its files stay", directory)
-    return tuple(owned)
-
-
-async def commit_directory(
-    storage: Storage, directory: Path, *, metadata: bytes, root_manifest: bytes, save_id: str, retired: Sequence[str]
-) -> None:
-    """Leader, directory mode: root manifest, then ``.metadata``, each by temporary file, fsync and rename."""
-    for name, data in ((ROOT_MANIFEST, root_manifest), (METADATA_FILE, metadata)):
-        temporary = directory / f"{name}.tmp-{save_id}"
-        await storage.write_file(temporary, data)
-        await storage.replace(temporary, directory / name)
-        await storage.sync_dir(directory)
-    await storage.sync_dir(directory.parent)
-    for name in retired:
-        await storage.remove_file(directory / name)
 
 
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from aio_ckpt.errors import ConfigError
 
 __all__ = [
+    "MAX_SECS",
     "BusyPolicy",
     "DirectIO",
     "EngineConfig",

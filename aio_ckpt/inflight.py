@@ -9,13 +9,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt import commit
-from aio_ckpt.device import CopyStreams
+from aio_ckpt.config import MAX_SECS, BusyPolicy
 from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
+from aio_ckpt.guard import Guards
+from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import CaptureProgress, PendingSave, Site, run_save
+from aio_ckpt.pipeline import PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
-from aio_ckpt.snapshot import Image, ObjectBytes, capture
+from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
+from aio_ckpt.snapshot import Copiers, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -35,9 +38,9 @@ class InFlight:
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
-        self._streams = CopyStreams()
+        self._copiers = Copiers()
+        self.guards = Guards()
         self._max = site.config.max_in_flight
-        self._when_busy = site.config.when_busy
         self._on_failure = site.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
@@ -53,26 +56,28 @@ class InFlight:
 
     # -- room -----------------------------------------------------------------------------------------
 
-    def wait_for_room(self) -> float | None:
+    def wait_for_room(self, step: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
         """Seconds waited for room; None if the save is to be skipped.
 
-        No deadline of its own: each pending save settles by its own.
+        Without a deadline for as long as it takes: each pending save settles by its own.
 
         Raises:
             BusyError: there is none and ``when_busy="raise"``.
+            StallError: there was none by the deadline of this save, which is to be ``step`` (or the next).
             EngineClosedError: the engine was closed, maybe meanwhile.
         """
         began = time.perf_counter()
         with self._lock:
             while not self._is_closing and len(self._pending) >= self._max:
-                if self._when_busy == "skip":
+                if when_busy == "skip":
                     return None
-                if self._when_busy == "raise":
+                if when_busy == "raise":
                     raise BusyError(
                         f"the save of step {self._pending[0].step} is pending: await engine.ready() first, "
                         "or raise max_in_flight"
                     )
-                self._changed.wait()
+                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(deadline.left_secs(MAX_SECS))
             if self._is_closing:
                 raise EngineClosedError("the engine was closed: open a new one")
         return time.perf_counter() - began
@@ -95,10 +100,10 @@ class InFlight:
             return tuple(self._pending)
 
     @property
-    def has_room(self) -> bool:
-        """Whether a save would not wait."""
+    def settled_before_room(self) -> Future[None] | None:
+        """Settlement of the oldest save, if another would have to wait for it."""
         with self._lock:
-            return len(self._pending) < self._max
+            return self._pending[0].settled if len(self._pending) >= self._max else None
 
     # -- one save -------------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class InFlight:
         requested: Sequence[str],
         overwrite: bool,
         metrics: Mapping[str, float | None],
-        deadline_secs: float | None,
+        deadline: Deadline,
         started: float,
         waited_secs: float,
         plan_secs: float,
@@ -121,6 +126,10 @@ class InFlight:
 
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
+
+        def fence(stream: object) -> None:
+            for mark in save.marks:
+                mark.fence(stream)
 
         self._entered += 1
         with self._lock:
@@ -135,11 +144,15 @@ class InFlight:
                 image=image,
                 progress=CaptureProgress(len(image.chunks)),
                 ticket=SaveTicket(
-                    step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs
+                    step=step,
+                    portal_check=self._portal.check_thread,
+                    cancel=cancel,
+                    fence=fence,
+                    waited_secs=waited_secs,
                 ),
                 overwrite=overwrite,
                 metrics=metrics,
-                deadline_secs=deadline_secs,
+                deadline=deadline,
                 started=started,
                 plan_secs=plan_secs,
                 previous=self._pending[-1].settled if self._pending else None,
@@ -148,7 +161,7 @@ class InFlight:
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Start the pipeline, then copy: the first chunks are written while later ones are copied.
+        """Copy, and start the pipeline with the first chunks: they are written while later ones are copied.
 
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
@@ -156,14 +169,21 @@ class InFlight:
         issued: Future[object] = Future()
         save.image.lease.hold_until(issued)
         running: Future[SaveReport] | None = None
+
+        def captured(runs: Sequence[CapturedRun]) -> None:
+            nonlocal running
+            if running is None:
+                running = self._portal.submit(run_save, self._site, save)
+                running.add_done_callback(lambda done: self._settle(save, done))
+            self._portal.post(save.progress.tell, runs)
+
         try:
-            running = self._portal.submit(run_save, self._site, save)
-            running.add_done_callback(lambda done: self._settle(save, done))
             work = capture(
                 planned,
                 save.image,
-                self._streams,
-                on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
+                self._copiers,
+                guarded=self.guards.leaves(planned.tensors),
+                on_captured=captured,
                 stall_timeout_secs=timeout_secs,
             )
         except BaseException as error:
@@ -179,6 +199,9 @@ class InFlight:
             with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
                 self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
+
+        save.marks = work.marks
+        self.guards.wait_for(work.marks)
 
         def finish() -> None:
             work.finish()

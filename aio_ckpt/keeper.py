@@ -48,26 +48,27 @@ class RootKeeper:
     :meth:`become_writer` until :meth:`release`. A mark of protection is no such change: any process may set it.
     """
 
-    def __init__(self, site: Site, portal: Portal) -> None:
+    def __init__(self, site: Site, portal: Portal, *, must_wait: Callable[[], bool]) -> None:
+        """Nothing is deleted while ``must_wait()`` says so."""
         self._site = site
         self._portal = portal
         config = site.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
-        self._retention = retention.Retention(site.storage, site.root, site.names, policy)
+        self._retention = retention.Retention(site.storage, site.root, site.names, policy, must_wait=must_wait)
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
 
     # -- the lock -------------------------------------------------------------------------------------
 
-    def become_writer(self) -> bool:
-        """Before the first change under the root: take its lock and clear leftovers; False if it was held already.
+    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None]) -> None:
+        """Before the first change under the root: take its lock, clear leftovers, let ``learn`` read the steps.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
         """
         if self._lock is not None:
             self._lock.renew()
-            return False
+            return
         site = self._site
         lock = site.storage.lock(site.root / LOCK_FILE)
         try:
@@ -78,7 +79,7 @@ class RootKeeper:
         self._lock = lock
         if cleared:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
-        return True
+        learn(self.steps)
 
     def release(self) -> None:
         """Let the lock go. Idempotent."""

@@ -9,8 +9,10 @@ lock nor a pid alone proves anything.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -36,6 +38,11 @@ __all__ = [
 _HEARTBEATS = 6
 """Renewals in ``stale_after_secs``: several may be late or lost before anybody takes the owner for dead."""
 _MAX_OWNER_BYTES = 1 << 20
+_MAX_PID = (1 << 31) - 1
+_NAMED = re.compile(
+    rf"{re.escape(PENDING_PREFIX)}.*-(?P<machine>[0-9a-f]{{8}})-(?P<boot>[0-9a-f]{{8}})-(?P<namespace>[0-9a-f]{{8}})"
+    r"-(?P<pid>\d{1,10})-(?P<started>\d{1,20})-\d+"
+)
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -55,7 +62,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of this boot: a pid means nothing after another."""
     pid_namespace: str
     """Identity of what numbers the processes: a pid means nothing in another container."""
-    pid: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+    pid: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PID)]
     """Process."""
     started_ticks: int
     """When the process started, in clock ticks since the boot: a pid may be reused. Not by the wall clock, which may be
@@ -88,6 +95,12 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             return False
         return _is_gone(self.pid, self.started_ticks)
 
+    @property
+    def tag(self) -> str:
+        """The process in a few characters that may stand in a name."""
+        identities = (self.host + self.machine_id, self.boot_id, self.pid_namespace)
+        return "-".join([*map(_short, identities), str(self.pid), str(self.started_ticks)])
+
 
 def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, stale_after_secs: float) -> bool:
     """Whether a pending directory may be cleared: the decision that :func:`clear_leftovers` carries out.
@@ -101,8 +114,31 @@ def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, s
 
 
 def pending_path(root: Path, owner: Owner, number: int) -> Path:
-    """Where save ``number`` of the owner's session is written."""
-    return root / f"{PENDING_PREFIX}{owner.session}-{number}"
+    """Where save ``number`` of the owner's session is written.
+
+    The name says whose it is, too: a crash may come before ``writer.json`` is there, and space is reserved by then.
+    """
+    return root / f"{PENDING_PREFIX}{owner.session}-{owner.tag}-{number}"
+
+
+def _named_owner(name: str, here: Owner) -> Owner | None:
+    """Whose a pending directory is by its name; None if it is of another host, or tells nobody."""
+    match = _NAMED.fullmatch(name)
+    if match is None or match["machine"] != _short(here.host + here.machine_id):
+        return None
+    if match["boot"] == _short("") or not 1 <= int(match["pid"]) <= _MAX_PID:
+        return None  # what was not learned proves nothing
+    return msgspec.structs.replace(
+        here,
+        boot_id=here.boot_id if match["boot"] == _short(here.boot_id) else "another",
+        pid_namespace=here.pid_namespace if match["namespace"] == _short(here.pid_namespace) else "another",
+        pid=int(match["pid"]),
+        started_ticks=int(match["started"]),
+    )
+
+
+def _short(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
@@ -155,7 +191,7 @@ async def _clear(
     if name.startswith(PENDING_PREFIX):
         seen = await _last_seen(storage, path)
         idle_secs = None if seen is None or now is None else now - seen
-        owner = await _owner_of(storage, path)
+        owner = await _owner_of(storage, path) or _named_owner(name, here)
         if not is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
             whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
             idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
@@ -221,7 +257,8 @@ def _is_gone(pid: int, started_ticks: int) -> bool:
     if found is None:
         return False  # hidden from us (hidepid), or gone since
     state, started = found
-    return started != started_ticks or (state in ("Z", "X") and _threads(pid) <= 1)
+    is_another = started_ticks != 0 and started != started_ticks  # 0: it could not be learned
+    return is_another or (state in ("Z", "X") and _threads(pid) <= 1)
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,11 +161,15 @@ class Retention:
     ``undeleted``, and tried again after the next commit.
     """
 
-    def __init__(self, storage: Storage, root: Path, names: StepNames, policy: Policy) -> None:
+    def __init__(
+        self, storage: Storage, root: Path, names: StepNames, policy: Policy, *, must_wait: Callable[[], bool]
+    ) -> None:
+        """Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it."""
         self._storage = storage
         self._root = root
         self._names = names
         self._policy = policy
+        self._must_wait = must_wait
         self._one_at_a_time = anyio.Lock()
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
         self._trash: dict[Path, int] = {}
@@ -197,6 +201,8 @@ class Retention:
                 _log.warning("%s: retention was put off: %s", self._root, error)
                 leaving = []
             for checkpoint in leaving:
+                if self._must_wait():
+                    break
                 if await self._expire(checkpoint, undeleted):
                     removed.append(checkpoint.step)
             self.undeleted = undeleted

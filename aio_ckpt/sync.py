@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import signal
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -73,6 +74,10 @@ class SyncCheckpointEngine:
         """See :meth:`CheckpointEngine.save`."""
         return self._engine.save(state, step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics)
 
+    def guard(self, guarded: object) -> None:
+        """See :meth:`CheckpointEngine.guard`."""
+        self._engine.guard(guarded)
+
     def ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""
         self._engine.wait_ready()
@@ -127,6 +132,15 @@ class SyncCheckpointEngine:
     def clear_cache(self) -> None:
         """See :meth:`CheckpointEngine.clear_cache`."""
         self._engine.clear_cache()
+
+    def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """See :meth:`CheckpointEngine.on_preemption`."""
+        self._engine.on_preemption(signals)
+
+    @property
+    def preempted(self) -> bool:
+        """See :attr:`CheckpointEngine.preempted`."""
+        return self._engine.preempted
 
     def close(self) -> None:
         """See :meth:`CheckpointEngine.close`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import os
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -14,12 +13,11 @@ import msgspec
 import pytest
 import torch
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
-from power_loss import CHECKPOINT, Generation, NotDurableError, check_directory_mode, check_root_mode, dropped
+from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
 from aio_ckpt import commit
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.errors import WriteError
-from aio_ckpt.manifest import FileEntry, RootManifest, encode_rank, encode_root, encode_static
 from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
 from aio_ckpt.owner import Owner
 from aio_ckpt.portal import Executor
@@ -248,138 +246,6 @@ def test_a_failed_fsync_of_the_parent_undoes_an_exchange(tmp_path: Path) -> None
         assert engine.steps() == [5]
         assert value(engine) == 1
         assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
-
-
-# -- directory mode -------------------------------------------------------------------------------
-
-
-def rank_manifest(number: int) -> bytes:
-    return encode_rank(
-        save_id=f"s{number}",
-        step=number,
-        rank=0,
-        world_size=1,
-        file=FileEntry(f"__s{number}_0_0.distcp", 3, 0),
-        tensors=encode_static([]),
-        sums=b"",
-        objects=[],
-        skeleton=b"",
-    )
-
-
-def generation(number: int) -> Generation:
-    metadata = b"metadata of save %d" % number
-    manifest = RootManifest(
-        format=(1, 0),
-        save_id=f"s{number}",
-        step=number,
-        world_size=1,
-        metadata=FileEntry(META, len(metadata), number),
-        metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
-        ranks=(FileEntry(f"aio_ckpt.s{number}.0.bin", len(rank_manifest(number)), number),),
-        written_by={},
-        created_unix=1.0,
-    )
-    files = frozenset({f"__s{number}_0_0.distcp", f"aio_ckpt.s{number}.0.bin"})
-    return Generation(metadata=metadata, root_manifest=encode_root(manifest), files=files)
-
-
-async def save_into_directory(storage: GatedStorage, directory: Path, number: int) -> None:
-    """What a face of directory mode does around the two calls of ``commit``."""
-    made = generation(number)
-    retired = await commit.retire_directory(storage, directory, save_id=f"s{number}")
-    for name in sorted(made.files):
-        await storage.write_file(directory / name, rank_manifest(number) if name.endswith(".bin") else b"abc")
-    await commit.commit_directory(
-        storage,
-        directory,
-        metadata=made.metadata,
-        root_manifest=made.root_manifest,
-        save_id=f"s{number}",
-        retired=retired,
-    )
-
-
-async def log_of_directory_mode(storage: GatedStorage, directory: Path) -> list[Call]:
-    await storage.make_dir(directory)
-    for number in (1, 2):
-        await save_into_directory(storage, directory, number)
-    return list(storage.calls)
-
-
-DIRECTORY_MODE = [
-    f"rename {META} -> {META}.replaced-s2",
-    "sync_dir mine",
-    "write_file __s2_0_0.distcp",
-    "write_file aio_ckpt.s2.0.bin",
-    f"write_file {ROOT}.tmp-s2",
-    f"replace {ROOT}.tmp-s2 -> {ROOT}",
-    "sync_dir mine",
-    f"write_file {META}.tmp-s2",
-    f"replace {META}.tmp-s2 -> {META}",
-    "sync_dir mine",
-    "sync_dir top",
-    f"remove_file {META}.replaced-s2",
-    "remove_file aio_ckpt.s1.0.bin",
-    "remove_file __s1_0_0.distcp",
-]
-
-
-async def test_a_save_into_a_directory_puts_the_old_metadata_aside_first_and_its_own_last(
-    storage: GatedStorage, tmp_path: Path
-) -> None:
-    directory = tmp_path / "top" / "mine"
-    directory.parent.mkdir()
-    calls = await log_of_directory_mode(storage, directory)
-    assert shown(calls)[-len(DIRECTORY_MODE) :] == DIRECTORY_MODE
-    check_directory_mode(calls, top=tmp_path, directory=directory, generations=[generation(1), generation(2)])
-
-
-@pytest.mark.parametrize("position", [n for n, line in enumerate(DIRECTORY_MODE) if line.startswith(DURABILITY)])
-async def test_without_any_one_fsync_or_rename_a_power_loss_breaks_a_directory(
-    storage: GatedStorage, tmp_path: Path, position: int
-) -> None:
-    directory = tmp_path / "top" / "mine"
-    directory.parent.mkdir()
-    calls = await log_of_directory_mode(storage, directory)
-    if DIRECTORY_MODE[position] == "sync_dir top":
-        # Of the first save: only there is the directory itself new.
-        index = shown(calls).index("sync_dir top")
-    else:
-        index = len(calls) - len(DIRECTORY_MODE) + position
-    calls = [call for n, call in enumerate(calls) if n == index or shown([call]) != ["sync_dir top"] or n < index]
-    with pytest.raises(NotDurableError):
-        check_directory_mode(
-            dropped(calls, index),
-            top=tmp_path,
-            directory=directory,
-            generations=[generation(1), generation(2)],
-        )
-
-
-async def test_foreign_files_stay_in_a_callers_directory(storage: GatedStorage, tmp_path: Path) -> None:
-    directory = tmp_path / "mine"
-    directory.mkdir()
-    foreign = {"notes.txt": b"mine", "__9_0.distcp": b"somebody's", "aio_ckpt.notes": b"too"}
-    for name, data in foreign.items():
-        (directory / name).write_bytes(data)
-    for number in (1, 2):
-        await save_into_directory(storage, directory, number)
-    assert {name: (directory / name).read_bytes() for name in foreign} == foreign
-    made = generation(2)
-    assert {path.name for path in directory.iterdir()} == {META, ROOT, *made.files, *foreign}
-    assert (directory / META).read_bytes() == made.metadata
-
-
-async def test_a_directory_whose_save_fails_halfway_is_no_checkpoint(storage: GatedStorage, tmp_path: Path) -> None:
-    directory = tmp_path / "mine"
-    directory.mkdir()
-    await save_into_directory(storage, directory, 1)
-    storage.fail("write_file", f"{META}.tmp-*", WriteError(errno.ENOSPC, "full", "x"))
-    with pytest.raises(WriteError, match="full"):
-        await save_into_directory(storage, directory, 2)
-    assert not (directory / META).exists()
-    assert (directory / f"{META}.replaced-s2").read_bytes() == generation(1).metadata
 
 
 # -- rollback -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX
-from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive
+from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import FileStatus
 
@@ -86,6 +86,7 @@ PROOFS: dict[str, tuple[Callable[[], Owner | bytes | None], bool]] = {
     "a process that is gone": (lambda: changed(pid=dead_pid()), True),
     "this very process": (lambda: changed(), False),
     "a pid that another process has now": (lambda: changed(started_ticks=HERE.started_ticks - 1), True),
+    "a start that was not learned": (lambda: changed(started_ticks=0), False),
     "an earlier boot of this machine": (lambda: changed(boot_id="another", machine_id=HERE.machine_id), True),
     "another machine of the same name": (lambda: changed(boot_id="another", machine_id="another"), False),
     "a machine that has no identity": (lambda: changed(boot_id="another", machine_id=""), False),
@@ -112,6 +113,29 @@ async def test_only_what_this_host_proves_to_be_dead_is_cleared_at_once(
     assert await clear(storage, root) == ([pending.name] if is_cleared else [])
     assert pending.exists() is not is_cleared
     assert not list(root.glob(".trash-*"))
+
+
+NAMES = [case for case in PROOFS if not case.startswith(("no owner", "an owner", "a pid as large"))]
+
+
+@pytest.mark.parametrize("record", [None, b"", b'{"session": "ol'])
+@pytest.mark.parametrize("case", NAMES)
+async def test_a_pending_save_that_died_before_its_record_was_whole_is_known_by_its_name(
+    storage: GatedStorage, root: Path, case: str, record: bytes | None
+) -> None:
+    make, is_cleared = PROOFS[case]
+    owner = make()
+    assert isinstance(owner, Owner)
+    if "machine" in case and not HERE.machine_id:
+        pytest.skip("this machine has no /etc/machine-id")
+    name = pending_path(root, owner, 7).name
+    leave_pending(root, record, name=name.removeprefix(PENDING_PREFIX))
+    assert await clear(storage, root) == ([name] if is_cleared else [])
+
+
+async def test_a_pid_that_no_process_can_have_proves_nothing(storage: GatedStorage, root: Path) -> None:
+    leave_pending(root, None, name=f"a-{changed(pid=9_999_999_999).tag}-1")
+    assert await clear(storage, root) == []
 
 
 @pytest.mark.parametrize("case", PROOFS)
