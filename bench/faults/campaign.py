@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
-from aio_ckpt import CheckpointEngine, commit
+from aio_ckpt import CheckpointEngine
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
+from aio_ckpt.names import LOCK_FILE, OWNER_FILE
+from aio_ckpt.owner import Owner
 from bench.faults.clock import Clock
 from bench.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from bench.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
@@ -27,7 +29,7 @@ PASSING_SECS = 1000.0
 """Longer than every deadline."""
 
 _RENAMES = frozenset({"rename", "exchange"})
-_REMOVALS = frozenset({"remove_file", "remove_tree"})
+_CLEARED = (".pending-dead", ".trash-pending-dead", ".trash-step_000000007", LOCK_FILE)
 
 FAULTS: tuple[Fault, ...] = (
     *(Fault(name=errno.errorcode[code], code=code) for code in ERRORS),
@@ -109,11 +111,11 @@ def _ground(root: Path, saving: Saving, fault: Fault, clock: Clock) -> Iterator[
 
 def _leave(root: Path) -> None:
     """What a dead writer leaves: a pending directory with its owner, and trash."""
-    dead = msgspec.structs.replace(commit.Owner.of_this_process("dead"), started_unix=1.0)
+    dead = msgspec.structs.replace(Owner.of_this_process("dead"), started_ticks=1)
     for name in (".pending-dead-1", ".trash-step_000000007"):
         (root / name).mkdir(parents=True)
         (root / name / "__0_0.distcp").write_bytes(bytes(100))
-    (root / ".pending-dead-1" / commit.OWNER_FILE).write_bytes(msgspec.json.encode(dead))
+    (root / ".pending-dead-1" / OWNER_FILE).write_bytes(msgspec.json.encode(dead))
 
 
 def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Clock) -> Point | None:
@@ -134,12 +136,12 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
     verdict = Verdict(ground, fault, outcome, hit, was_cancelled=any(accepted))
     problems = verdict.problems()
     if fault.is_slow and saving.overwrites:
-        verdict.strays = frozenset({commit.OWNER_FILE})  # documented: nothing is called on a store that stands still
+        verdict.strays = frozenset({OWNER_FILE})  # documented: nothing is called on a store that stands still
     kept = verdict.leftovers
     if saving.has_leftovers and outcome.error is not None:
         kept += (".pending-dead", ".trash-")  # cleared when the engine becomes the writer
     problems += ground.look(leftovers=kept, strays=verdict.strays)
-    again = ground.save()
+    again = ground.save(overwrite=saving.overwrites)  # else each point adds a step, and with it calls
     if again.error is not None:
         problems.append(f"the next save failed: {explain(again.error)}")
     else:
@@ -176,6 +178,8 @@ class Verdict:
         final = ground.root / f"step_{outcome.step:09d}"
         self._was_durable = _is_durable(ground.storage.done[: ground.storage.done_at_hit], final)
         """Whether the checkpoint was committed when the fault came."""
+        self._was_clearing = hit.name != "lock" and any(part.startswith(_CLEARED) for part in hit.path.parts)
+        """Whether it came while a dead writer's leftovers were cleared."""
 
     def problems(self) -> list[str]:
         """What is wrong with how it ended; a success is kept."""
@@ -183,9 +187,13 @@ class Verdict:
         if self._was_durable or self._fault.is_lasting:
             # What a commit replaces, an expired step, what a broken disk holds: logged, cleared by a later engine.
             self.leftovers = (".pending-", ".trash-", *_expired(self._ground))
-            self.strays = frozenset({commit.OWNER_FILE})
+            self.strays = frozenset({OWNER_FILE})
+        if self._was_clearing:  # documented: logged, the next holder of the lock tries again
+            self.leftovers += (".pending-dead", ".trash-")
         if error is None:
             self._ground.keep(self._outcome)
+            if self._was_clearing:
+                return []
             if self._was_durable or (not self._fault.code and not self._fault.is_slow and not self._was_cancelled):
                 return []
             return ["the save succeeded, though a call failed before it was durable"]
@@ -194,7 +202,7 @@ class Verdict:
         found = [*self._wrong_error(error), *self._retried()]
         if self._may_show() and self._shows():
             self._ground.keep(self._outcome)
-            self.strays = frozenset({commit.OWNER_FILE})
+            self.strays = frozenset({OWNER_FILE})
         return found
 
     def _may_show(self) -> bool:

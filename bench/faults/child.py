@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.owner import pending_path
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import LocalStorage
 from bench.faults.ground import WAIT_SECS, small_chunks, state_of
@@ -29,7 +30,7 @@ def main() -> None:
     executor = Executor("faults", 1)
     config = EngineConfig(workers=2, on_failure="log", stall_timeout_secs=20)
     engine = CheckpointEngine(Path(sys.argv[1]), config, storage=LocalStorage(executor))
-    print(json.dumps({"session": engine._site.owner.session, "pid": os.getpid()}), flush=True)
+    print(json.dumps({"pending": pending_path(engine.root, engine._site.owner, 0).name.removesuffix("-0")}), flush=True)
     with small_chunks():
         for line in sys.stdin:
             order = json.loads(line)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
-from aio_ckpt import CheckpointEngine, pipeline
+from aio_ckpt import CheckpointEngine, pipeline, progress
 
 __all__ = ["Clock"]
 
@@ -20,16 +20,18 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead_secs = 0.0
-        self._patch = mock.patch.object(pipeline, "time", self)
+        self._patches = [mock.patch.object(module, "time", self) for module in (pipeline, progress)]
 
     def __enter__(self) -> Self:
-        self._patch.start()
+        for patch in self._patches:
+            patch.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 
 from aio_ckpt import CheckpointEngine, EngineConfig, layout
-from aio_ckpt.commit import LOCK_FILE, StepNames
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.items import SaveReport
+from aio_ckpt.names import LOCK_FILE, StepNames
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import LocalStorage
 from aio_ckpt.ticket import SaveTicket
@@ -151,9 +151,8 @@ class Ground:
 
     def settle(self) -> None:
         """Until no thread works for the engine and no retention pass runs."""
-        retaining = self.engine._retaining
-        if retaining is not None:
-            retaining.exception(WAIT_SECS)
+        for deletion in self.engine._keeper.passes:
+            deletion.exception(WAIT_SECS)
         for executor in (self.executor, self.engine._portal.executor):
             wait(list(executor._unfinished), WAIT_SECS)
 

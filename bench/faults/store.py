@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.items import WriteMode
-from aio_ckpt.storage import DataFile, ReadFile, RootLock, Storage
+from aio_ckpt.rootlock import RootLock
+from aio_ckpt.storage import DataFile, FileStatus, ReadFile, Storage
 
 __all__ = ["CALLS", "ERRORS", "SYNCS", "Call", "Fault", "FaultStorage"]
 
 T = TypeVar("T")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR)
 """What a disk answers when it is full, broken, used up, or disturbed."""
-READS = frozenset({"open_data_file", "read_file", "list_dir", "exists", "read_into", "close_read"})
+READS = frozenset({"open_data_file", "read_file", "list_dir", "exists", "status", "read_into", "close_read"})
 CALLS = READS | {"lock", "create_data_file", "write", "sync", "close", "write_file", "make_dir", "sync_dir"}
-CALLS |= {"rename", "exchange", "replace", "remove_file", "remove_tree"}
+CALLS |= {"rename", "exchange", "replace", "remove_file", "remove_tree", "touch"}
 """Every call."""
 SYNCS = frozenset({"sync", "sync_dir", "write_file"})
 """Calls that end with an fsync."""
@@ -157,6 +158,14 @@ class FaultStorage:
     async def exists(self, path: Path) -> bool:
         """Counted."""
         return await self.run(Call("exists", path), lambda: self._inner.exists(path))
+
+    async def status(self, path: Path) -> FileStatus | None:
+        """Counted."""
+        return await self.run(Call("status", path), lambda: self._inner.status(path))
+
+    async def touch(self, path: Path) -> None:
+        """Counted."""
+        await self.run(Call("touch", path), lambda: self._inner.touch(path))
 
     async def rename(self, src: Path, dst: Path) -> None:
         """Counted."""

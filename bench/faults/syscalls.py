@@ -79,7 +79,8 @@ class Child:
             cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self.session = str(self._answer()["session"])
+        self.pending = str(self._answer()["pending"])
+        """How the names of its pending directories begin."""
         self.saves = 0
 
     def save(self, step: int, value: int, *, overwrite: bool = False) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def _stream(stream: IO[str] | None) -> IO[str]:
 @contextlib.contextmanager
 def _strace(child: Child, root: Path, step: int, injection: Injection, number: int, log: Path) -> Iterator[None]:
     """Injects into calls on what the next save of the child touches, for as long as this is open."""
-    pending = root / f".pending-{child.session}-{child.saves + 1}"
+    pending = root / f"{child.pending}-{child.saves + 1}"
     final = root / f"step_{step:09d}"
     trash = root / f".trash-{pending.name}"
     names = ("", "__0_0.distcp", ".metadata", "aio_ckpt.0.bin", "aio_ckpt.json", "writer.json")

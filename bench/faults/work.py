@@ -19,10 +19,10 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt import lifetime, pipeline, portal, snapshot, write
-from aio_ckpt.commit import OWNER_FILE
+from aio_ckpt import image, lifetime, pipeline, portal, snapshot, write
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.items import PAGE_BYTES
+from aio_ckpt.names import OWNER_FILE
 from bench.faults.campaign import PASSING_SECS, STALL_SECS, Point, cancel_now
 from bench.faults.clock import Clock
 from bench.faults.ground import WAIT_SECS, Ground, Outcome, explain, small_chunks
@@ -341,8 +341,8 @@ def memory_in_growth(folder: Path) -> Iterator[Point]:
         (lifetime, "_populate"),
         (lifetime, "Lease"),
         (lifetime, "Arena"),
-        (snapshot, "Image"),
-        (snapshot, "Future"),
+        (image, "Image"),
+        (image, "Future"),
     )
     yield from _memory_points(folder / "python", python, MemoryError, saves=0)
 
