@@ -118,7 +118,11 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
     for row in found.checkpoints:
         if row.fault:
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")
-    for kind, others in (("pending (not a checkpoint)", found.pending), ("abandoned by rollback", found.abandoned)):
+    for kind, others in (
+        ("pending (not a checkpoint)", found.pending),
+        ("abandoned by rollback", found.abandoned),
+        ("damaged, set aside", found.quarantined),
+    ):
         if others:
             screen.line(f"{kind}: {', '.join(map(printable, others))}")
     return 0

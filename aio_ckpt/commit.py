@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
-from aio_ckpt.storage import Storage
+from aio_ckpt.storage import Storage, make_dirs
 
 __all__ = [
     "Committed",
@@ -33,6 +33,8 @@ __all__ = [
     "commit_directory",
     "commit_root",
     "discover",
+    "discover_torn",
+    "make_root",
     "pending_path",
     "retire_directory",
     "write_owner",
@@ -41,6 +43,7 @@ __all__ = [
 PENDING_PREFIX = ".pending-"
 ABANDONED_PREFIX = ".abandoned-"
 TRASH_PREFIX = ".trash-"
+CORRUPT_PREFIX = ".corrupt-"
 OWNER_FILE = "writer.json"
 LOCK_FILE = ".aio_ckpt.lock"
 MAX_SMALL_FILE_BYTES = 1 << 30
@@ -126,6 +129,20 @@ class StepNames:
         return int(match[1]) if match else None
 
 
+def make_root(root: Path) -> None:
+    """Make the root, if it is not there.
+
+    Raises:
+        RootError: it is a file, or cannot be made.
+    """
+    try:
+        make_dirs(root)
+    except OSError as error:
+        raise RootError(
+            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
+        ) from error
+
+
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
     """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
 
@@ -138,13 +155,27 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
     return [found[step] for step in sorted(found)]
 
 
+async def discover_torn(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    """Directories of steps that lost their ``.metadata``: ours by the root manifest, and no save into them runs."""
+    return [
+        named
+        for named in await _named_directories(storage, root, names)
+        if await storage.exists(named.path / ROOT_MANIFEST)
+        and not any(name.startswith(METADATA_FILE) for name in await storage.list_dir(named.path))
+    ]
+
+
 async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    named = await _named_directories(storage, root, names)
+    return [checkpoint for checkpoint in named if await storage.exists(checkpoint.path / METADATA_FILE)]
+
+
+async def _named_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    """Whatever has the name of a step, committed or not."""
     if not await storage.exists(root):
         return []
-    steps = [
-        (step, root / name) for name in sorted(await storage.list_dir(root)) if (step := names.step(name)) is not None
-    ]
-    return [Committed(step=step, path=path) for step, path in steps if await storage.exists(path / METADATA_FILE)]
+    steps = ((names.step(name), root / name) for name in sorted(await storage.list_dir(root)))
+    return [Committed(step=step, path=path) for step, path in steps if step is not None]
 
 
 def pending_path(root: Path, owner: Owner, number: int) -> Path:

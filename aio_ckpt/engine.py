@@ -17,17 +17,18 @@ from aio_ckpt import commit, tree
 from aio_ckpt.config import EngineConfig, check_seconds
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError, RootError
+from aio_ckpt.errors import BusyError, ConfigError
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
 from aio_ckpt.pipeline import Site, follow
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
+from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
 from aio_ckpt.retention import Retention
 from aio_ckpt.snapshot import ObjectEncoder, lease_image
-from aio_ckpt.storage import LocalStorage, RootLock, Storage, make_dirs
+from aio_ckpt.storage import LocalStorage, RootLock, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
@@ -73,18 +74,26 @@ class CheckpointEngine:
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-        _make_root(self.root)
+        commit.make_root(self.root)
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
+        self._root_lock: RootLock | None = None
+        store = storage or LocalStorage(self._portal.executor, config.direct_io)
         self._site = Site(
             root=self.root,
             names=commit.StepNames(config.step_dir),
             owner=commit.Owner.of_this_process(session),
-            storage=storage or LocalStorage(self._portal.executor, config.direct_io),
+            storage=store,
             coordinator=coordinator or SoloCoordinator(),
             executor=self._portal.executor,
             config=config,
+            quarantine=Quarantine(
+                store,
+                self.root,
+                is_writer=lambda: self._root_lock is not None,
+                on_condemned=lambda: self._in_flight.forget_steps(),
+            ),
         )
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
         self._lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=self._portal.executor, debug=config.debug)
@@ -96,7 +105,6 @@ class CheckpointEngine:
         )
         self._retaining: Future[list[int]] | None = None
         self._save_lock = Lock()
-        self._root_lock: RootLock | None = None
         self._portal.at_exit(self._drain_at_exit)
 
     # -- saving ---------------------------------------------------------------------------------------
@@ -218,18 +226,22 @@ class CheckpointEngine:
         """Fill ``state`` in place from a checkpoint.
 
         Tensors are filled as they are read and verified; objects, modules, optimizers and other Stateful values
-        are set only after everything was verified.
+        are set only after everything was verified. What does not match is read once more before it is believed.
+
+        With ``step=None`` and ``fallback``, damaged checkpoints are passed by and listed in ``report.skipped``. Once an
+        older one was loaded, those with proof (sums, lengths, missing files) are renamed ``.corrupt-*``: now if
+        this engine is the writer, else by its first save. A load of a given step, an I/O error, a reader move nothing.
 
         Args:
             state: the template: same names, shapes and dtypes as what was saved.
             step: which one; None takes the newest that verifies.
             strict: refuse names of the checkpoint that the template lacks.
             allow_missing: leave template names that the checkpoint lacks as they are.
-            fallback: with ``step=None``, walk back past checkpoints that do not verify.
+            fallback: with ``step=None``, pass damaged checkpoints by; False raises at the newest.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
-            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each).
+            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
         """
         loading = self.submit_load(state, step, strict=strict, allow_missing=allow_missing, fallback=fallback)
@@ -263,11 +275,8 @@ class CheckpointEngine:
         return self._portal.submit(read_tree, self._site, step, [only] if isinstance(only, str) else only)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
-        site = self._site
-        return [
-            found.step for found in self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
-        ]
+        """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
+        return [found.step for found in self._call(self._site.quarantine.committed, self._site.names, what="steps()")]
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -349,14 +358,15 @@ class CheckpointEngine:
     def _become_writer(self) -> None:
         """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
         if self._root_lock is None:
-            lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
+            self._root_lock = lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
             try:
+                self._call(self._site.quarantine.enforce, what="setting damaged checkpoints aside")
                 self._in_flight.learn_steps(self.steps)
                 cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
             except BaseException:
+                self._root_lock = None
                 lock.release()
                 raise
-            self._root_lock = lock
             if cleared:
                 _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 
@@ -387,12 +397,3 @@ class CheckpointEngine:
         if late:
             _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
         self._shut_down()
-
-
-def _make_root(root: Path) -> None:
-    try:
-        make_dirs(root)
-    except OSError as error:
-        raise RootError(
-            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
-        ) from error

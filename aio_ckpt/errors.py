@@ -19,6 +19,7 @@ __all__ = [
     "EngineClosedError",
     "EngineForkedError",
     "FormatVersionError",
+    "MismatchError",
     "MissingNameError",
     "PeerFailedError",
     "PlanChangedError",
@@ -102,6 +103,13 @@ class CheckpointNotFoundError(AioCkptError, FileNotFoundError):
 
 class CorruptCheckpointError(AioCkptError, ValueError):
     """Bytes on disk do not match their sums or sizes; names the file and, where known, the tensor."""
+
+
+class MismatchError(CorruptCheckpointError):
+    """The proven kind: a sum or a length is not the one that was written, or a file that a manifest names is missing.
+
+    Only this lets a writer quarantine a checkpoint; anything else that does not read may be sound elsewhere.
+    """
 
 
 class FormatVersionError(AioCkptError, ValueError):

@@ -221,6 +221,11 @@ class InFlight:
         """Whether the committed steps were read from the disk."""
         return self._knows_steps
 
+    def forget_steps(self) -> None:
+        """A step was found damaged: what is committed must be read from the disk again."""
+        with self._lock:
+            self._knows_steps = False
+
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
         """Take over what is committed on the disk, and what is being committed while the disk is read."""
         with self._lock:

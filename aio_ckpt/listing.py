@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
-from aio_ckpt.commit import ABANDONED_PREFIX, PENDING_PREFIX, StepNames, discover
+from aio_ckpt.commit import ABANDONED_PREFIX, CORRUPT_PREFIX, PENDING_PREFIX, StepNames, discover
 from aio_ckpt.contents import global_shape
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
@@ -50,6 +50,8 @@ class RootTable(msgspec.Struct, frozen=True, kw_only=True):
     """Directories of saves that are being written, or whose writer died."""
     abandoned: tuple[str, ...]
     """Directories that ``rollback`` set aside."""
+    quarantined: tuple[str, ...]
+    """Directories of damaged checkpoints that a load set aside."""
 
 
 class LeafRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +111,7 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
         checkpoints=tuple(rows),
         pending=tuple(name for name in others if name.startswith(PENDING_PREFIX)),
         abandoned=tuple(name for name in others if name.startswith(ABANDONED_PREFIX)),
+        quarantined=tuple(name for name in others if name.startswith(CORRUPT_PREFIX)),
     )
 
 

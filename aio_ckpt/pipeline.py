@@ -24,6 +24,7 @@ from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor, run_blocking, watch_submissions
+from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.record import (
     object_entries,
     render_metadata_file,
@@ -61,6 +62,8 @@ class Site:
     """The engine's I/O threads."""
     config: EngineConfig
     """Settings."""
+    quarantine: Quarantine
+    """Checkpoints that loads proved damaged."""
 
 
 class CaptureProgress:
@@ -333,9 +336,10 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-        await commit.commit_root(
-            site.storage, pending=pending, final=final, root_manifest=root_manifest, overwrite=save.overwrite
-        )
+        async with site.quarantine.commits:
+            await commit.commit_root(
+                site.storage, pending=pending, final=final, root_manifest=root_manifest, overwrite=save.overwrite
+            )
     if scope.cancelled_caught:
         raise StallError(
             f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "

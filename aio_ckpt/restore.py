@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from aio_ckpt import commit
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
+from aio_ckpt.quarantine import Condemned, identify
 from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_state
 
 __all__ = ["LoadOptions", "load_state", "read_tree"]
 
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
+
+_MAX_WALKS = 20
+"""Walks that a writer beside us may spoil by removing what is being read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class LoadOptions:
     allow_missing: bool
     """Leave template names that the checkpoint lacks."""
     fallback: bool
-    """Walk back past what does not verify."""
+    """Without a step: walk back past what does not verify."""
 
 
 async def load_state(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:
@@ -94,39 +99,130 @@ async def _newest_good(
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
-    Only a proven mismatch walks back: an I/O error or a template that does not match is raised as it is.
+    Only damage walks back: an I/O error or a template that does not match is raised as it is. What was proven damaged
+    is set aside once an older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere,
+    and a restart must not take the root for an empty one.
     """
-    candidates = _candidates(await commit.discover(site.storage, site.root, site.names), step, site)
-    skipped: list[SkippedCheckpoint] = []
-    for candidate in candidates:
-        try:
-            checkpoint = await open_checkpoint(site.storage, candidate.path, executor=site.executor)
-            _check_identity(checkpoint, candidate)
-            value = await use(checkpoint)
-        except CorruptCheckpointError as error:
-            if step is not None or not fallback:
-                raise
-            _log.error("step %d does not verify, trying an older one: %s", candidate.step, error)
-            skipped.append(SkippedCheckpoint(step=candidate.step, path=candidate.path, error=error))
+    walk = _Walk(site=site)
+    for _ in range(_MAX_WALKS):
+        for candidate in await _candidates(site, step):
+            if candidate.path in walk.damaged:
+                continue
+            try:
+                value = await walk.use(candidate, use)
+            except CheckpointNotFoundError:
+                break  # another process removed it, so it has committed a newer one: look again
+            except CorruptCheckpointError:
+                if step is not None or not fallback:
+                    raise
+            else:
+                return candidate, await walk.settle(), value
         else:
-            return candidate, tuple(skipped), value
-    found = "; ".join(f"step {entry.step}: {entry.error}" for entry in skipped)
-    failure = CorruptCheckpointError(f"no checkpoint under {site.root} verifies: {found}")
-    failure.target_modified = any(entry.error.target_modified for entry in skipped)
-    raise failure
+            raise walk.failure()
+    raise CheckpointNotFoundError(f"the checkpoints under {site.root} are removed faster than they can be read")
 
 
-def _check_identity(checkpoint: Checkpoint, candidate: commit.Committed) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Damage:
+    """What two readings of a checkpoint found."""
+
+    checkpoint: commit.Committed
+    """Which."""
+    error: CorruptCheckpointError
+    """Of the second."""
+    identity: bytes | None
+    """Of the checkpoint, if both proved a mismatch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """A walk from the newest checkpoint back."""
+
+    site: Site
+    """Where."""
+    damaged: dict[Path, _Damage] = field(default_factory=dict)
+    """Passed by so far, newest first."""
+    is_modified: bool = False
+    """Whether one of them began to fill the template."""
+
+    async def use(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
+        """``use`` of a checkpoint, read a second time if it does not match.
+
+        What an overwrite meanwhile or a bad transfer explains is no damage of what is stored.
+
+        Raises:
+            CorruptCheckpointError: neither time; noted in ``damaged``.
+        """
+        try:
+            return await self._read(candidate, use)
+        except CorruptCheckpointError as error:
+            first = error
+        _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
+        identity = await identify(self.site.storage, candidate.path)
+        try:
+            return await self._read(candidate, use)
+        except CorruptCheckpointError as error:
+            is_proven = isinstance(first, MismatchError) and isinstance(error, MismatchError)
+            self.damaged[candidate.path] = _Damage(
+                checkpoint=candidate, error=error, identity=identity if is_proven else None
+            )
+            raise
+
+    async def _read(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
+        try:
+            checkpoint = await open_checkpoint(self.site.storage, candidate.path, executor=self.site.executor)
+            _check_step(checkpoint, candidate)
+            return await use(checkpoint)
+        except AioCkptError as error:
+            self.is_modified = error.target_modified = self.is_modified or error.target_modified
+            raise
+
+    async def settle(self) -> tuple[SkippedCheckpoint, ...]:
+        """An older one was good: condemn what was proven; what was passed by, for the report."""
+        moved = await self.site.quarantine.condemn(
+            Condemned(checkpoint=found.checkpoint, identity=found.identity, error=found.error)
+            for found in self.damaged.values()
+            if found.identity is not None
+        )
+        for found in self.damaged.values():
+            _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
+        return tuple(
+            SkippedCheckpoint(
+                step=found.checkpoint.step,
+                path=path,
+                error=found.error.with_traceback(None),  # a report must not keep the frames and so the template alive
+                quarantined=moved.get(path),
+            )
+            for path, found in self.damaged.items()
+        )
+
+    def failure(self) -> CorruptCheckpointError:
+        """None is good."""
+        each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged.values())
+        error = CorruptCheckpointError(f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}")
+        error.target_modified = self.is_modified
+        return error
+
+
+def _check_step(checkpoint: Checkpoint, candidate: commit.Committed) -> None:
     if checkpoint.step not in (None, candidate.step):
         raise CorruptCheckpointError(
             f"{candidate.path}: holds step {checkpoint.step} by its manifest: the directory was renamed or swapped"
         )
 
 
-def _candidates(committed: list[commit.Committed], step: int | None, site: Site) -> list[commit.Committed]:
-    chosen = [checkpoint for checkpoint in reversed(committed) if step in (None, checkpoint.step)]
+async def _candidates(site: Site, step: int | None) -> list[commit.Committed]:
+    """Newest first: what is committed, and what was before it lost its ``.metadata``.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    committed = await commit.discover(site.storage, site.root, site.names)
+    steps = [checkpoint.step for checkpoint in committed]
+    torn = await commit.discover_torn(site.storage, site.root, site.names)
+    every = [*committed, *(checkpoint for checkpoint in torn if checkpoint.step not in steps)]
+    chosen = [checkpoint for checkpoint in every if step in (None, checkpoint.step)]
     if not chosen:
-        steps = [checkpoint.step for checkpoint in committed]
         wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}")
-    return chosen
+    return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)

@@ -246,10 +246,15 @@ def test_without_manifests_it_is_a_plain_dcp_checkpoint(checkpoint: Path, root: 
         assert_same_tensor(target[name], tensor)
 
 
-def test_without_metadata_it_is_no_checkpoint(checkpoint: Path, root: Path) -> None:
+def test_without_metadata_it_is_no_checkpoint_but_a_damaged_one(checkpoint: Path, root: Path) -> None:
     (checkpoint / ".metadata").unlink()
-    with SyncCheckpointEngine(root) as engine, pytest.raises(CheckpointNotFoundError):
-        engine.read()
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == []
+        with pytest.raises(CorruptCheckpointError, match=r"step 7: \.metadata: missing"):
+            engine.read()
+        (checkpoint / "aio_ckpt.json").unlink()
+        with pytest.raises(CheckpointNotFoundError):
+            engine.read()
 
 
 def test_an_object_is_a_torch_save_of_its_own(checkpoint: Path) -> None:

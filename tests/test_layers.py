@@ -20,7 +20,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
     **dict.fromkeys(("portal", "ticket", "device"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "plan", "datafile", "storage", "coordinator"), 2),
-    **dict.fromkeys(("snapshot", "write", "record", "commit", "retention"), 3),
+    **dict.fromkeys(("snapshot", "write", "record", "commit", "retention", "quarantine"), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
     **dict.fromkeys(("pipeline", "inflight", "restore", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
@@ -33,6 +33,8 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("config", "errors"),
     ("items", "errors"),
     ("retention", "commit"),
+    ("quarantine", "commit"),
+    ("quarantine", "catalog"),
     # Files that were split because of their length: the face of each pair is named first.
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),
