@@ -146,10 +146,14 @@ async def _read_metadata(storage: Storage, path: Path) -> bytes:
     return data
 
 
-async def read_small_file(storage: Storage, path: Path) -> bytes | None:
-    """All bytes of a manifest or ``.metadata``; None if there is no such file."""
+async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
+    """All bytes of a manifest or ``.metadata``; None if there is no such file.
+
+    Raises:
+        MismatchError: it is longer than ``max_bytes``; no memory was taken for it.
+    """
     try:
-        return await storage.read_file(path, max_bytes=_MAX_SMALL_FILE_BYTES)
+        return await storage.read_file(path, max_bytes=max_bytes)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
@@ -193,7 +197,8 @@ async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor
 
     async def read(rank: int) -> None:
         async with limit:
-            data = await read_small_file(storage, path / root.ranks[rank].name)
+            entry = root.ranks[rank]
+            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
     await _run_all(read, range(root.world_size))

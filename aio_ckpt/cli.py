@@ -217,7 +217,7 @@ def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) ->
     for checkpoint in found:
         nbytes = bytes_of(checkpoint)
         with screen.progress(f"verify {printable(checkpoint.name)}", nbytes) as advance:
-            results.append(_verify(checkpoint, nbytes, workers, advance))
+            results.append(_verify(checkpoint, names, nbytes, workers, advance))
         _tell_verified(results[-1], screen)
     bad = sum(bool(result.faults) for result in results)
     if as_json:
@@ -227,7 +227,7 @@ def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) ->
     return 1 if bad else 0
 
 
-def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _Verified:
+def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advance: Advance) -> _Verified:
     begin = time.perf_counter()
     done = 0
 
@@ -237,7 +237,14 @@ def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _V
         advance(done, f"{amount(done)} of {amount(nbytes)}")
 
     async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
-        return await verify_checkpoint(storage, checkpoint, executor=executor, readers=workers, on_progress=on_progress)
+        return await verify_checkpoint(
+            storage,
+            checkpoint,
+            step=names.step(checkpoint.name),
+            executor=executor,
+            readers=workers,
+            on_progress=on_progress,
+        )
 
     try:
         faults = _call(work, readers=workers)

@@ -1,8 +1,8 @@
 """Manifests to and from bytes. Pure: no file, no thread.
 
-Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block)
-and one JSON file a checkpoint (the digest of ``.metadata``, the length and CRC32 of each rank's manifest).
-DCP's own ``.metadata`` is rendered and read by :mod:`aio_ckpt.metadata`, whose functions are named here too.
+Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block) and one
+JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest; sealed since 1.1).
+DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.metadata`, whose functions are named here too.
 
 Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
 """
@@ -20,9 +20,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.metadata import DTYPES, MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
+from aio_ckpt.seal import is_sealed, seal
 
 __all__ = [
     "FORMAT_MAJOR",
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 ROOT_MANIFEST = "aio_ckpt.json"
 METADATA_FILE = ".metadata"
 
@@ -282,7 +283,7 @@ def _format_of(data: bytes, decode: Any) -> tuple[int, int]:
     return head.format
 
 
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def _check_format(found: tuple[int, int], name: str) -> None:
@@ -307,7 +308,7 @@ def _rank_fault(manifest: RankManifest) -> str:
     fault = _columns_fault(manifest.columns, file_bytes)
     if fault:
         return fault
-    blocks = int((-(-manifest.columns.raw_bytes // manifest.block_bytes)).sum())
+    blocks = sum((-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist())  # may exceed 64 bits
     if len(manifest.sums) != 4 * blocks:
         return f"{len(manifest.sums)} bytes of sums for {blocks} blocks"
     return ""
@@ -375,8 +376,8 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_root(manifest: RootManifest) -> bytes:
-    """Bytes of ``aio_ckpt.json``: indented JSON that ends in a newline."""
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    """Bytes of ``aio_ckpt.json``: indented JSON that ends in its seal and a newline."""
+    return seal(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 
 def decode_root(data: bytes, *, name: str) -> RootManifest:
@@ -384,9 +385,15 @@ def decode_root(data: bytes, *, name: str) -> RootManifest:
 
     Raises:
         FormatVersionError: written by a newer major version of the format.
+        MismatchError: its seal is broken, or missing although its version has one.
         CorruptCheckpointError: anything else that is not right; names the file.
     """
+    sealed = is_sealed(data)
+    if sealed is False:
+        raise MismatchError(f"{name}: not what was written: its own sum does not match, or it is cut short")
     manifest = _decode(data, RootManifest, name, msgspec.json.decode)
+    if sealed is None and manifest.format > (1, 0):
+        raise MismatchError(f"{name}: not what was written: its own sum is missing")
     if len(manifest.ranks) != manifest.world_size:
         raise CorruptCheckpointError(f"{name}: {len(manifest.ranks)} ranks for a world of {manifest.world_size}")
     return manifest

@@ -183,6 +183,8 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
         _check_opcodes(data)
         found = _Unpickler(io.BytesIO(data)).load()
         fault = _metadata_fault(found)
+    except MemoryError:
+        raise  # of this machine: lengths beyond the data were refused before
     except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
         raise CorruptCheckpointError(f"{name}: {str(exc) or type(exc).__name__}") from exc
     if fault:

@@ -68,13 +68,19 @@ class _Span(NamedTuple):
 
 
 async def verify_checkpoint(
-    storage: Storage, path: Path, *, executor: Executor, readers: int, on_progress: Callable[[int], None]
+    storage: Storage,
+    path: Path,
+    *,
+    step: int | None = None,
+    executor: Executor,
+    readers: int,
+    on_progress: Callable[[int], None],
 ) -> tuple[Fault, ...]:
     """All faults of the checkpoint at ``path``; none if every byte is as it was written.
 
     Checked of ours: the small files against each other, the CRC32 of each data file, block and object, and each item's
-    zip against manifest and ``.metadata``. Of plain DCP: the CRC32 of each zip record. ``on_progress`` is given the
-    bytes read since the last call.
+    zip against manifest and ``.metadata``. Of plain DCP: the CRC32 of each zip record. ``step`` is the one that the
+    directory is named for, if it is. ``on_progress`` is given the bytes read since the last call.
 
     Raises:
         CheckpointNotFoundError: no ``.metadata``, so no checkpoint.
@@ -83,6 +89,9 @@ async def verify_checkpoint(
     faults: list[Fault] = []
     checkpoint = await _open(storage, path, executor, faults)
     if checkpoint is not None:
+        if step is not None and checkpoint.step not in (None, step):
+            message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
+            faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=message))
         async with Files(storage, path, readers=readers) as files:
             run = _Verification(files, executor, readers, on_progress, faults)
             await (run.ours if checkpoint.root else run.plain)(checkpoint)
@@ -97,21 +106,22 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
         raise
     except CorruptCheckpointError as error:
         first = error
-    data = await read_small_file(storage, path / METADATA_FILE)
+    metadata = await read_small_file(storage, path / METADATA_FILE)
     root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     try:
         root = decode_root(root_data or b"", name=ROOT_MANIFEST)
     except CorruptCheckpointError:
         faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=str(first)))
         return None
-    wrong = check_metadata(root, data or b"")
+    wrong = check_metadata(root, metadata or b"")
     if wrong:
         faults.append(Fault(file=METADATA_FILE, tensor=None, message=wrong))
     ranks = []
     for rank, entry in enumerate(root.ranks):
         with _noting(faults, entry.name):
-            ranks.append(check_rank(root, rank, await read_small_file(storage, path / entry.name)))
-    metadata_bytes = b"" if wrong or data is None else data
+            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
+            ranks.append(check_rank(root, rank, data))
+    metadata_bytes = b"" if wrong or metadata is None else metadata
     return Checkpoint(path=path, step=root.step, metadata_bytes=metadata_bytes, root=root, ranks=tuple(ranks))
 
 

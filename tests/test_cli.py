@@ -150,7 +150,7 @@ def test_inspect_tells_names_dtypes_shapes_bytes_step_and_torch(root, capsys):
     assert code == 0
     assert found["step"] == 10
     assert found["written_by"]["torch"] == torch.__version__
-    assert found["format"] == "aio_ckpt 1.0"
+    assert found["format"] == "aio_ckpt 1.1"
     assert found["world_size"] == 1
     assert set(leaves) == {"model.embed", "model.head", "model.bias", "lr", "rng.rank0"}
     embed, bias = leaves["model.embed"], leaves["model.bias"]
@@ -238,6 +238,20 @@ def test_a_missing_file_is_a_fault_of_its_checkpoint(root, capsys, name):
     assert code == 1
     assert name in out
     assert "step_000000020: good" in out
+
+
+def test_two_directories_that_were_swapped_are_a_fault_of_both_and_a_copy_of_another_name_is_none(root, capsys):
+    one, two = root / "step_000000010", root / "step_000000020"
+    shutil.copytree(one, root / "best")
+    one.rename(root / "aside")
+    two.rename(one)
+    (root / "aside").rename(two)
+    for path, holds in ((one, 20), (two, 10)):
+        code, out, _ = called(capsys, "verify", path)
+        assert code == 1
+        assert f"aio_ckpt.json: holds step {holds}" in out
+    assert called(capsys, "verify", root)[0] == 1
+    assert called(capsys, "verify", root / "best")[0] == 0
 
 
 def test_a_checkpoint_of_a_newer_format_is_a_fault_that_names_it(root, capsys):

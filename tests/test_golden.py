@@ -26,6 +26,7 @@ from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.manifest import FORMAT_MAJOR, FORMAT_MINOR
 from aio_ckpt.portal import Executor
+from aio_ckpt.seal import seal
 from aio_ckpt.storage import LocalStorage
 from aio_ckpt.verify import verify_checkpoint
 
@@ -33,10 +34,10 @@ GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(params=VERSIONS)
+def root(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A copy, so that no test can harm the original."""
-    return Path(shutil.copytree(GOLDEN / "v1", tmp_path / "v1"))
+    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / "root"))
 
 
 @pytest.fixture
@@ -94,7 +95,8 @@ def blank(value: Any) -> Any:
 
 
 def test_there_is_a_golden_checkpoint_of_every_format_version() -> None:
-    assert [f"v{major}" for major in range(1, FORMAT_MAJOR + 1)] == VERSIONS
+    assert VERSIONS == ["v1", "v1.1"], "v1 is 1.0: a root manifest without a seal"
+    assert VERSIONS[-1] == f"v{FORMAT_MAJOR}.{FORMAT_MINOR}"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -188,8 +190,9 @@ async def test_a_flipped_byte_of_it_is_found(checkpoint: Path, root: Path, name:
 def change_root(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = checkpoint / "aio_ckpt.json"
     fields = json.loads(path.read_bytes())
+    fields.pop("blake2b", None)
     change(fields)
-    path.write_text(json.dumps(fields))
+    path.write_bytes(seal((json.dumps(fields, indent=1) + "\n").encode()))
 
 
 def change_rank(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "aio_ckpt"
 
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
-    **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
+    **dict.fromkeys(("seal", "tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
     **dict.fromkeys(("portal", "ticket", "device"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "plan", "datafile", "storage", "coordinator"), 2),
     **dict.fromkeys(("snapshot", "write", "record", "commit", "retention", "quarantine"), 3),
@@ -38,6 +38,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     # Files that were split because of their length: the face of each pair is named first.
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),
+    ("manifest", "seal"),
     ("tree", "skeleton"),
     ("tree", "objects"),
     ("skeleton", "objects"),
@@ -74,7 +75,19 @@ SIDEWAYS: set[tuple[str, str]] = {
 }
 """Allowed imports within a layer, importer first. Faces (layer 5) may import each other."""
 
-PURE = ("errors", "config", "items", "tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree")
+PURE = (
+    "errors",
+    "config",
+    "items",
+    "seal",
+    "tensor_pickle",
+    "envelope",
+    "metadata",
+    "manifest",
+    "objects",
+    "skeleton",
+    "tree",
+)
 FACES = {name for name, layer in LAYERS.items() if layer == 5}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
