@@ -19,7 +19,7 @@ import torch
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.items import TensorSpec
 
-__all__ = ["StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
+__all__ = ["STORAGE_ELEMENT_BYTES", "StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
 
 _V2_STORAGES = {
     "float64": "DoubleStorage",
@@ -49,6 +49,11 @@ def _known_dtypes(names: Sequence[str]) -> dict[str, torch.dtype]:
 
 _V2_DTYPES = _known_dtypes(tuple(_V2_STORAGES))
 _V3_DTYPES = _known_dtypes(_V3_NAMES)
+STORAGE_ELEMENT_BYTES: dict[str, int] = {
+    "torch.storage.UntypedStorage": 1,
+    **{f"torch.{_V2_STORAGES[name]}": dtype.itemsize for name, dtype in _V2_DTYPES.items()},
+}
+"""Bytes of one slot by the full name of the storage's class."""
 _STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
 
 
@@ -187,7 +192,7 @@ def read_pickle(data: bytes) -> TensorView:
     except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as exc:
         if isinstance(exc, UnsupportedLeafError):  # it refines TypeError
             raise
-        raise CorruptCheckpointError(f"a tensor item is damaged: its pickle is malformed ({exc})") from exc
+        raise CorruptCheckpointError(f"its torch.save zip is damaged: its pickle is malformed ({exc})") from exc
     if not isinstance(view, TensorView):
         raise UnsupportedLeafError("an item holds something else than one tensor")
     return view

@@ -17,7 +17,9 @@ PACKAGE = Path(__file__).parents[1] / "aio_ckpt"
 
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
-    **dict.fromkeys(("seal", "tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1),
+    **dict.fromkeys(
+        ("seal", "pickle_guard", "tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1
+    ),
     **dict.fromkeys(("portal", "ticket", "device"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "plan", "datafile", "storage", "coordinator"), 2),
     **dict.fromkeys(("snapshot", "write", "record", "commit", "retention", "quarantine"), 3),
@@ -39,6 +41,10 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),
     ("manifest", "seal"),
+    ("metadata", "pickle_guard"),
+    ("objects", "pickle_guard"),
+    ("objects", "envelope"),
+    ("objects", "tensor_pickle"),
     ("tree", "skeleton"),
     ("tree", "objects"),
     ("skeleton", "objects"),
@@ -80,6 +86,7 @@ PURE = (
     "config",
     "items",
     "seal",
+    "pickle_guard",
     "tensor_pickle",
     "envelope",
     "metadata",
