@@ -123,8 +123,8 @@ def _check_stored(data: bytes, name: str) -> None:
     """Refuse bytes that would crash or starve torch's reader."""
     try:
         records = records_of(data)
-        sizes = {key: len(record) for key, record in records.items()}
-        check_calls(records.get("data.pkl", b""), lambda key: sizes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
+        sizes = {key: len(record) for key, (record, _) in records.items()}
+        check_calls(records.get("data.pkl", (b"", 0))[0], lambda key: sizes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
     except CorruptCheckpointError as exc:
         raise CorruptCheckpointError(f"{name}: the stored object does not read: {exc}") from exc
     except UnsafeObjectError as exc:
