@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
 from aio_ckpt.contents import Slot, StoredObject
+from aio_ckpt.envelope import fill_crc, render
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
 from aio_ckpt.files import Files, bounce_buffers
-from aio_ckpt.items import PAGE_BYTES, align_up
+from aio_ckpt.items import PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.manifest import (
     METADATA_FILE,
     ROOT_MANIFEST,
@@ -183,12 +184,14 @@ class _Verification:
         await self.files.measure([file.name], {file.name: file.nbytes})
         known = len(self.faults)
         crc32 = await self._sum_file(file.name, _spans_of(manifest))
-        # A block that does not match explains it, and names the tensor.
-        if crc32 not in (None, file.crc32) and len(self.faults) == known:
-            self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
         slots = [_slot_of(entry, file.name) for entry in manifest.tensors]
         ends = await read_ends(self.files, slots, executor=self.executor, readers=self.readers)
         await run_blocking(self.executor, self._compare_items, manifest, slots, ends)
+        # A block or an item that does not match explains it, and names the tensor.
+        if crc32 not in (None, file.crc32) and len(self.faults) == known:
+            await run_blocking(self.executor, self._compare_envelopes, manifest, slots, ends)
+        if crc32 not in (None, file.crc32) and len(self.faults) == known:
+            self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
 
     def _compare_items(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
         for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
@@ -197,10 +200,19 @@ class _Verification:
                 place = item.raw_offset, item.raw_bytes, item.stride, item.storage_offset
                 if place != (entry.raw_offset, entry.raw_bytes, entry.stride, 0):
                     self._note(slot.file, slot.name, f"the manifest and the item's zip disagree: {place}")
-                lengths = [manifest.block_bytes] * len(sums)
-                lengths[-1:] = [entry.raw_bytes - manifest.block_bytes * (len(sums) - 1)] * bool(sums)
+                lengths = _block_lengths(entry, manifest)
                 if item.record_crc32 not in (None, _combine_all(zip(sums, lengths, strict=True))):
                     self._note(slot.file, slot.name, "the CRC32 in the item's zip is not that of its blocks")
+
+    def _compare_envelopes(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
+        """Name the item whose header or trailer is not as we render it; one of another version may differ soundly."""
+        for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
+            head, tail = ends[id(slot)]
+            wanted = render(TensorSpec(slot.dtype, entry.shape, entry.stride))
+            trailer = bytearray(wanted.trailer)
+            fill_crc(trailer, wanted, _combine_all(zip(sums, _block_lengths(entry, manifest), strict=True)))
+            if not (head.startswith(wanted.header) and tail.endswith(trailer)):
+                self._note(slot.file, slot.name, "the file does not match its CRC32: the item's zip is not as written")
 
     def _compare_metadata(self, checkpoint: Checkpoint, places: Mapping[MetadataIndex, _Place]) -> None:
         stored = checkpoint.metadata.storage_data or {}
@@ -306,6 +318,10 @@ def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
         for name in stored.fqns:
             places[MetadataIndex(name)] = file, stored.offset, stored.nbytes
     return places
+
+
+def _block_lengths(entry: TensorEntry, manifest: RankManifest) -> list[int]:
+    return [min(manifest.block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, manifest.block_bytes)]
 
 
 def _slot_of(entry: TensorEntry, file: str) -> Slot:
