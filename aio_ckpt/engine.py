@@ -5,36 +5,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, TypeVarTuple
+from typing import Literal, Self
 
 from aio_ckpt import commit, tree
-from aio_ckpt.config import EngineConfig, check_seconds
+from aio_ckpt.closing import Closing, second_to
+from aio_ckpt.config import MAX_SECS, EngineConfig
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError
+from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError
+from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
+from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
-from aio_ckpt.pipeline import Site, follow
+from aio_ckpt.names import StepNames
+from aio_ckpt.owner import Owner
+from aio_ckpt.pipeline import Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
-from aio_ckpt.quarantine import Quarantine
+from aio_ckpt.preemption import Preemption
+from aio_ckpt.progress import Deadline, follow
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
-from aio_ckpt.retention import Retention
-from aio_ckpt.snapshot import ObjectEncoder, lease_image
-from aio_ckpt.storage import LocalStorage, RootLock, Storage
+from aio_ckpt.retention import check_metrics
+from aio_ckpt.snapshot import ObjectEncoder
+from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 _log = logging.getLogger("aio_ckpt")
 
 _HOUSEKEEPING_THREADS = 4
@@ -74,89 +79,91 @@ class CheckpointEngine:
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-        commit.make_root(self.root)
+        make_root(self.root)
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
-        self._root_lock: RootLock | None = None
-        store = storage or LocalStorage(self._portal.executor, config.direct_io)
         self._site = Site(
             root=self.root,
-            names=commit.StepNames(config.step_dir),
-            owner=commit.Owner.of_this_process(session),
-            storage=store,
+            names=StepNames(config.step_dir),
+            owner=Owner.of_this_process(session),
+            storage=storage or LocalStorage(self._portal.executor, config.direct_io),
             coordinator=coordinator or SoloCoordinator(),
             executor=self._portal.executor,
             config=config,
-            quarantine=Quarantine(
-                store,
-                self.root,
-                is_writer=lambda: self._root_lock is not None,
-                on_condemned=lambda: self._in_flight.forget_steps(),
-            ),
         )
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
         self._lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=self._portal.executor, debug=config.debug)
         self._cache = PlanCache(rank=self._site.coordinator.rank, world_size=self._site.coordinator.world_size)
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
-        self._retention = Retention(
-            self._site.storage, self.root, self._site.names, keep_last=config.keep_last, keep_every=config.keep_every
-        )
-        self._retaining: Future[list[int]] | None = None
+        self._preemption = Preemption()
+        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)
         self._save_lock = Lock()
-        self._portal.at_exit(self._drain_at_exit)
+        self._closing = Closing(self._in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
+        self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
 
     # -- saving ---------------------------------------------------------------------------------------
 
     def save(
-        self, state: object, step: int | None = None, *, overwrite: bool = False, deadline_secs: float | None = None
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        deadline_secs: float | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
-        When this returns, the caller may change everything it passed. ``await`` the ticket (or call
-        ``ticket.result()``) for a durable, visible checkpoint.
+        When this returns, the caller may change all it passed. ``await`` the ticket for a durable, visible checkpoint.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
             step: must exceed every committed and pending step; default one more than the newest.
             overwrite: replace the committed checkpoint of this very step, in one exchange.
-            deadline_secs: fail this save if it is not committed by then.
+            deadline_secs: fail this save if it is not committed so many seconds after this call; nothing becomes
+                visible then. Only the last rename and its fsync, once begun, are waited for.
+            metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
+                is stored as such and is never the best.
 
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
-                SourceChangedError: bad input; nothing was touched.
-            ConfigError: ``deadline_secs`` is no number above 0.
+                SourceChangedError, ConfigError: bad input; nothing was touched.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
+            StallError: ``deadline_secs`` passed before everything was captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
-        started = time.perf_counter()
+        started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
-        if deadline_secs is not None:
-            check_seconds("deadline_secs", deadline_secs)
+        measured = check_metrics(metrics)
         with self._save_lock:
             self._in_flight.raise_unreported()
-            waited_secs = self._in_flight.wait_for_room()
+            # After a preemption there may be no other save to make up for one that was skipped.
+            waited_secs = self._in_flight.wait_for_room(
+                step, "wait" if self.preempted else self.config.when_busy, deadline
+            )
             if not self._in_flight.knows_steps:
-                self._in_flight.learn_steps(self.steps)
+                self._in_flight.learn_steps(self._keeper.steps)
             if waited_secs is None:
-                skipped_step = self._in_flight.newest_step if step is None else step
+                skipped_step = (self._in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite)
+            self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
             plan_secs = time.perf_counter() - started - waited_secs
             objects = self._encoder.encode(planned.objects)
-            self._become_writer()
-            step = self._in_flight.next_step(step, overwrite=overwrite)
+            self._keeper.become_writer(self._in_flight.learn_steps)
+            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
             image = lease_image(
                 planned,
                 len(objects.region),
                 self._lifetime,
                 self.config.staging,
                 timeout_secs=self.config.stall_timeout_secs,
+                limit_secs=deadline.left_secs(MAX_SECS),
             )
             try:
                 save = self._in_flight.enter(
@@ -166,7 +173,8 @@ class CheckpointEngine:
                     step=step,
                     requested=flat.names,
                     overwrite=overwrite,
-                    deadline_secs=deadline_secs,
+                    metrics=measured,
+                    deadline=deadline,
                     started=started,
                     waited_secs=waited_secs + image.lease.waited_secs,
                     plan_secs=plan_secs,
@@ -178,19 +186,26 @@ class CheckpointEngine:
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 
+    def guard(self, guarded: object) -> None:
+        """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
+
+        Covers its parameters and state on devices, which nothing but its ``step`` may change.
+
+        Raises:
+            ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
+        """
+        self._in_flight.guards.add(guarded)
+
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
-        while not self._in_flight.has_room:
-            pending = self._in_flight.pending
-            if pending:
-                await asyncio.wrap_future(follow(pending[0].settled))
+        while (settled := self._in_flight.settled_before_room) is not None:
+            await asyncio.wrap_future(follow(settled))
 
     def wait_ready(self) -> None:
         """:meth:`ready` for a caller without a loop."""
         self._portal.check_thread("ready()")
-        while not self._in_flight.has_room:
-            for save in self._in_flight.pending[:1]:
-                save.settled.result()
+        while (settled := self._in_flight.settled_before_room) is not None:
+            settled.result()
 
     def clear_cache(self) -> None:
         """Forget the cached plan: the next save plans anew."""
@@ -226,11 +241,7 @@ class CheckpointEngine:
         """Fill ``state`` in place from a checkpoint.
 
         Tensors are filled as they are read and verified; objects, modules, optimizers and other Stateful values
-        are set only after everything was verified. What does not match is read once more before it is believed.
-
-        With ``step=None`` and ``fallback``, damaged checkpoints are passed by and listed in ``report.skipped``. Once an
-        older one was loaded, those with proof (sums, lengths, missing files) are renamed ``.corrupt-*``: now if
-        this engine is the writer, else by its first save. A load of a given step, an I/O error, a reader move nothing.
+        are set only after everything was verified. What becomes of damaged checkpoints: :mod:`aio_ckpt.quarantine`.
 
         Args:
             state: the template: same names, shapes and dtypes as what was saved.
@@ -276,7 +287,7 @@ class CheckpointEngine:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
-        return [found.step for found in self._call(self._site.quarantine.committed, self._site.names, what="steps()")]
+        return self._keeper.steps()
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -293,13 +304,58 @@ class CheckpointEngine:
         with self._save_lock:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._become_writer()
-            site, tag = self._site, str(time.time_ns())
-            steps = self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
-            self._in_flight.learn_steps(self.steps)
+            self._keeper.become_writer(self._in_flight.learn_steps)
+            steps = self._keeper.rollback(step)
+            self._in_flight.learn_steps(self._keeper.steps)
             return steps
 
-    # -- closing --------------------------------------------------------------------------------------
+    def protect(self, step: int) -> None:
+        """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed (any more).
+        """
+        self._keeper.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """Let ``step`` expire again, at the next commit; nothing if it was not protected."""
+        self._keeper.unprotect(step)
+
+    def protected_steps(self) -> list[int]:
+        """Steps that are protected, ascending."""
+        return self._keeper.protected_steps()
+
+    @property
+    def undeleted_steps(self) -> Mapping[int, str]:
+        """Expired steps that could not be deleted after the last commit, and why; tried again after the next."""
+        return self._keeper.undeleted
+
+    # -- ending ---------------------------------------------------------------------------------------
+
+    def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """From now on ``signals`` set :attr:`preempted`, until the engine is closed.
+
+        The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
+        are called too, after the flag was set; what the system does by default (to end the process) no longer
+        happens. Closing the engine, and a fork in the child, restores what was there before.
+
+        Raises:
+            WrongThreadError: not called on the main thread.
+            ConfigError: a signal cannot be handled.
+            EngineClosedError: the engine was closed.
+        """
+        if self._portal.is_closed:
+            raise EngineClosedError("the engine was closed: open a new one")
+        self._preemption.install(signals)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal of :meth:`on_preemption` came; stays True.
+
+        From then on the disk belongs to the saves: retention deletes nothing more (the next run's does), and
+        ``save()`` waits for room even where ``when_busy`` would skip or raise.
+        """
+        return self._preemption.has_come  # with many ranks: the coordinator's, from a step that all agree on
 
     async def __aenter__(self) -> Self:
         return self
@@ -307,93 +363,37 @@ class CheckpointEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        try:
+        with second_to(error):
             await self.close()
-        except Exception:
-            if error is None:
-                raise
-            _log.exception("a save failed while the trainer was failing")  # the trainer's own error comes first
         return False
 
     async def close(self) -> None:
         """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
-        self._in_flight.close()
-        for settled in self._unfinished():
-            await asyncio.wrap_future(follow(settled))
-        self._shut_down()
-        self._in_flight.raise_unreported()
+        await self._closing.finish()
 
     def close_blocking(self) -> None:
         """:meth:`close` for a caller without a loop."""
-        self._in_flight.close()
-        for settled in self._unfinished():
-            wait([settled])
-        self._shut_down()
-        self._in_flight.raise_unreported()
+        self._closing.finish_blocking()
 
     def close_after(self, error: BaseException | None) -> None:
         """:meth:`close_blocking` at the end of a block that ended with ``error``, which comes first."""
-        try:
+        with second_to(error):
             self.close_blocking()
-        except Exception:
-            if error is None:
-                raise
-            _log.exception("a save failed while the trainer was failing")
 
     def terminate(self) -> None:
         """Abandon pending saves and release everything; nothing of them becomes visible."""
-        self._in_flight.close()
-        for save in self._in_flight.pending:
-            save.ticket.cancel()
-            save.ticket.exception(self.config.stall_timeout_secs)
-        self._shut_down()
+        self._closing.abandon(self.config.stall_timeout_secs)
 
-    def _after(self, error: BaseException | None) -> None:
+    def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
         if error is not None:
             self._cache.clear()
-        elif self._retention.is_enabled:
-            self._retaining = self._portal.submit(self._retention.enforce)
-
-    def _become_writer(self) -> None:
-        """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
-        if self._root_lock is None:
-            self._root_lock = lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
-            try:
-                self._call(self._site.quarantine.enforce, what="setting damaged checkpoints aside")
-                self._in_flight.learn_steps(self.steps)
-                cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
-            except BaseException:
-                self._root_lock = None
-                lock.release()
-                raise
-            if cleared:
-                _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
-
-    def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
-        return self._portal.call(async_fn, *args, timeout=self.config.stall_timeout_secs, what=what)
-
-    def _unfinished(self) -> Iterator[Future[Any]]:
-        """What closing waits for; a retention pass is begun before its save settles."""
-        for save in self._in_flight.pending:
-            yield save.settled
-        if self._retaining is not None:
-            yield self._retaining
+        elif not self.preempted:
+            self._keeper.delete_expired(step)
 
     def _shut_down(self) -> None:
+        self._in_flight.guards.close()
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
-        if self._root_lock is not None:
-            self._root_lock.release()
-            self._root_lock = None
-
-    def _drain_at_exit(self) -> None:
-        self._in_flight.close()
-        deadline = time.monotonic() + self.config.drain_timeout_secs
-        pending = self._in_flight.pending
-        for settled in self._unfinished():
-            wait([settled], timeout=max(0.0, deadline - time.monotonic()))
-        late = [save.step for save in pending if not save.settled.done()]
-        if late:
-            _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
-        self._shut_down()
+        self._keeper.release()
+        self._preemption.restore()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import time
@@ -65,7 +66,8 @@ class Arena:
         """Layout whose constant bytes stand in the memory."""
         self.last_used = time.monotonic()
         """When a thread last let go of the bytes."""
-        self._registered = False
+        self.is_registered = False
+        """Whether it is page-locked for CUDA."""
         self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -74,9 +76,9 @@ class Arena:
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
-        if not self._registered:
+        if not self.is_registered:
             device.register_host_memory(self.address, self.capacity)
-            self._registered = True
+            self.is_registered = True
 
     def poison(self) -> None:
         """Overwrite everything, so that a use after release shows in the data."""
@@ -85,9 +87,9 @@ class Arena:
 
     def release(self) -> None:
         """Give the memory back to the system once the last view of it is gone."""
-        if self._registered:
+        if self.is_registered:
             device.unregister_host_memory(self.address)
-            self._registered = False
+            self.is_registered = False
         # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
         del self.tensor, self.memory
 
@@ -209,14 +211,16 @@ class LifetimeManager:
                 arenas=len(arenas), arena_bytes=sum(arena.capacity for arena in arenas), leases=len(self._lent)
             )
 
-    def acquire(self, nbytes: int, kind: ArenaKind, *, registers: bool, timeout_secs: float) -> Lease:
+    def acquire(
+        self, nbytes: int, kind: ArenaKind, *, registers: bool, timeout_secs: float, limit_secs: float = math.inf
+    ) -> Lease:
         """An arena of at least ``nbytes``; blocks while other leases hold the budget.
 
         With ``registers`` the memory is registered with CUDA unless it is ``pageable``.
 
         Raises:
             BudgetExceededError: ``nbytes`` alone is more than the budget, or the memory cannot be had.
-            StallError: no thread let go of a lent byte for ``timeout_secs``.
+            StallError: no thread let go of a lent byte for ``timeout_secs``, or ``limit_secs`` passed in all.
             EngineClosedError: the manager was closed.
         """
         if nbytes > self.budget_bytes:
@@ -230,7 +234,10 @@ class LifetimeManager:
                 left = last_used + timeout_secs - time.monotonic()
                 if left <= 0:
                     raise StallError(f"an earlier save keeps its arena and made no progress for {timeout_secs} s")
-                self._changed.wait(left)
+                limit_left = began + limit_secs - time.monotonic()
+                if limit_left <= 0:
+                    raise StallError(f"an earlier save kept its arena, this one had {limit_secs:.1f} s left")
+                self._changed.wait(min(left, limit_left))
             waited_secs = time.monotonic() - began
             if arena is None:
                 self._reserved_bytes += nbytes

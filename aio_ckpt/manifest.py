@@ -61,8 +61,6 @@ _Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _Dims: TypeAlias = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
 _Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
-_Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 _Format: TypeAlias = tuple[_Size, _Size]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -352,7 +350,7 @@ def _layout_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ..
 # -- the root manifest ----------------------------------------------------------------------------
 
 
-class RootManifest(msgspec.Struct, frozen=True, kw_only=True):
+class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What proves a whole checkpoint: ``.metadata`` and each rank's manifest."""
 
     format: _Format
@@ -365,14 +363,16 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks that wrote it; the length of ``ranks``."""
     metadata: FileEntry
     """``.metadata``."""
-    metadata_blake2b: _Hex
+    metadata_blake2b: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
     """Its BLAKE2b digest, lower-case hex."""
     ranks: tuple[FileEntry, ...]
     """Each rank's manifest, by rank."""
     written_by: dict[str, str]
     """Versions of what wrote it: aio_ckpt, torch, python."""
-    created_unix: _Seconds
+    created_unix: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds since 1970 by the leader's clock."""
+    metrics: dict[str, float | None] = {}
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite. Since 1.1, absent if empty."""
 
 
 def encode_root(manifest: RootManifest) -> bytes:

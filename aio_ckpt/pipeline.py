@@ -5,39 +5,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 from isal import isal_zlib
 
-from aio_ckpt import commit
+from aio_ckpt import commit, owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
+from aio_ckpt.names import StepNames
 from aio_ckpt.plan import Plan
-from aio_ckpt.portal import Executor, run_blocking, watch_submissions
+from aio_ckpt.portal import Executor, watch_submissions
+from aio_ckpt.progress import CaptureProgress, Deadline, Threads, follow
 from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.record import (
+    MetadataFile,
     object_entries,
     render_metadata_file,
     render_rank,
     render_root,
     written_names,
 )
-from aio_ckpt.snapshot import Image, ObjectBytes
+from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write import ChunkPreparer, write_image
 
-__all__ = ["CaptureProgress", "PendingSave", "Site", "follow", "run_save"]
+__all__ = ["PendingSave", "Site", "run_save"]
 
 _log = logging.getLogger("aio_ckpt")
 _SETTLE_SECS = 5.0
@@ -50,9 +53,9 @@ class Site:
 
     root: Path
     """Checkpoint root."""
-    names: commit.StepNames
+    names: StepNames
     """Directory names of steps."""
-    owner: commit.Owner
+    owner: owner.Owner
     """Who writes."""
     storage: Storage
     """Where to."""
@@ -62,70 +65,8 @@ class Site:
     """The engine's I/O threads."""
     config: EngineConfig
     """Settings."""
-    quarantine: Quarantine
+    quarantine: Quarantine = field(default_factory=Quarantine)
     """Checkpoints that loads proved damaged."""
-
-
-class CaptureProgress:
-    """Which chunks the caller's thread has captured; told and awaited on the loop."""
-
-    def __init__(self, chunks: int) -> None:
-        self._told = [asyncio.Event() for _ in range(chunks)]
-        self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
-        self._error: Exception | None = None
-        self._ended_early = asyncio.Event()
-        self.last_progress = time.monotonic()
-        """When a byte or a message last moved, by ``time.monotonic``."""
-
-    def touch(self) -> None:
-        """Something moved."""
-        self.last_progress = time.monotonic()
-
-    def tell(self, index: int, marks: tuple[Mark, ...]) -> None:
-        """Chunk ``index`` is captured once its marks are reached."""
-        self._marks[index] = marks
-        self._told[index].set()
-        self.touch()
-
-    def fail(self, error: Exception) -> None:
-        """The capture ended early. No KeyboardInterrupt: raised in a task, it would end the engine's loop."""
-        self._error = error
-        self._ended_early.set()
-
-    async def raise_failure(self) -> None:
-        """Wait for the end of a capture that ended early, and raise what ended it."""
-        await self._ended_early.wait()
-        if self._error is not None:
-            raise self._error
-
-    async def wait(self, index: int, executor: Executor) -> None:
-        """Until chunk ``index`` is captured; for ever if the capture ended early."""
-        await self._told[index].wait()
-        for mark in self._marks[index]:
-            if not mark.query():
-                await run_blocking(executor, mark.synchronize)
-
-
-class Threads:
-    """The I/O threads that work for one save: a cancelled await does not stop them."""
-
-    def __init__(self) -> None:
-        self._busy: set[Future[Any]] = set()
-
-    def add(self, work: Future[Any]) -> None:
-        """Told by ``watch_submissions`` of each piece of work."""
-        self._busy.add(work)
-        work.add_done_callback(self._busy.discard)
-
-    async def wait(self) -> None:
-        """Until all are done."""
-        for work in tuple(self._busy):
-            await asyncio.wrap_future(follow(work))
-
-    @property
-    def are_idle(self) -> bool:
-        """Whether all are done."""
-        return not self._busy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,8 +101,10 @@ class PendingSave:
     """What the caller holds."""
     overwrite: bool
     """Whether a committed step is replaced."""
-    deadline_secs: float | None
-    """Limit of this save from the start of its pipeline."""
+    metrics: Mapping[str, float | None]
+    """What the caller measured."""
+    deadline: Deadline
+    """When it must be committed."""
     started: float
     """``time.perf_counter`` at the call."""
     plan_secs: float
@@ -174,10 +117,14 @@ class PendingSave:
     """Time the caller was kept."""
     staged_secs: float = 0.0
     """When everything was copied."""
+    marks: tuple[Mark, ...] = ()
+    """Behind every copy from a device."""
+    doing: str = "making its directory"
+    """What it is doing, for messages."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
     is_committing: bool = False
-    """From here on ``cancel`` comes too late."""
+    """It is being made visible: from here on ``cancel`` and the deadline come too late."""
     is_cancelled: bool = False
     """``cancel`` was accepted."""
 
@@ -186,7 +133,7 @@ class PendingSave:
         return time.perf_counter() - self.started
 
     async def cancel(self) -> bool:
-        """On the loop: cancel unless the commit has begun."""
+        """On the loop: cancel unless it is being made visible."""
         if self.is_committing or self.settled.done():
             return False
         self.is_cancelled = True
@@ -224,6 +171,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
             scope.cancel()
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, site, save)
+            group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
             report = await _stages(site, save)
             group.cancel_scope.cancel()
     if report is None:
@@ -233,58 +181,34 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
 
 async def _watch(site: Site, save: PendingSave) -> None:
     """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
-    begin, limit = time.monotonic(), site.config.stall_timeout_secs
+    limit = site.config.stall_timeout_secs
     while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
-        now = time.monotonic()
-        idle_left = save.progress.last_progress + limit - now
-        total_left = limit if save.deadline_secs is None else begin + save.deadline_secs - now
-        if total_left <= 0:
-            raise StallError(f"the save of step {save.step} did not end within deadline_secs={save.deadline_secs}")
+        save.deadline.check(save.step, save.doing)
+        idle_left = save.progress.last_progress + limit - time.monotonic()
         if idle_left <= 0:
             raise StallError(
                 f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
-                f"storage under {site.root} is stalled"
+                f"storage under {site.root} is stalled, it was {save.doing}"
             )
-        with anyio.move_on_after(min(idle_left, total_left)):
+        with anyio.move_on_after(save.deadline.left_secs(idle_left)):
             await save.progress.raise_failure()
 
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
-    storage, progress = site.storage, save.progress
-    pending, save_id = commit.pending_path(site.root, site.owner, save.number), _save_id(site, save)
+    storage, pending = site.storage, _pending(site, save)
     final = site.root / site.names.name(save.step)
     await storage.make_dir(pending)
     # On the loop: malloc keeps the megabytes for each thread that ever had them.
-    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=save_id)
+    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=_save_id(site, save))
     async with anyio.create_task_group() as beside:
-        beside.start_soon(commit.write_owner, storage, pending, site.owner)
+        beside.start_soon(owner.write_owner, storage, pending, site.owner)
         beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
+        save.doing = "writing its data"
         result = await _write(site, save, pending)
+        save.doing = "writing its .metadata"
         save.image.lease.close()
         written_secs = save.elapsed()
-    entries = object_entries(save.plan, save.objects)
-    check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
-    rank = site.coordinator.rank
-    manifest = render_rank(
-        save.plan,
-        entries,
-        result,
-        step=save.step,
-        save_id=save_id,
-        rank=rank,
-        world_size=site.coordinator.world_size,
-    )
-    await storage.write_file(pending / rank_manifest_name(rank), manifest)
-    message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
-    progress.touch()
-    results = await site.coordinator.exchange(
-        f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
-    )
-    if save.previous is not None:
-        await asyncio.wrap_future(follow(save.previous))
-    progress.touch()
-    ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
-    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+    root_manifest = await _agree(site, save, pending, metadata, result)
     await _commit(site, save, pending, final, root_manifest)
     return SaveReport(
         step=save.step,
@@ -305,9 +229,33 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     )
 
 
+async def _agree(site: Site, save: PendingSave, pending: Path, metadata: MetadataFile, result: WriteResult) -> bytes:
+    """This rank's manifest, durably, then what all ranks wrote: the root manifest."""
+    entries = object_entries(save.plan, save.objects)
+    check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
+    save.doing = "writing the rank's manifest"
+    rank, world_size, save_id = site.coordinator.rank, site.coordinator.world_size, _save_id(site, save)
+    manifest = render_rank(
+        save.plan, entries, result, step=save.step, save_id=save_id, rank=rank, world_size=world_size
+    )
+    await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
+    message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
+    save.progress.touch()
+    save.doing = "waiting for the other ranks"
+    results = await site.coordinator.exchange(
+        f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
+    )
+    if save.previous is not None:
+        save.doing = "waiting for the commit of the save before"
+        await asyncio.wrap_future(follow(save.previous))
+    save.progress.touch()
+    ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
+    return render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.metrics)
+
+
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     arena, layout = save.image.lease.arena, save.plan.layout
-    renders = arena.rendered is not layout or not save.image.is_whole
+    renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
     preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
     arena.rendered = None
     path = pending / data_file_name(site.coordinator.rank)
@@ -323,6 +271,7 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
             captured=lambda index: save.progress.wait(index, site.executor),
             on_written=lambda _: save.progress.touch(),
         )
+        save.doing = "making its data durable"
         await file.sync()
     finally:
         with anyio.move_on_after(_SETTLE_SECS, shield=True):
@@ -333,13 +282,13 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 
 
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
+    save.doing = "making its directory durable"
+    await commit.seal(site.storage, pending, root_manifest)
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
         async with site.quarantine.commits:
-            await commit.commit_root(
-                site.storage, pending=pending, final=final, root_manifest=root_manifest, overwrite=save.overwrite
-            )
+            await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
     if scope.cancelled_caught:
         raise StallError(
             f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "
@@ -347,20 +296,12 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         )
 
 
+def _pending(site: Site, save: PendingSave) -> Path:
+    return owner.pending_path(site.root, site.owner, save.number)
+
+
 def _save_id(site: Site, save: PendingSave) -> str:
     return f"{site.owner.session}-{save.number}"
-
-
-def follow(future: Future[Any]) -> Future[None]:
-    """A future that follows ``future``; cancelling it (as a cancelled await does) leaves ``future`` alone."""
-    follower: Future[None] = Future()
-
-    def follow(_: Future[None]) -> None:
-        if follower.set_running_or_notify_cancel():
-            follower.set_result(None)
-
-    future.add_done_callback(follow)
-    return follower
 
 
 async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -> None:
@@ -376,7 +317,7 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
     if not (lease.settled.done() and save.threads.are_idle):
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
-    pending = commit.pending_path(site.root, site.owner, save.number)
+    pending = _pending(site, save)
     try:
         with anyio.move_on_after(_SETTLE_SECS):
             await site.storage.remove_tree(pending)

@@ -5,23 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from aio_ckpt import commit
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError, ReadError
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
-from aio_ckpt.quarantine import Condemned, identify
+from aio_ckpt.quarantine import Condemned
 from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_state
 
 __all__ = ["LoadOptions", "load_state", "read_tree"]
 
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
-
-_MAX_WALKS = 20
-"""Walks that a writer beside us may spoil by removing what is being read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,27 +95,40 @@ async def _newest_good(
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
-    Only damage walks back: an I/O error or a template that does not match is raised as it is. What was proven damaged
-    is set aside once an older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere,
-    and a restart must not take the root for an empty one.
+    Only damage walks back: an I/O error or a template that does not match is raised as it is. What a writer deleted or
+    replaced meanwhile proves nothing: then the root is looked at anew. What was proven damaged is set aside once an
+    older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
+    not take the root for an empty one.
     """
     walk = _Walk(site=site)
-    for _ in range(_MAX_WALKS):
-        for candidate in await _candidates(site, step):
-            if candidate.path in walk.damaged:
-                continue
-            try:
-                value = await walk.use(candidate, use)
-            except CheckpointNotFoundError:
-                break  # another process removed it, so it has committed a newer one: look again
-            except CorruptCheckpointError:
-                if step is not None or not fallback:
-                    raise
-            else:
-                return candidate, await walk.settle(), value
+    for _ in range(commit.MAX_LOOKS):
+        walk.damaged.clear()
+        try:
+            for candidate in await _candidates(site, step):
+                try:
+                    value = await walk.use(candidate, use)
+                except CorruptCheckpointError:
+                    if step is not None or not fallback:
+                        raise
+                else:
+                    return candidate, await walk.settle(), value
+        except _ChangedError as error:
+            _log.info("%s was deleted or replaced while it was read: looking again", error)
+        except AioCkptError as error:
+            error.target_modified = error.target_modified or walk.is_modified
+            raise
         else:
             raise walk.failure()
-    raise CheckpointNotFoundError(f"the checkpoints under {site.root} are removed faster than they can be read")
+    failure = CheckpointNotFoundError(
+        f"each of {commit.MAX_LOOKS} checkpoints under {site.root} was deleted or replaced by its writer while it was "
+        "read: keep more of them (keep_last), or protect(step) one before it is read"
+    )
+    failure.target_modified = walk.is_modified
+    raise failure
+
+
+class _ChangedError(AioCkptError):
+    """The checkpoint was deleted or replaced while it was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +139,8 @@ class _Damage:
     """Which."""
     error: CorruptCheckpointError
     """Of the second."""
-    identity: bytes | None
-    """Of the checkpoint, if both proved a mismatch."""
+    is_proven: bool
+    """Whether both found a mismatch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,65 +149,64 @@ class _Walk:
 
     site: Site
     """Where."""
-    damaged: dict[Path, _Damage] = field(default_factory=dict)
+    damaged: list[_Damage] = field(default_factory=list)
     """Passed by so far, newest first."""
     is_modified: bool = False
-    """Whether one of them began to fill the template."""
+    """Whether any reading began to fill the template."""
 
     async def use(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
-        """``use`` of a checkpoint, read a second time if it does not match.
-
-        What an overwrite meanwhile or a bad transfer explains is no damage of what is stored.
+        """``use`` of a checkpoint, read a second time if it does not match: a bad transfer is no damage on the disk.
 
         Raises:
             CorruptCheckpointError: neither time; noted in ``damaged``.
+            _ChangedError: it is no longer the one that was found.
         """
         try:
             return await self._read(candidate, use)
         except CorruptCheckpointError as error:
             first = error
         _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
-        identity = await identify(self.site.storage, candidate.path)
         try:
             return await self._read(candidate, use)
         except CorruptCheckpointError as error:
             is_proven = isinstance(first, MismatchError) and isinstance(error, MismatchError)
-            self.damaged[candidate.path] = _Damage(
-                checkpoint=candidate, error=error, identity=identity if is_proven else None
-            )
+            self.damaged.append(_Damage(checkpoint=candidate, error=error, is_proven=is_proven))
             raise
 
     async def _read(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
+        storage = self.site.storage
         try:
-            checkpoint = await open_checkpoint(self.site.storage, candidate.path, executor=self.site.executor)
+            checkpoint = await open_checkpoint(storage, candidate.path, executor=self.site.executor)
             _check_step(checkpoint, candidate)
             return await use(checkpoint)
-        except AioCkptError as error:
-            self.is_modified = error.target_modified = self.is_modified or error.target_modified
+        except (CorruptCheckpointError, CheckpointNotFoundError, ReadError) as error:
+            self.is_modified = self.is_modified or error.target_modified
+            if not await commit.is_unchanged(storage, candidate):
+                raise _ChangedError(str(candidate.path)) from error
             raise
 
     async def settle(self) -> tuple[SkippedCheckpoint, ...]:
         """An older one was good: condemn what was proven; what was passed by, for the report."""
-        moved = await self.site.quarantine.condemn(
-            Condemned(checkpoint=found.checkpoint, identity=found.identity, error=found.error)
-            for found in self.damaged.values()
-            if found.identity is not None
+        site = self.site
+        proven = (
+            Condemned(checkpoint=found.checkpoint, error=found.error) for found in self.damaged if found.is_proven
         )
-        for found in self.damaged.values():
+        moved = await site.quarantine.condemn(site.storage, site.root, proven)
+        for found in self.damaged:
             _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
         return tuple(
             SkippedCheckpoint(
                 step=found.checkpoint.step,
-                path=path,
+                path=found.checkpoint.path,
                 error=found.error.with_traceback(None),  # a report must not keep the frames and so the template alive
-                quarantined=moved.get(path),
+                quarantined=moved.get(found.checkpoint.path),
             )
-            for path, found in self.damaged.items()
+            for found in self.damaged
         )
 
     def failure(self) -> CorruptCheckpointError:
         """None is good."""
-        each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged.values())
+        each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
         error = CorruptCheckpointError(f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}")
         error.target_modified = self.is_modified
         return error
@@ -224,5 +232,7 @@ async def _candidates(site: Site, step: int | None) -> list[commit.Committed]:
     chosen = [checkpoint for checkpoint in every if step in (None, checkpoint.step)]
     if not chosen:
         wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
-        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}")
+        is_older = step is not None and bool(steps) and step < steps[-1]
+        hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
+        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)

@@ -17,14 +17,15 @@ PACKAGE = Path(__file__).parents[1] / "aio_ckpt"
 
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
-    **dict.fromkeys(
-        ("seal", "pickle_guard", "tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree"), 1
-    ),
-    **dict.fromkeys(("portal", "ticket", "device"), 1),
-    **dict.fromkeys(("lifetime", "layout", "structure", "plan", "datafile", "storage", "coordinator"), 2),
-    **dict.fromkeys(("snapshot", "write", "record", "commit", "retention", "quarantine"), 3),
+    **dict.fromkeys(("seal", "pickle_guard"), 1),
+    **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
+    **dict.fromkeys(("portal", "ticket", "device", "preemption"), 1),
+    **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
+    **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator"), 2),
+    **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "directory", "retention"), 3),
+    **dict.fromkeys(("quarantine",), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
-    **dict.fromkeys(("pipeline", "inflight", "restore", "engine"), 4),
+    **dict.fromkeys(("pipeline", "inflight", "restore", "keeper", "closing", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
     **dict.fromkeys(("demo", "demo_disk", "demo_model", "demo_plot", "demo_report", "demo_train"), 5),
     **dict.fromkeys(("integrations",), 5),
@@ -36,7 +37,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("items", "errors"),
     ("retention", "commit"),
     ("quarantine", "commit"),
-    ("quarantine", "catalog"),
+    ("commit", "owner"),
     # Files that were split because of their length: the face of each pair is named first.
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),
@@ -50,8 +51,15 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("skeleton", "objects"),
     ("plan", "layout"),
     ("plan", "structure"),
+    ("plan", "routes"),
+    ("routes", "structure"),
+    ("gather", "plan"),
+    ("image", "layout"),
+    ("image", "lifetime"),
+    ("image", "plan"),
+    ("gather", "routes"),
     ("storage", "datafile"),
-    ("write", "snapshot"),
+    ("storage", "rootlock"),
     ("record", "snapshot"),
     ("catalog", "contents"),
     ("pieces", "contents"),
@@ -75,9 +83,13 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("verify", "readplan"),
     ("inflight", "pipeline"),
     ("restore", "pipeline"),
+    ("closing", "inflight"),
+    ("engine", "closing"),
     ("engine", "pipeline"),
     ("engine", "inflight"),
     ("engine", "restore"),
+    ("keeper", "pipeline"),
+    ("engine", "keeper"),
 }
 """Allowed imports within a layer, importer first. Faces (layer 5) may import each other."""
 
@@ -94,6 +106,7 @@ PURE = (
     "objects",
     "skeleton",
     "tree",
+    "names",
 )
 FACES = {name for name, layer in LAYERS.items() if layer == 5}
 MAX_FILE_LINES = 400

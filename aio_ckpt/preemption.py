@@ -1,0 +1,112 @@
+"""Preemption: signals that announce the end of the process. A handler sets a flag; loops and stages look at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from aio_ckpt.errors import ConfigError, WrongThreadError
+
+__all__ = ["Preemption"]
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Preemption:
+    """Whether a signal came that announces the end of the process.
+
+    Invariant: from :meth:`install` to :meth:`restore` each signal sets ``has_come`` and then goes to the handler
+    that was there before, if that was a function. Afterwards, and in a forked child, which inherits the handlers,
+    a signal does what it would have done without us. The flag is never taken back.
+
+    The handler runs on the main thread between any two instructions, whatever locks are held there: it takes none
+    and logs nothing. It holds this object only, never the engine.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        """Set by the handler, read by everybody."""
+        self._previous: dict[int, Handler] = {}
+        self._pid = os.getpid()
+        self._is_over = False
+
+    def install(self, signals: Iterable[int]) -> None:
+        """Handle ``signals`` too; those that are handled already stay as they are.
+
+        Raises:
+            WrongThreadError: not on the main thread, the only one that Python lets install handlers.
+            ConfigError: no signals, one that cannot be handled, or one whose handler was not installed by Python.
+        """
+        numbers = _signal_numbers(signals)
+        before = dict(self._previous)
+        try:
+            for number in numbers:
+                if number not in self._previous:
+                    self._install(number)
+        except BaseException:
+            for number in self._previous.keys() - before.keys():
+                signal.signal(number, self._previous[number])
+            self._previous = before
+            raise
+
+    def restore(self) -> None:
+        """Put the previous handlers back. Idempotent, from any thread.
+
+        Where that cannot be, because another handler was installed over ours or this is not the main thread, ours
+        stays and lets every signal pass.
+        """
+        self._is_over = True
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(number, previous)
+
+    def _install(self, number: int) -> None:
+        previous = signal.getsignal(number)
+        if previous is None:
+            raise ConfigError(
+                f"{signal.Signals(number).name}: its handler was not installed by Python and could not be called or "
+                "restored: choose another signal"
+            )
+        # Before the handler, which looks there.
+        self._previous[number] = previous
+        try:
+            signal.signal(number, self._handle)
+        except ValueError as error:
+            del self._previous[number]
+            raise WrongThreadError(
+                "on_preemption(): Python lets only the main thread install signal handlers: call it there"
+            ) from error
+        except OSError as error:
+            del self._previous[number]
+            raise ConfigError(f"{signal.Signals(number).name} cannot be handled: choose another signal") from error
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous[number]
+        if self._is_over or os.getpid() != self._pid:
+            self._pass_on(number, previous, frame)
+            return
+        self.has_come = True
+        if callable(previous):
+            previous(number, frame)
+
+    def _pass_on(self, number: int, previous: Handler, frame: FrameType | None) -> None:
+        if callable(previous):
+            previous(number, frame)
+        elif signal.getsignal(number) == self._handle:
+            signal.signal(number, previous)
+            signal.raise_signal(number)
+
+
+def _signal_numbers(signals: Iterable[int]) -> list[int]:
+    try:
+        numbers = [signal.Signals(number) for number in signals]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"signals={signals!r}: give signals like (signal.SIGTERM, signal.SIGUSR1)") from error
+    if not numbers:
+        raise ConfigError("signals: give at least one")
+    return [int(number) for number in numbers]

@@ -1,0 +1,126 @@
+"""How far one save is: its deadline, which chunks are captured, which threads work for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from aio_ckpt.config import check_seconds
+from aio_ckpt.device import Mark
+from aio_ckpt.errors import StallError
+from aio_ckpt.portal import Executor, run_blocking
+
+__all__ = ["CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
+
+
+CapturedRun: TypeAlias = tuple[Sequence[int], tuple[Mark, ...]]
+"""(chunks, marks): the chunks are captured once the marks are reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """When one save must be committed, counted from the call of ``save()``."""
+
+    secs: float | None
+    """Limit in seconds; None: there is none."""
+    began: float
+    """``time.monotonic`` at the call."""
+
+    @classmethod
+    def after(cls, secs: float | None) -> Deadline:
+        """``secs`` from now; raises ConfigError if that is no number above 0."""
+        if secs is not None:
+            check_seconds("deadline_secs", secs)
+        return cls(secs=secs, began=time.monotonic())
+
+    def left_secs(self, at_most: float) -> float:
+        """Seconds until then, at least 0 and at most ``at_most``."""
+        if self.secs is None:
+            return at_most
+        return min(at_most, max(0.0, self.began + self.secs - time.monotonic()))
+
+    def check(self, step: object, stage: str) -> None:
+        """Raise StallError, naming ``stage``, if the time is over. ``step`` may not be known yet."""
+        if self.secs is not None and not self.left_secs(1.0):
+            which = "the next step" if step is None else f"step {step}"
+            raise StallError(f"the save of {which} did not end within deadline_secs={self.secs}: it was {stage}")
+
+
+class CaptureProgress:
+    """Which chunks the caller's thread has captured; told and awaited on the loop."""
+
+    def __init__(self, chunks: int) -> None:
+        self._told = [asyncio.Event() for _ in range(chunks)]
+        self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
+        self._error: Exception | None = None
+        self._ended_early = asyncio.Event()
+        self.last_progress = time.monotonic()
+        """When a byte or a message last moved, by ``time.monotonic``."""
+
+    def touch(self) -> None:
+        """Something moved."""
+        self.last_progress = time.monotonic()
+
+    def tell(self, runs: Sequence[CapturedRun]) -> None:
+        """The chunks of each run are captured once its marks are reached."""
+        for indices, marks in runs:
+            for index in indices:
+                self._marks[index] = marks
+                self._told[index].set()
+        self.touch()
+
+    def fail(self, error: Exception) -> None:
+        """The capture ended early. No KeyboardInterrupt: raised in a task, it would end the engine's loop."""
+        self._error = error
+        self._ended_early.set()
+
+    async def raise_failure(self) -> None:
+        """Wait for the end of a capture that ended early, and raise what ended it."""
+        await self._ended_early.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def wait(self, index: int, executor: Executor) -> None:
+        """Until chunk ``index`` is captured; for ever if the capture ended early."""
+        await self._told[index].wait()
+        for mark in self._marks[index]:
+            if not mark.query():
+                await run_blocking(executor, mark.synchronize)
+
+
+class Threads:
+    """The I/O threads that work for one save: a cancelled await does not stop them."""
+
+    def __init__(self) -> None:
+        self._busy: set[Future[Any]] = set()
+
+    def add(self, work: Future[Any]) -> None:
+        """Told by ``watch_submissions`` of each piece of work."""
+        self._busy.add(work)
+        work.add_done_callback(self._busy.discard)
+
+    async def wait(self) -> None:
+        """Until all are done."""
+        for work in tuple(self._busy):
+            await asyncio.wrap_future(follow(work))
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether all are done."""
+        return not self._busy
+
+
+def follow(future: Future[Any]) -> Future[None]:
+    """A future that follows ``future``; cancelling it (as a cancelled await does) leaves ``future`` alone."""
+    follower: Future[None] = Future()
+
+    def follow(_: Future[None]) -> None:
+        if follower.set_running_or_notify_cancel():
+            follower.set_result(None)
+
+    future.add_done_callback(follow)
+    return follower
