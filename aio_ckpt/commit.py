@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.errors import CheckpointNotFoundError, StepOrderError, WriteError
+from aio_ckpt.errors import CheckpointNotFoundError, ReadError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
 from aio_ckpt.owner import read_owner
@@ -70,7 +70,13 @@ async def discover_torn(storage: Storage, root: Path, names: StepNames) -> list[
         step, path = names.step(name), root / name
         if step is None or not await storage.exists(path / ROOT_MANIFEST):
             continue
-        if not any(file.startswith(METADATA_FILE) for file in await storage.list_dir(path)):
+        try:
+            files = await storage.list_dir(path)
+        except ReadError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            continue  # its writer deleted it meanwhile
+        if not any(file.startswith(METADATA_FILE) for file in files):
             found.append(Committed(step=step, path=path))
     return found
 

@@ -189,9 +189,9 @@ def read_pickle(data: bytes) -> TensorView:
             if opcode.code not in _OPCODES:
                 raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
         view = _TensorUnpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as exc:
-        if isinstance(exc, UnsupportedLeafError):  # it refines TypeError
-            raise
+    except (UnsupportedLeafError, MemoryError):
+        raise
+    except Exception as exc:  # crafted bytes can raise anything, down to OverflowError from the length of a frame
         raise CorruptCheckpointError(f"its torch.save zip is damaged: its pickle is malformed ({exc})") from exc
     if not isinstance(view, TensorView):
         raise UnsupportedLeafError("an item holds something else than one tensor")
