@@ -182,12 +182,16 @@ class _TensorUnpickler(pickle.Unpickler):
         raise TypeError("no storage")
 
 
+def _check_opcodes(data: bytes) -> None:
+    for opcode, _, _ in pickletools.genops(data):
+        if opcode.code not in _OPCODES:
+            raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
+
+
 def read_pickle(data: bytes) -> TensorView:
     """The tensor that ``data.pkl`` describes."""
     try:
-        for opcode, _, _ in pickletools.genops(data):
-            if opcode.code not in _OPCODES:
-                raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
+        _check_opcodes(data)
         view = _TensorUnpickler(io.BytesIO(data)).load()
     except (UnsupportedLeafError, MemoryError):
         raise
