@@ -370,7 +370,7 @@ class CheckpointEngine:
         """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
         if error is not None:
             self._cache.clear()
-        elif self._retention.is_enabled and not self._preemption.has_come:
+        elif self._retention.is_enabled:
             self._retaining = self._portal.submit(self._retention.enforce)
 
     def _become_writer(self) -> None:
