@@ -1,4 +1,4 @@
-"""How a trainer's process ends: what is pending is drained in time, or its steps are named. Real children and signals."""
+"""How a trainer's process ends: what is pending is drained or its steps are named. Real children, real signals."""
 
 from __future__ import annotations
 
