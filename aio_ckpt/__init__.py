@@ -4,7 +4,7 @@ See README.md for use and guarantees; the module table of the README says where 
 """
 
 from aio_ckpt._version import __version__
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, KeepBest
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import LoadReport, PerRank, SaveReport
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -13,6 +13,7 @@ from aio_ckpt.ticket import SaveTicket
 __all__ = [
     "CheckpointEngine",
     "EngineConfig",
+    "KeepBest",
     "LoadReport",
     "PerRank",
     "SaveReport",

@@ -17,12 +17,14 @@ import click
 import msgspec
 
 from aio_ckpt._version import __version__
-from aio_ckpt.commit import StepNames
+from aio_ckpt.commit import MAX_LOOKS, MAX_STEP
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
-from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe, list_root, locate
+from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
+from aio_ckpt.names import StepNames
 from aio_ckpt.portal import Executor, Portal
+from aio_ckpt.retention import protect, unprotect
 from aio_ckpt.screen import Advance, Screen, amount, printable
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.verify import Fault, verify_checkpoint
@@ -110,9 +112,8 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
         screen.json(found)
         return 0
     if found.checkpoints:
-        screen.table(
-            ("directory", "written", "torch", "step", "bytes", "ranks"), [*map(_root_cells, found.checkpoints)], left=3
-        )
+        titles = ("directory", "written", "torch", "step", "bytes", "ranks", "metrics", "kept")
+        screen.table(titles, [*map(_root_cells, found.checkpoints)], left=3)
     else:
         screen.line(f"no committed checkpoint under {root}")
     for row in found.checkpoints:
@@ -127,7 +128,10 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
 def _root_cells(row: RootRow) -> tuple[str, ...]:
     ranks = "-" if row.world_size is None else str(row.world_size)
     written, torch = _when(row.created_unix), printable(row.torch or "-")
-    return printable(Path(row.path).name), written, torch, str(row.step), amount(row.nbytes), ranks
+    values = ((name, "not finite" if value is None else f"{value:.6g}") for name, value in row.metrics.items())
+    metrics = printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
+    kept = "protected" if row.is_protected else "-"
+    return printable(Path(row.path).name), written, torch, str(row.step), amount(row.nbytes), ranks, metrics, kept
 
 
 def _when(unix: float | None) -> str:
@@ -137,6 +141,31 @@ def _when(unix: float | None) -> str:
         return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
     except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
         return "?"
+
+
+# -- protect ----------------------------------------------------------------------------------------
+
+_STEP = click.IntRange(0, MAX_STEP)
+
+
+@commands.command("protect")
+@click.argument("root", type=_DIRECTORY)
+@click.argument("step", type=_STEP)
+@_step_dir_option
+def protect_command(root: Path, step: int, step_dir: str) -> None:
+    """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
+    names = _names(step_dir)
+    _call(lambda storage, _: protect(storage, root.absolute(), names, step))
+    Screen(as_json=False).line(f"step {step} is protected")
+
+
+@commands.command("unprotect")
+@click.argument("root", type=_DIRECTORY)
+@click.argument("step", type=_STEP)
+def unprotect_command(root: Path, step: int) -> None:
+    """Let STEP under ROOT expire again."""
+    _call(lambda storage, _: unprotect(storage, root.absolute(), step))
+    Screen(as_json=False).line(f"step {step} is not protected")
 
 
 # -- inspect ----------------------------------------------------------------------------------------
@@ -151,8 +180,7 @@ def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
     screen, names, at = Screen(as_json=as_json), _names(step_dir), path.absolute()
 
     async def look(storage: Storage, executor: Executor) -> Contents:
-        found = await locate(storage, at, names)
-        return await describe(storage, executor, found[-1], names)
+        return await describe_newest(storage, executor, at, names)
 
     contents = _call(look)
     if as_json:
@@ -198,6 +226,8 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
     """How long it took."""
     faults: tuple[Fault, ...]
     """Empty: every byte is what was written."""
+    is_gone: bool = False
+    """Whether its writer deleted it before it was verified."""
 
 
 @commands.command("verify")
@@ -211,7 +241,7 @@ def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) ->
     found = _call(lambda storage, _: locate(storage, path.absolute(), names))
     results: list[_Verified] = []
     for checkpoint in found:
-        nbytes = bytes_of(checkpoint)
+        nbytes = _bytes_now(checkpoint)
         with screen.progress(f"verify {printable(checkpoint.name)}", nbytes) as advance:
             results.append(_verify(checkpoint, nbytes, workers, advance))
         _tell_verified(results[-1], screen)
@@ -225,25 +255,50 @@ def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) ->
 
 def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _Verified:
     begin = time.perf_counter()
-    done = 0
+    done, is_gone = 0, False
 
     def on_progress(more: int) -> None:
         nonlocal done
         done += more
         advance(done, f"{amount(done)} of {amount(nbytes)}")
 
-    async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
-        return await verify_checkpoint(storage, checkpoint, executor=executor, readers=workers, on_progress=on_progress)
+    async def look(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
+        try:
+            return await verify_checkpoint(
+                storage, checkpoint, executor=executor, readers=workers, on_progress=on_progress
+            )
+        except AioCkptError as error:  # one that cannot be read at all must not hide the faults of the others
+            return (Fault(file=checkpoint.name, tensor=None, message=str(error)),)
 
+    async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
+        nonlocal is_gone
+        faults: tuple[Fault, ...] = ()
+        for _ in range(MAX_LOOKS):
+            before = await storage.status(checkpoint)
+            faults = await look(storage, executor)
+            after = await storage.status(checkpoint)
+            is_gone = after is None
+            if is_gone or after == before or not faults:
+                break  # else its writer replaced it while it was read
+        return () if is_gone else faults
+
+    faults = _call(work, readers=workers)
+    secs = time.perf_counter() - begin
+    return _Verified(path=str(checkpoint), nbytes=nbytes, secs=secs, faults=faults, is_gone=is_gone)
+
+
+def _bytes_now(checkpoint: Path) -> int:
     try:
-        faults = _call(work, readers=workers)
-    except AioCkptError as error:  # one that cannot be read at all must not hide the faults of the others
-        faults = (Fault(file=checkpoint.name, tensor=None, message=str(error)),)
-    return _Verified(path=str(checkpoint), nbytes=nbytes, secs=time.perf_counter() - begin, faults=faults)
+        return bytes_of(checkpoint)
+    except FileNotFoundError:  # deleted since it was listed
+        return 0
 
 
 def _tell_verified(result: _Verified, screen: Screen) -> None:
     name = printable(Path(result.path).name)
+    if result.is_gone:
+        screen.line(f"{name}: deleted by its writer before it was verified")
+        return
     if not result.faults:
         speed = amount(result.nbytes / max(result.secs, 1e-9))
         screen.line(f"{name}: good, {amount(result.nbytes)} in {result.secs:.2f} s ({speed}/s)", style="green")

@@ -1,56 +1,40 @@
-"""Commit: pending -> durable -> visible; discovery of what is committed; leftovers of dead writers.
+"""Commit: pending -> durable -> visible; discovery of what is committed.
 
 Root mode: everything is written and fsynced inside ``.pending-*``, which is then renamed into place, so a
-checkpoint is whole or invisible at any instant. Directory mode: the directory is the caller's; the checkpoint
-exists from the rename of its ``.metadata`` on.
+checkpoint is whole or invisible at any instant. For a directory of the caller's see ``directory``.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
-import re
-import socket
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-import psutil
-
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
-from aio_ckpt.storage import Storage, make_dirs
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError, WriteError
+from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
+from aio_ckpt.owner import read_owner
+from aio_ckpt.storage import Storage
 
 __all__ = [
     "Committed",
-    "Owner",
     "StepNames",
     "abandon_after",
-    "clear_leftovers",
-    "commit_directory",
+    "check_step",
+    "check_step_number",
     "discover",
-    "make_root",
-    "pending_path",
+    "is_unchanged",
     "publish",
-    "retire_directory",
     "seal",
-    "write_owner",
 ]
 
-PENDING_PREFIX = ".pending-"
-ABANDONED_PREFIX = ".abandoned-"
-TRASH_PREFIX = ".trash-"
-OWNER_FILE = "writer.json"
-LOCK_FILE = ".aio_ckpt.lock"
-MAX_SMALL_FILE_BYTES = 1 << 30
+MAX_LOOKS = 32
+"""How often a root is looked at anew because its writer deleted what was being looked at."""
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
 
-_LITERAL = re.compile(r"\{step[^}]*\}")
-_FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -62,84 +46,8 @@ class Committed:
     """Its step."""
     path: Path
     """Its directory."""
-
-
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes a pending directory (``writer.json``)."""
-
-    session: str
-    """Identity of the engine."""
-    host: str
-    """Host name."""
-    boot_id: str
-    """Identity of this boot of the host: a pid means nothing after another."""
-    pid: int
-    """Process."""
-    started_unix: float
-    """When the process started: a pid may be reused."""
-    heartbeat_unix: float
-    """When it last said that it lives."""
-
-    @classmethod
-    def of_this_process(cls, session: str) -> Owner:
-        """The owner record of the calling process."""
-        return cls(
-            session=session,
-            host=socket.gethostname(),
-            boot_id=_boot_id(),
-            pid=os.getpid(),
-            started_unix=psutil.Process().create_time(),
-            heartbeat_unix=time.time(),
-        )
-
-    def is_proven_dead(self) -> bool:
-        """Whether this host can prove that the process is gone. An owner on another host never is."""
-        if self.host != socket.gethostname():
-            return False
-        if self.boot_id != _boot_id():
-            return True
-        try:
-            process = psutil.Process(self.pid)
-            reused = abs(process.create_time() - self.started_unix) > 1.0
-            return reused or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-class StepNames:
-    """Directory names of steps: one pattern for writing, several known ones for discovery."""
-
-    def __init__(self, step_dir: str) -> None:
-        self._step_dir = step_dir
-        before, after = _LITERAL.split(step_dir)
-        self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
-
-    def name(self, step: int) -> str:
-        """Directory name of a step."""
-        return self._step_dir.format(step=step)
-
-    def step(self, name: str) -> int | None:
-        """Step of a directory name; None if it is no name of a step."""
-        match = self._own.fullmatch(name) or _FOREIGN_STEP.fullmatch(name)
-        return int(match[1]) if match else None
-
-
-def make_root(root: Path) -> None:
-    """Make the root, if it is not there.
-
-    Raises:
-        RootError: it is a file, or cannot be made.
-    """
-    try:
-        make_dirs(root)
-    except OSError as error:
-        raise RootError(
-            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
-        ) from error
+    identity: tuple[int, ...] = ()
+    """Of its ``.metadata`` when it was found."""
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
@@ -155,22 +63,30 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
 
 
 async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    found: list[Committed] = []
     if not await storage.exists(root):
-        return []
-    steps = [
-        (step, root / name) for name in sorted(await storage.list_dir(root)) if (step := names.step(name)) is not None
-    ]
-    return [Committed(step=step, path=path) for step, path in steps if await storage.exists(path / METADATA_FILE)]
+        return found
+    for _ in range(MAX_LOOKS):
+        found.clear()
+        has_vanished = False
+        for name in await storage.list_dir(root):
+            step = names.step(name)
+            if step is None:
+                continue
+            status = await storage.status(root / name / METADATA_FILE)
+            if status is not None:
+                found.append(Committed(step=step, path=root / name, identity=status.identity))
+            else:
+                has_vanished = has_vanished or not await storage.exists(root / name)
+        if not has_vanished:
+            break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
+    return found
 
 
-def pending_path(root: Path, owner: Owner, number: int) -> Path:
-    """Where save ``number`` of the owner's session is written."""
-    return root / f"{PENDING_PREFIX}{owner.session}-{number}"
-
-
-async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
-    """Say whose the pending directory is, so that it is cleared only when its writer is dead."""
-    await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
+async def is_unchanged(storage: Storage, found: Committed) -> bool:
+    """Whether a checkpoint is still the one that :func:`discover` found: neither deleted nor replaced since."""
+    status = await storage.status(found.path / METADATA_FILE)
+    return status is not None and status.identity == found.identity
 
 
 async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
@@ -191,7 +107,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
     replaces = overwrite and await storage.exists(final)
     if replaces and not await storage.exists(final / OWNER_FILE):
         # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
-        await storage.write_file(final / OWNER_FILE, await _read_owner(storage, pending))
+        await storage.write_file(final / OWNER_FILE, await read_owner(storage, pending))
     move = storage.exchange if replaces else storage.rename
     try:
         await move(pending, final)
@@ -225,44 +141,6 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
 
 
-async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
-    """Directory mode, before the first byte: put an old ``.metadata`` aside.
-
-    Returns the names of the files that the old checkpoint consists of; ``commit_directory`` removes them once
-    the new one is durable. Files that no manifest of ours names are foreign and stay.
-    """
-    if not await storage.exists(directory / METADATA_FILE):
-        return ()
-    aside = f"{METADATA_FILE}.replaced-{save_id}"
-    await storage.rename(directory / METADATA_FILE, directory / aside)
-    await storage.sync_dir(directory)
-    owned = [aside]
-    if await storage.exists(directory / ROOT_MANIFEST):
-        data = await storage.read_file(directory / ROOT_MANIFEST, max_bytes=MAX_SMALL_FILE_BYTES)
-        try:
-            for entry in decode_root(data, name=ROOT_MANIFEST).ranks:
-                encoded = await storage.read_file(directory / entry.name, max_bytes=MAX_SMALL_FILE_BYTES)
-                file = decode_rank(encoded, name=entry.name).file
-                owned += [entry.name] if file is None else [entry.name, file.name]
-        except AioCkptError:
-            _log.warning("%s: the old manifest is unreadable; its files stay", directory)
-    return tuple(owned)
-
-
-async def commit_directory(
-    storage: Storage, directory: Path, *, metadata: bytes, root_manifest: bytes, save_id: str, retired: Sequence[str]
-) -> None:
-    """Leader, directory mode: root manifest, then ``.metadata``, each by temporary file, fsync and rename."""
-    for name, data in ((ROOT_MANIFEST, root_manifest), (METADATA_FILE, metadata)):
-        temporary = directory / f"{name}.tmp-{save_id}"
-        await storage.write_file(temporary, data)
-        await storage.replace(temporary, directory / name)
-        await storage.sync_dir(directory)
-    await storage.sync_dir(directory.parent)
-    for name in retired:
-        await storage.remove_file(directory / name)
-
-
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:
     """Rename every committed step after ``step`` to ``.abandoned-*``, newest first; nothing is deleted.
 
@@ -282,32 +160,6 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
         await storage.rename(checkpoint.path, root / f"{ABANDONED_PREFIX}{tag}-{checkpoint.path.name}")
         await storage.sync_dir(root)  # each: a power loss keeps renames that were not fsynced in any order
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)
-
-
-async def clear_leftovers(storage: Storage, root: Path) -> list[str]:
-    """Remove trash and the pending directories whose writers are proven dead; returns their names."""
-    cleared = []
-    for name in await storage.list_dir(root):
-        if name.startswith(TRASH_PREFIX) or (
-            name.startswith(PENDING_PREFIX) and await _is_abandoned(storage, root / name)
-        ):
-            await storage.remove_tree(root / name)
-            cleared.append(name)
-    return cleared
-
-
-async def _read_owner(storage: Storage, pending: Path) -> bytes:
-    return await storage.read_file(pending / OWNER_FILE, max_bytes=MAX_SMALL_FILE_BYTES)
-
-
-async def _is_abandoned(storage: Storage, pending: Path) -> bool:
-    if not await storage.exists(pending / OWNER_FILE):
-        return False
-    data = await _read_owner(storage, pending)
-    try:
-        return msgspec.json.decode(data, type=Owner).is_proven_dead()
-    except msgspec.DecodeError:
-        return False
 
 
 def check_step(step: object, *, newest: int | None, committed: Collection[int], overwrite: bool) -> int:

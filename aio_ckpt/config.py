@@ -14,6 +14,8 @@ __all__ = [
     "DirectIO",
     "EngineConfig",
     "FailurePolicy",
+    "KeepBest",
+    "MetricMode",
     "Staging",
     "VerifyPolicy",
     "check_seconds",
@@ -24,11 +26,41 @@ DirectIO = Literal["auto", "on", "off"]
 BusyPolicy = Literal["wait", "skip", "raise"]
 VerifyPolicy = Literal["load", "never"]
 FailurePolicy = Literal["raise", "log"]
+MetricMode = Literal["min", "max"]
 
 MAX_SECS = 1e9
 """Longest time that every wait of the system takes."""
 MAX_WORKERS = 256
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepBest:
+    """Keep the steps with the best values of one metric, as given to ``save(metrics=)``.
+
+    A step without the metric, or whose value was not finite, is never among the best. Of equal values the newer step
+    is the better one.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    metric: str
+    """Its name in ``metrics``."""
+
+    mode: MetricMode = "min"
+    """Whether the smallest or the largest value is the best."""
+
+    count: int = 1
+    """Steps to keep."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(f"KeepBest(metric={self.metric!r}): give the name of a metric")
+        if self.mode not in get_args(MetricMode):
+            raise ConfigError(f"KeepBest(mode={self.mode!r}): allowed are 'min', 'max'")
+        if type(self.count) is not int or self.count < 1:
+            raise ConfigError(f"KeepBest(count={self.count!r}): give a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +100,9 @@ class EngineConfig:
     keep_every: int | None = None
     """Steps divisible by this are kept for ever, beside ``keep_last``."""
 
+    keep_best: KeepBest | None = None
+    """The best steps by a metric are kept, beside ``keep_last``, which it needs."""
+
     verify: VerifyPolicy = "load"
     """Check the sums of every byte that a load reads, or never."""
 
@@ -78,7 +113,8 @@ class EngineConfig:
     """Name of a committed directory; must contain ``{step}`` once."""
 
     stale_after_secs: float = 600.0
-    """A pending directory of another host whose heartbeat is older is taken for dead."""
+    """A pending directory without a sign of life for so long, by the file system's clock, is taken for dead; six signs
+    are given in that time. On a network file system at least a few minutes: it caches times."""
 
     drain_timeout_secs: float = 60.0
     """How long interpreter exit waits for pending saves (``close()`` waits until each has settled)."""
@@ -98,6 +134,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
+            raise ConfigError(f"keep_best={self.keep_best!r}: give a KeepBest")
+        if self.keep_best is not None and self.keep_last is None:
+            raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
         for name in ("trusted_objects", "debug"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")

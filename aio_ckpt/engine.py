@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, TypeVarTuple
+from typing import Literal, Self
 
 from aio_ckpt import commit, tree
 from aio_ckpt.closing import Closing, second_to
-from aio_ckpt.config import EngineConfig, check_seconds
+from aio_ckpt.config import MAX_SECS, EngineConfig
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError
+from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.items import LoadReport
+from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
+from aio_ckpt.names import StepNames
+from aio_ckpt.owner import Owner
 from aio_ckpt.pipeline import Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.preemption import Preemption
 from aio_ckpt.progress import Deadline, follow
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
-from aio_ckpt.retention import Retention
-from aio_ckpt.snapshot import ObjectEncoder, lease_image
-from aio_ckpt.storage import LocalStorage, RootLock, Storage
+from aio_ckpt.retention import check_metrics
+from aio_ckpt.snapshot import ObjectEncoder
+from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 _log = logging.getLogger("aio_ckpt")
 
 _HOUSEKEEPING_THREADS = 4
@@ -78,14 +79,14 @@ class CheckpointEngine:
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-        commit.make_root(self.root)
+        make_root(self.root)
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
         self._site = Site(
             root=self.root,
-            names=commit.StepNames(config.step_dir),
-            owner=commit.Owner.of_this_process(session),
+            names=StepNames(config.step_dir),
+            owner=Owner.of_this_process(session),
             storage=storage or LocalStorage(self._portal.executor, config.direct_io),
             coordinator=coordinator or SoloCoordinator(),
             executor=self._portal.executor,
@@ -96,57 +97,48 @@ class CheckpointEngine:
         self._cache = PlanCache(rank=self._site.coordinator.rank, world_size=self._site.coordinator.world_size)
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
-        self._retention = Retention(
-            self._site.storage,
-            self.root,
-            self._site.names,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            must_wait=lambda: self.preempted,
-        )
-        self._retaining: Future[list[int]] | None = None
-        self._save_lock = Lock()
-        self._root_lock: RootLock | None = None
         self._preemption = Preemption()
-        self._closing = Closing(
-            self._in_flight,
-            background=lambda: () if self._retaining is None else (self._retaining,),
-            release=self._shut_down,
-        )
+        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)
+        self._save_lock = Lock()
+        self._closing = Closing(self._in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
         self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
 
     # -- saving ---------------------------------------------------------------------------------------
 
     def save(
-        self, state: object, step: int | None = None, *, overwrite: bool = False, deadline_secs: float | None = None
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        deadline_secs: float | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
-        When this returns, the caller may change everything it passed. ``await`` the ticket (or call
-        ``ticket.result()``) for a durable, visible checkpoint.
+        When this returns, the caller may change all it passed. ``await`` the ticket for a durable, visible checkpoint.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
             step: must exceed every committed and pending step; default one more than the newest.
             overwrite: replace the committed checkpoint of this very step, in one exchange.
-            deadline_secs: fail this save if it is not committed so many seconds after this call. Whatever it waits
-                for is given up then and nothing becomes visible; only the last rename and its fsync, once begun, are
-                waited for.
+            deadline_secs: fail this save if it is not committed so many seconds after this call; nothing becomes
+                visible then. Only the last rename and its fsync, once begun, are waited for.
+            metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
+                is stored as such and is never the best.
 
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
-                SourceChangedError: bad input; nothing was touched.
-            ConfigError: ``deadline_secs`` is no number above 0.
+                SourceChangedError, ConfigError: bad input; nothing was touched.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
             StallError: ``deadline_secs`` passed before everything was captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
-        started, deadline = time.perf_counter(), Deadline(secs=deadline_secs, began=time.monotonic())
+        started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
-        if deadline_secs is not None:
-            check_seconds("deadline_secs", deadline_secs)
+        measured = check_metrics(metrics)
         with self._save_lock:
             self._in_flight.raise_unreported()
             # After a preemption there may be no other save to make up for one that was skipped.
@@ -154,24 +146,24 @@ class CheckpointEngine:
                 step, "wait" if self.preempted else self.config.when_busy, deadline
             )
             if not self._in_flight.knows_steps:
-                self._in_flight.learn_steps(self.steps)
+                self._in_flight.learn_steps(self._keeper.steps)
             if waited_secs is None:
-                skipped_step = self._in_flight.newest_step if step is None else step
+                skipped_step = (self._in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite)
+            self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
             plan_secs = time.perf_counter() - started - waited_secs
             objects = self._encoder.encode(planned.objects)
-            self._become_writer()
-            step = self._in_flight.next_step(step, overwrite=overwrite)
+            self._keeper.become_writer(self._in_flight.learn_steps)
+            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
             image = lease_image(
                 planned,
                 len(objects.region),
                 self._lifetime,
                 self.config.staging,
                 timeout_secs=self.config.stall_timeout_secs,
-                limit_secs=deadline.left_secs(math.inf),
+                limit_secs=deadline.left_secs(MAX_SECS),
             )
             try:
                 save = self._in_flight.enter(
@@ -181,6 +173,7 @@ class CheckpointEngine:
                     step=step,
                     requested=flat.names,
                     overwrite=overwrite,
+                    metrics=measured,
                     deadline=deadline,
                     started=started,
                     waited_secs=waited_secs + image.lease.waited_secs,
@@ -193,19 +186,26 @@ class CheckpointEngine:
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 
+    def guard(self, guarded: object) -> None:
+        """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
+
+        Covers its parameters and state on devices, which nothing but its ``step`` may change.
+
+        Raises:
+            ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
+        """
+        self._in_flight.guards.add(guarded)
+
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
-        while not self._in_flight.has_room:
-            pending = self._in_flight.pending
-            if pending:
-                await asyncio.wrap_future(follow(pending[0].settled))
+        while (settled := self._in_flight.settled_before_room) is not None:
+            await asyncio.wrap_future(follow(settled))
 
     def wait_ready(self) -> None:
         """:meth:`ready` for a caller without a loop."""
         self._portal.check_thread("ready()")
-        while not self._in_flight.has_room:
-            for save in self._in_flight.pending[:1]:
-                save.settled.result()
+        while (settled := self._in_flight.settled_before_room) is not None:
+            settled.result()
 
     def clear_cache(self) -> None:
         """Forget the cached plan: the next save plans anew."""
@@ -287,9 +287,7 @@ class CheckpointEngine:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
-        site = self._site
-        committed = self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
-        return [checkpoint.step for checkpoint in committed]
+        return self._keeper.steps()
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -306,11 +304,31 @@ class CheckpointEngine:
         with self._save_lock:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._become_writer()
-            site, tag = self._site, str(time.time_ns())
-            steps = self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
-            self._in_flight.learn_steps(self.steps)
+            self._keeper.become_writer(self._in_flight.learn_steps)
+            steps = self._keeper.rollback(step)
+            self._in_flight.learn_steps(self._keeper.steps)
             return steps
+
+    def protect(self, step: int) -> None:
+        """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed (any more).
+        """
+        self._keeper.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """Let ``step`` expire again, at the next commit; nothing if it was not protected."""
+        self._keeper.unprotect(step)
+
+    def protected_steps(self) -> list[int]:
+        """Steps that are protected, ascending."""
+        return self._keeper.protected_steps()
+
+    @property
+    def undeleted_steps(self) -> Mapping[int, str]:
+        """Expired steps that could not be deleted after the last commit, and why; tried again after the next."""
+        return self._keeper.undeleted
 
     # -- ending ---------------------------------------------------------------------------------------
 
@@ -319,7 +337,7 @@ class CheckpointEngine:
 
         The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
         are called too, after the flag was set; what the system does by default (to end the process) no longer
-        happens. Closing the engine restores what was there before. A forked child keeps to what was there before.
+        happens. Closing the engine, and a fork in the child, restores what was there before.
 
         Raises:
             WrongThreadError: not called on the main thread.
@@ -366,34 +384,16 @@ class CheckpointEngine:
         """Abandon pending saves and release everything; nothing of them becomes visible."""
         self._closing.abandon(self.config.stall_timeout_secs)
 
-    def _after(self, error: BaseException | None) -> None:
+    def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
         if error is not None:
             self._cache.clear()
-        elif self._retention.is_enabled:
-            self._retaining = self._portal.submit(self._retention.enforce)
-
-    def _become_writer(self) -> None:
-        """Before the first change under the root: take its lock, learn what others committed, clear leftovers."""
-        if self._root_lock is None:
-            lock = self._site.storage.lock(self.root / commit.LOCK_FILE)
-            try:
-                self._in_flight.learn_steps(self.steps)
-                cleared = self._call(commit.clear_leftovers, self._site.storage, self.root, what="clearing leftovers")
-            except BaseException:
-                lock.release()
-                raise
-            self._root_lock = lock
-            if cleared:
-                _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
-
-    def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
-        return self._portal.call(async_fn, *args, timeout=self.config.stall_timeout_secs, what=what)
+        elif not self.preempted:
+            self._keeper.delete_expired(step)
 
     def _shut_down(self) -> None:
+        self._in_flight.guards.close()
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
-        if self._root_lock is not None:
-            self._root_lock.release()
-            self._root_lock = None
+        self._keeper.release()
         self._preemption.restore()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt import commit
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
+from aio_ckpt.guard import Guards
+from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
-from aio_ckpt.progress import CaptureProgress, Deadline
-from aio_ckpt.snapshot import Image, ObjectBytes, capture
+from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
+from aio_ckpt.snapshot import Copiers, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -32,12 +33,13 @@ class InFlight:
     failure that no waiter has seen stays here until it was raised once.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[BaseException | None], None]) -> None:
-        """``on_settled`` is told of each outcome before the save leaves the table."""
+    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[int, BaseException | None], None]) -> None:
+        """``on_settled`` is told of each step and outcome before the save leaves the table."""
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
-        self._streams = CopyStreams()
+        self._copiers = Copiers()
+        self.guards = Guards()
         self._max = site.config.max_in_flight
         self._on_failure = site.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
@@ -47,8 +49,8 @@ class InFlight:
         self._entered = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
-        self._committed: set[int] = set()
-        self._new: set[int] = set()
+        self._newest: int | None = None
+        self._newest_since_read: int | None = None
         self._knows_steps = False
         self._is_closing = False
 
@@ -98,10 +100,10 @@ class InFlight:
             return tuple(self._pending)
 
     @property
-    def has_room(self) -> bool:
-        """Whether a save would not wait."""
+    def settled_before_room(self) -> Future[None] | None:
+        """Settlement of the oldest save, if another would have to wait for it."""
         with self._lock:
-            return len(self._pending) < self._max
+            return self._pending[0].settled if len(self._pending) >= self._max else None
 
     # -- one save -------------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ class InFlight:
         step: int,
         requested: Sequence[str],
         overwrite: bool,
+        metrics: Mapping[str, float | None],
         deadline: Deadline,
         started: float,
         waited_secs: float,
@@ -123,6 +126,10 @@ class InFlight:
 
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
+
+        def fence(stream: object) -> None:
+            for mark in save.marks:
+                mark.fence(stream)
 
         self._entered += 1
         with self._lock:
@@ -137,9 +144,14 @@ class InFlight:
                 image=image,
                 progress=CaptureProgress(len(image.chunks)),
                 ticket=SaveTicket(
-                    step=step, portal_check=self._portal.check_thread, cancel=cancel, waited_secs=waited_secs
+                    step=step,
+                    portal_check=self._portal.check_thread,
+                    cancel=cancel,
+                    fence=fence,
+                    waited_secs=waited_secs,
                 ),
                 overwrite=overwrite,
+                metrics=metrics,
                 deadline=deadline,
                 started=started,
                 plan_secs=plan_secs,
@@ -149,7 +161,7 @@ class InFlight:
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Start the pipeline, then copy: the first chunks are written while later ones are copied.
+        """Copy, and start the pipeline with the first chunks: they are written while later ones are copied.
 
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
@@ -157,14 +169,21 @@ class InFlight:
         issued: Future[object] = Future()
         save.image.lease.hold_until(issued)
         running: Future[SaveReport] | None = None
+
+        def captured(runs: Sequence[CapturedRun]) -> None:
+            nonlocal running
+            if running is None:
+                running = self._portal.submit(run_save, self._site, save)
+                running.add_done_callback(lambda done: self._settle(save, done))
+            self._portal.post(save.progress.tell, runs)
+
         try:
-            running = self._portal.submit(run_save, self._site, save)
-            running.add_done_callback(lambda done: self._settle(save, done))
             work = capture(
                 planned,
                 save.image,
-                self._streams,
-                on_captured=lambda index, marks: self._portal.post(save.progress.tell, index, marks),
+                self._copiers,
+                guarded=self.guards.leaves(planned.tensors),
+                on_captured=captured,
                 stall_timeout_secs=timeout_secs,
             )
         except BaseException as error:
@@ -180,6 +199,9 @@ class InFlight:
             with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
                 self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
+
+        save.marks = work.marks
+        self.guards.wait_for(work.marks)
 
         def finish() -> None:
             work.finish()
@@ -199,12 +221,12 @@ class InFlight:
         if error is not None and not is_cancelled:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
-        self._on_settled(error)
+        self._on_settled(save.step, error)
         with self._lock:
             self._pending.remove(save)
             if error is None:
-                self._committed.add(save.step)
-                self._new.add(save.step)
+                self._newest = _later(self._newest, save.step)
+                self._newest_since_read = _later(self._newest_since_read, save.step)
             else:
                 self._knows_steps = False  # a commit that stalled may have become visible: look again
             if error is not None and not is_cancelled:
@@ -225,34 +247,34 @@ class InFlight:
         return self._knows_steps
 
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
-        """Take over what is committed on the disk, and what is being committed while the disk is read."""
+        """Take over the newest step on the disk, or what is committed while the disk is read."""
         with self._lock:
-            self._new.clear()
+            self._newest_since_read = None
             self._knows_steps = True
         try:
-            found = set(read_steps())
+            found = max(read_steps(), default=None)
         except BaseException:
             self._knows_steps = False
             raise
         with self._lock:
-            self._committed = found | self._new
+            self._newest = _later(self._newest_since_read, found)
 
     @property
-    def newest_step(self) -> int:
-        """Newest committed or pending step; 0 if there is none."""
+    def newest_step(self) -> int | None:
+        """Newest committed or pending step."""
         with self._lock:
-            return max(self._committed.union(save.step for save in self._pending), default=0)
+            return _later(self._newest, max((save.step for save in self._pending), default=None))
 
-    def next_step(self, step: object, *, overwrite: bool) -> int:
-        """The step of a save that enters now.
+    def next_step(self, step: object, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
+        """The step of a save that enters now. Only the newest is remembered: an older one is looked up on the disk.
 
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.check_step`.
         """
-        with self._lock:
-            committed = self._committed
-            newest = max(committed.union(save.step for save in self._pending), default=None)
-            return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
+        newest = self.newest_step
+        is_behind = type(step) is int and newest is not None and step <= newest
+        committed = read_steps() if is_behind else ()
+        return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
 
     # -- failures -------------------------------------------------------------------------------------
 
@@ -266,6 +288,10 @@ class InFlight:
             if error is not None:
                 error.add_note(f"this is the background save of step {failed[0].step}, which nobody awaited")
                 raise error
+
+
+def _later(a: int | None, b: int | None) -> int | None:
+    return b if a is None or (b is not None and b > a) else a
 
 
 def failed(error: BaseException) -> Future[Any]:

@@ -66,7 +66,8 @@ class Arena:
         """Layout whose constant bytes stand in the memory."""
         self.last_used = time.monotonic()
         """When a thread last let go of the bytes."""
-        self._registered = False
+        self.is_registered = False
+        """Whether it is page-locked for CUDA."""
         self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
@@ -75,9 +76,9 @@ class Arena:
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
-        if not self._registered:
+        if not self.is_registered:
             device.register_host_memory(self.address, self.capacity)
-            self._registered = True
+            self.is_registered = True
 
     def poison(self) -> None:
         """Overwrite everything, so that a use after release shows in the data."""
@@ -86,9 +87,9 @@ class Arena:
 
     def release(self) -> None:
         """Give the memory back to the system once the last view of it is gone."""
-        if self._registered:
+        if self.is_registered:
             device.unregister_host_memory(self.address)
-            self._registered = False
+            self.is_registered = False
         # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
         del self.tensor, self.memory
 

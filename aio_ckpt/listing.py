@@ -10,14 +10,25 @@ from pathlib import Path
 import msgspec
 
 from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
-from aio_ckpt.commit import ABANDONED_PREFIX, PENDING_PREFIX, StepNames, discover
+from aio_ckpt.commit import MAX_LOOKS, Committed, discover
 from aio_ckpt.contents import global_shape
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.names import ABANDONED_PREFIX, PENDING_PREFIX, StepNames, protected_step
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import Storage
 
-__all__ = ["Contents", "LeafRow", "RootRow", "RootTable", "bytes_of", "describe", "list_root", "locate"]
+__all__ = [
+    "Contents",
+    "LeafRow",
+    "RootRow",
+    "RootTable",
+    "bytes_of",
+    "describe",
+    "describe_newest",
+    "list_root",
+    "locate",
+]
 
 
 class RootRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +46,10 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     """Version that wrote it; None if it is not told."""
     created_unix: float | None = None
     """Seconds since 1970; None for plain DCP."""
+    metrics: dict[str, float | None] = {}
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite."""
+    is_protected: bool = False
+    """Whether retention never deletes it."""
     fault: str | None = None
     """Why its root manifest cannot be read."""
 
@@ -100,31 +115,42 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
     Raises:
         ReadError: the root cannot be read.
     """
-    rows = [
-        await _root_row(storage, executor, found.step, found.path) for found in await discover(storage, root, names)
-    ]
     others = await storage.list_dir(root)
+    marked = {protected_step(name) for name in others}
+    rows = [
+        await _root_row(storage, executor, found, is_protected=found.step in marked)
+        for found in await discover(storage, root, names)
+    ]
     return RootTable(
         root=str(root),
-        checkpoints=tuple(rows),
+        checkpoints=tuple(row for row in rows if row is not None),
         pending=tuple(name for name in others if name.startswith(PENDING_PREFIX)),
         abandoned=tuple(name for name in others if name.startswith(ABANDONED_PREFIX)),
     )
 
 
-async def _root_row(storage: Storage, executor: Executor, step: int, path: Path) -> RootRow:
-    nbytes = await run_blocking(executor, bytes_of, path)
+async def _root_row(storage: Storage, executor: Executor, found: Committed, *, is_protected: bool) -> RootRow | None:
+    """None: its writer deleted it since it was found."""
+    step, path = found.step, str(found.path)
     try:
-        data = await read_small_file(storage, path / ROOT_MANIFEST)
-        if data is None:
-            return RootRow(step=step, path=str(path), nbytes=nbytes)
-        root = decode_root(data, name=ROOT_MANIFEST)
+        nbytes = await run_blocking(executor, bytes_of, found.path)
+    except FileNotFoundError:
+        return None
+    try:
+        data = await read_small_file(storage, found.path / ROOT_MANIFEST)
+        root = None if data is None else decode_root(data, name=ROOT_MANIFEST)
     except AioCkptError as error:
-        return RootRow(step=step, path=str(path), nbytes=nbytes, fault=str(error))
+        return RootRow(step=step, path=path, nbytes=nbytes, is_protected=is_protected, fault=str(error))
+    if root is None:
+        if not await storage.exists(found.path):
+            return None
+        return RootRow(step=step, path=path, nbytes=nbytes, is_protected=is_protected)
     return RootRow(
         step=step,
-        path=str(path),
+        path=path,
         nbytes=nbytes,
+        is_protected=is_protected,
+        metrics=root.metrics,
         world_size=root.world_size,
         torch=root.written_by.get("torch"),
         created_unix=root.created_unix,
@@ -145,8 +171,13 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
     """
     if await _is_checkpoint(storage, path):
         return [path]
-    steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
-    found = [path / name for name in sorted(steps, key=steps.__getitem__) if await _is_checkpoint(storage, path / name)]
+    found: list[Path] = []
+    for _ in range(MAX_LOOKS):
+        steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
+        paths = [path / name for name in sorted(steps, key=steps.__getitem__)]
+        found = [each for each in paths if await _is_checkpoint(storage, each)]
+        if all([await storage.exists(each) for each in paths if each not in found]):
+            break  # else a writer deleted what was listed
     if not found:
         raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
     return found
@@ -155,6 +186,24 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
 async def _is_checkpoint(storage: Storage, path: Path) -> bool:
     """Whether it is one, or was: without ``.metadata`` it is none any more, which only a verification would notice."""
     return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
+
+
+async def describe_newest(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:
+    """The checkpoint at ``path``, or the newest of the root at ``path``, also beside a writer that deletes.
+
+    Raises:
+        CheckpointNotFoundError: neither.
+        CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
+    """
+    for _ in range(MAX_LOOKS):
+        newest = (await locate(storage, path, names))[-1]
+        before = await storage.status(newest)
+        try:
+            return await describe(storage, executor, newest, names)
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            if before is not None and await storage.status(newest) == before:
+                raise  # else it was deleted or replaced: look again
+    raise CheckpointNotFoundError(f"{path}: each of {MAX_LOOKS} checkpoints was deleted by its writer when it was read")
 
 
 async def describe(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:

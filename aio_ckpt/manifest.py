@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 ROOT_MANIFEST = "aio_ckpt.json"
 METADATA_FILE = ".metadata"
 
@@ -351,7 +351,7 @@ def _layout_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ..
 # -- the root manifest ----------------------------------------------------------------------------
 
 
-class RootManifest(msgspec.Struct, frozen=True, kw_only=True):
+class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What proves a whole checkpoint: ``.metadata`` and each rank's manifest."""
 
     format: _Format
@@ -372,6 +372,8 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of what wrote it: aio_ckpt, torch, python."""
     created_unix: _Seconds
     """Seconds since 1970 by the leader's clock."""
+    metrics: dict[str, float | None] = {}
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite. Since 1.1, absent if empty."""
 
 
 def encode_root(manifest: RootManifest) -> bytes:

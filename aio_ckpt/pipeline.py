@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,23 +14,27 @@ import anyio
 import msgspec
 from isal import isal_zlib
 
-from aio_ckpt import commit
+from aio_ckpt import commit, owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
+from aio_ckpt.device import Mark
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
+from aio_ckpt.names import StepNames
 from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor, watch_submissions
 from aio_ckpt.progress import CaptureProgress, Deadline, Threads, follow
 from aio_ckpt.record import (
+    MetadataFile,
     object_entries,
     render_metadata_file,
     render_rank,
     render_root,
     written_names,
 )
-from aio_ckpt.snapshot import Image, ObjectBytes
+from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write import ChunkPreparer, write_image
@@ -48,9 +52,9 @@ class Site:
 
     root: Path
     """Checkpoint root."""
-    names: commit.StepNames
+    names: StepNames
     """Directory names of steps."""
-    owner: commit.Owner
+    owner: owner.Owner
     """Who writes."""
     storage: Storage
     """Where to."""
@@ -94,6 +98,8 @@ class PendingSave:
     """What the caller holds."""
     overwrite: bool
     """Whether a committed step is replaced."""
+    metrics: Mapping[str, float | None]
+    """What the caller measured."""
     deadline: Deadline
     """When it must be committed."""
     started: float
@@ -108,6 +114,8 @@ class PendingSave:
     """Time the caller was kept."""
     staged_secs: float = 0.0
     """When everything was copied."""
+    marks: tuple[Mark, ...] = ()
+    """Behind every copy from a device."""
     doing: str = "making its directory"
     """What it is doing, for messages."""
     scope: anyio.CancelScope | None = None
@@ -160,6 +168,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
             scope.cancel()
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, site, save)
+            group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
             report = await _stages(site, save)
             group.cancel_scope.cancel()
     if report is None:
@@ -183,46 +192,20 @@ async def _watch(site: Site, save: PendingSave) -> None:
 
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
-    storage, progress = site.storage, save.progress
-    pending, save_id = commit.pending_path(site.root, site.owner, save.number), _save_id(site, save)
+    storage, pending = site.storage, _pending(site, save)
     final = site.root / site.names.name(save.step)
     await storage.make_dir(pending)
     # On the loop: malloc keeps the megabytes for each thread that ever had them.
-    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=save_id)
+    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=_save_id(site, save))
     async with anyio.create_task_group() as beside:
-        beside.start_soon(commit.write_owner, storage, pending, site.owner)
+        beside.start_soon(owner.write_owner, storage, pending, site.owner)
         beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
         save.doing = "writing its data"
         result = await _write(site, save, pending)
         save.doing = "writing its .metadata"
         save.image.lease.close()
         written_secs = save.elapsed()
-    entries = object_entries(save.plan, save.objects)
-    check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
-    save.doing = "writing the rank's manifest"
-    rank = site.coordinator.rank
-    manifest = render_rank(
-        save.plan,
-        entries,
-        result,
-        step=save.step,
-        save_id=save_id,
-        rank=rank,
-        world_size=site.coordinator.world_size,
-    )
-    await storage.write_file(pending / rank_manifest_name(rank), manifest)
-    message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
-    progress.touch()
-    save.doing = "waiting for the other ranks"
-    results = await site.coordinator.exchange(
-        f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
-    )
-    if save.previous is not None:
-        save.doing = "waiting for the commit of the save before"
-        await asyncio.wrap_future(follow(save.previous))
-    progress.touch()
-    ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
-    root_manifest = render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time())
+    root_manifest = await _agree(site, save, pending, metadata, result)
     await _commit(site, save, pending, final, root_manifest)
     return SaveReport(
         step=save.step,
@@ -243,9 +226,33 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     )
 
 
+async def _agree(site: Site, save: PendingSave, pending: Path, metadata: MetadataFile, result: WriteResult) -> bytes:
+    """This rank's manifest, durably, then what all ranks wrote: the root manifest."""
+    entries = object_entries(save.plan, save.objects)
+    check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
+    save.doing = "writing the rank's manifest"
+    rank, world_size, save_id = site.coordinator.rank, site.coordinator.world_size, _save_id(site, save)
+    manifest = render_rank(
+        save.plan, entries, result, step=save.step, save_id=save_id, rank=rank, world_size=world_size
+    )
+    await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
+    message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
+    save.progress.touch()
+    save.doing = "waiting for the other ranks"
+    results = await site.coordinator.exchange(
+        f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
+    )
+    if save.previous is not None:
+        save.doing = "waiting for the commit of the save before"
+        await asyncio.wrap_future(follow(save.previous))
+    save.progress.touch()
+    ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
+    return render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.metrics)
+
+
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     arena, layout = save.image.lease.arena, save.plan.layout
-    renders = arena.rendered is not layout or not save.image.is_whole
+    renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
     preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
     arena.rendered = None
     path = pending / data_file_name(site.coordinator.rank)
@@ -287,6 +294,10 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         raise stalled
 
 
+def _pending(site: Site, save: PendingSave) -> Path:
+    return owner.pending_path(site.root, site.owner, save.number)
+
+
 def _save_id(site: Site, save: PendingSave) -> str:
     return f"{site.owner.session}-{save.number}"
 
@@ -304,7 +315,7 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
     if not (lease.settled.done() and save.threads.are_idle):
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
-    pending = commit.pending_path(site.root, site.owner, save.number)
+    pending = _pending(site, save)
     if isinstance(cause, AioCkptError) and cause.in_doubt:
         # Its files may be those of a visible step, or those of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)

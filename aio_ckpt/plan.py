@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from aio_ckpt import envelope, tree
+from aio_ckpt.device import copies_by_address, gathers_small
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
 from aio_ckpt.objects import as_tensor
+from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.structure import (
     Leaves,
     Structure,
@@ -31,20 +33,19 @@ from aio_ckpt.structure import (
     storage_bytes,
 )
 
-__all__ = ["SMALL_COPY_BYTES", "CopyDescriptors", "Plan", "PlanCache", "PlannedSave"]
-
-SMALL_COPY_BYTES = 256 << 10
-"""Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
+__all__ = ["CopyDescriptors", "Plan", "PlanCache", "PlannedSave"]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDescriptors:
-    """Addresses of small host tensors, valid for one fingerprint only."""
+    """Addresses of what is copied by address, valid for one fingerprint only."""
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
     moves: tuple[tuple[tuple[int, int, int], ...], ...]
-    """Per chunk: (image offset, source address, bytes)."""
+    """Per chunk, small host tensors: (image offset, source address, bytes)."""
+    issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
+    """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,8 @@ class Plan:
     """Pre-encoded tensor entries of the rank manifest."""
     skeleton: bytes
     """Encoded skeleton."""
-    moved: tuple[tuple[Piece, ...], ...]
-    """Per chunk, the pieces that descriptors cover: small dense host tensors."""
-    copied: tuple[tuple[Piece, ...], ...]
-    """Per chunk, all other pieces."""
+    routes: tuple[ChunkRoutes, ...]
+    """Per chunk, which way each piece goes."""
     descriptors: CopyDescriptors
     """For the addresses of the save that made them."""
     stored_names: frozenset[str]
@@ -79,6 +78,8 @@ class Plan:
     """Raw bytes that must be captured before ``save()`` returns: all that is not on a CUDA device."""
     uses_cuda: bool
     """Whether any source is on a CUDA device."""
+    gathers: bool
+    """Whether small tensors are gathered on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class PlanCache:
         self._storage_bytes = check_sources(flat, tensors, fingerprint)
         if partition(structure, fingerprint) != cached.aliases:
             return self._miss(flat, leaves, structure)
-        descriptors = _descriptors(cached.layout, cached.moved, fingerprint)
+        descriptors = _descriptors(cached.layout, cached.routes, fingerprint)
         plan = self._plan = replace(cached, descriptors=descriptors)
         return self._hit(plan, leaves, fingerprint_hit=False)
 
@@ -179,10 +180,11 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
         for leaf, names in tied.items()
         for spec in (_spec(structure, leaf),)
     ]
+    placements.sort(key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes))
     layout = lay_out(placements)
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
     metadata.storage_data = _storage_data(layout, write_items, data_file_name(rank))
-    moved, copied = _split_pieces(structure, layout)
+    routes = choose_routes(structure, layout, issues=copies_by_address, gathers=gathers_small)
     return Plan(
         structure=structure,
         aliases=aliases,
@@ -196,12 +198,12 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
         ),
         tensors_static=encode_static([_entry(item) for item in layout.items]),
         skeleton=tree.encode_skeleton(flat.skeleton),
-        moved=moved,
-        copied=copied,
-        descriptors=_descriptors(layout, moved, fingerprint),
+        routes=routes,
+        descriptors=_descriptors(layout, routes, fingerprint),
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
         uses_cuda=any(source.type == "cuda" for source in structure.devices),
+        gathers=any(route.gathered for route in routes),
     )
 
 
@@ -254,30 +256,16 @@ def _entry(item: TensorItem) -> TensorEntry:
     )
 
 
-def _split_pieces(
-    structure: Structure, layout: ImageLayout
-) -> tuple[tuple[tuple[Piece, ...], ...], tuple[tuple[Piece, ...], ...]]:
-    def is_moved(piece: Piece) -> bool:
-        leaf = layout.items[piece.item].leaf
-        return (
-            layout.items[piece.item].raw_bytes <= SMALL_COPY_BYTES
-            and structure.devices[leaf].type == "cpu"
-            and not structure.conj[leaf]
-            and not structure.neg[leaf]
-            and envelope.is_dense(tuple(structure.shapes[leaf]), structure.strides[leaf])
-        )
+def _descriptors(layout: ImageLayout, routes: Sequence[ChunkRoutes], fingerprint: list[int]) -> CopyDescriptors:
+    leaves = [item.leaf for item in layout.items]
 
-    moved = tuple(tuple(piece for piece in chunk.pieces if is_moved(piece)) for chunk in layout.chunks)
-    copied = tuple(tuple(piece for piece in chunk.pieces if not is_moved(piece)) for chunk in layout.chunks)
-    return moved, copied
+    def source(piece: Piece) -> int:
+        return fingerprint[leaves[piece.item]] + piece.raw_start
 
-
-def _descriptors(layout: ImageLayout, moved: Sequence[Sequence[Piece]], fingerprint: list[int]) -> CopyDescriptors:
-    items = layout.items
     return CopyDescriptors(
         fingerprint,
-        tuple(
-            tuple((p.image_start, fingerprint[items[p.item].leaf] + p.raw_start, p.nbytes) for p in pieces)
-            for pieces in moved
+        moves=tuple(tuple((p.image_start, source(p), p.nbytes) for p in route.moved) for route in routes),
+        issues=tuple(
+            tuple((p.image_start, source(p), p.nbytes, leaves[p.item]) for p in route.issued) for route in routes
         ),
     )

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from aio_ckpt.config import check_seconds
 from aio_ckpt.device import Mark
 from aio_ckpt.errors import StallError
 from aio_ckpt.portal import Executor, run_blocking
 
-__all__ = ["CaptureProgress", "Deadline", "Threads", "follow"]
+__all__ = ["CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
+
+
+CapturedRun: TypeAlias = tuple[Sequence[int], tuple[Mark, ...]]
+"""(chunks, marks): the chunks are captured once the marks are reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +29,13 @@ class Deadline:
     """Limit in seconds; None: there is none."""
     began: float
     """``time.monotonic`` at the call."""
+
+    @classmethod
+    def after(cls, secs: float | None) -> Deadline:
+        """``secs`` from now; raises ConfigError if that is no number above 0."""
+        if secs is not None:
+            check_seconds("deadline_secs", secs)
+        return cls(secs=secs, began=time.monotonic())
 
     def left_secs(self, at_most: float) -> float:
         """Seconds until then, at least 0 and at most ``at_most``."""
@@ -52,10 +65,12 @@ class CaptureProgress:
         """Something moved."""
         self.last_progress = time.monotonic()
 
-    def tell(self, index: int, marks: tuple[Mark, ...]) -> None:
-        """Chunk ``index`` is captured once its marks are reached."""
-        self._marks[index] = marks
-        self._told[index].set()
+    def tell(self, runs: Sequence[CapturedRun]) -> None:
+        """The chunks of each run are captured once its marks are reached."""
+        for indices, marks in runs:
+            for index in indices:
+                self._marks[index] = marks
+                self._told[index].set()
         self.touch()
 
     def fail(self, error: Exception) -> None:

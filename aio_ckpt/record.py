@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +113,13 @@ def render_metadata_file(plan: Plan, objects: ObjectBytes, *, checkpoint_id: str
 
 
 def render_root(
-    metadata: MetadataFile, ranks: Sequence[FileEntry], *, step: int, save_id: str, created_unix: float
+    metadata: MetadataFile,
+    ranks: Sequence[FileEntry],
+    *,
+    step: int,
+    save_id: str,
+    created_unix: float,
+    metrics: Mapping[str, float | None],
 ) -> bytes:
     """The root manifest over ``.metadata`` and the rank manifests, by rank."""
     return encode_root(
@@ -127,5 +133,6 @@ def render_root(
             ranks=tuple(ranks),
             written_by=_VERSIONS,
             created_unix=created_unix,
+            metrics=dict(metrics),
         )
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from aio_ckpt import commit
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, ReadError
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
 from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_state
@@ -94,17 +94,51 @@ async def _newest_good(
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
-    Only a proven mismatch walks back: an I/O error or a template that does not match is raised as it is.
+    Only a proven mismatch walks back: an I/O error or a template that does not match is raised as it is. What a writer
+    deleted or replaced meanwhile proves nothing: then the root is looked at anew.
     """
-    candidates = _candidates(await commit.discover(site.storage, site.root, site.names), step, site)
+    was_modified = False
+    for _ in range(commit.MAX_LOOKS):
+        try:
+            candidates = _candidates(await commit.discover(site.storage, site.root, site.names), step, site)
+            return await _first_good(site, candidates, use, walks_back=step is None and fallback)
+        except _ChangedError as error:
+            was_modified = was_modified or error.target_modified
+            _log.info("%s was deleted or replaced while it was read: looking again", error)
+        except AioCkptError as error:
+            error.target_modified = error.target_modified or was_modified
+            raise
+    failure = CheckpointNotFoundError(
+        f"each of {commit.MAX_LOOKS} checkpoints under {site.root} was deleted or replaced by its writer while it was "
+        "read: keep more of them (keep_last), or protect(step) one before it is read"
+    )
+    failure.target_modified = was_modified
+    raise failure
+
+
+class _ChangedError(AioCkptError):
+    """The checkpoint was deleted or replaced while it was read."""
+
+
+async def _first_good(
+    site: Site,
+    candidates: Sequence[commit.Committed],
+    use: Callable[[Checkpoint], Awaitable[T]],
+    *,
+    walks_back: bool,
+) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     skipped: list[SkippedCheckpoint] = []
     for candidate in candidates:
         try:
             checkpoint = await open_checkpoint(site.storage, candidate.path, executor=site.executor)
             _check_identity(checkpoint, candidate)
             value = await use(checkpoint)
-        except CorruptCheckpointError as error:
-            if step is not None or not fallback:
+        except (CorruptCheckpointError, CheckpointNotFoundError, ReadError) as error:
+            if not await commit.is_unchanged(site.storage, candidate):
+                changed = _ChangedError(str(candidate.path))
+                changed.target_modified = error.target_modified
+                raise changed from error
+            if not (walks_back and isinstance(error, CorruptCheckpointError)):
                 raise
             _log.error("step %d does not verify, trying an older one: %s", candidate.step, error)
             skipped.append(SkippedCheckpoint(step=candidate.step, path=candidate.path, error=error))
@@ -128,5 +162,7 @@ def _candidates(committed: list[commit.Committed], step: int | None, site: Site)
     if not chosen:
         steps = [checkpoint.step for checkpoint in committed]
         wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
-        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}")
+        is_older = step is not None and bool(steps) and step < steps[-1]
+        hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
+        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}{hint}")
     return chosen

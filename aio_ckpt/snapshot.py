@@ -1,127 +1,29 @@
-"""Snapshot: capture a state into the image, on the caller's thread.
-
-The image lies in an arena as a ring of chunk-sized slots. An arena that holds the whole image has a slot for
-every chunk; a smaller one (byte budget) makes the capture wait until an earlier chunk of the slot was written.
-"""
+"""Snapshot: capture a state into the image, on the caller's thread."""
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from aio_ckpt import envelope, objects
-from aio_ckpt.config import Staging
-from aio_ckpt.device import Copies, CopyStreams, Mark
-from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError
-from aio_ckpt.items import PAGE_BYTES, Chunk, Piece, align_up
-from aio_ckpt.layout import file_chunks
-from aio_ckpt.lifetime import ArenaKind, Lease, LifetimeManager
-from aio_ckpt.plan import PlannedSave
+from aio_ckpt.device import Copies, CopyStreams, HostCopies, Mark
+from aio_ckpt.errors import SourceChangedError, StallError
+from aio_ckpt.gather import GatherBuffers
+from aio_ckpt.image import Image
+from aio_ckpt.items import Chunk, Piece
+from aio_ckpt.plan import Plan, PlannedSave
+from aio_ckpt.progress import CapturedRun
+from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
 
-__all__ = ["Capture", "Image", "ObjectBytes", "ObjectEncoder", "capture", "lease_image", "ring_slots"]
-
-# PyDLL: the GIL stays held, which for copies of a few KiB is cheaper than giving it up and winning it back.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
+__all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
 _DOUBLE = struct.Struct("<d")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
-    """One save's data file in memory: a ring of ``slots`` chunks in a leased arena.
-
-    The slot of chunk ``i`` belongs to the capture until it was captured, then to the writer until
-    ``written[i]`` resolves, then to chunk ``i + slots``.
-    """
-
-    lease: Lease
-    """Right over the arena."""
-    chunks: tuple[Chunk, ...]
-    """Of the whole file, objects included."""
-    chunk_bytes: int
-    """Size of a slot."""
-    slots: int
-    """Chunks that the arena holds at once."""
-    written: tuple[Future[None], ...]
-    """Per chunk: its slot is free again."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every chunk has a slot of its own."""
-        return self.slots >= len(self.chunks)
-
-    def slot_offset(self, chunk: Chunk) -> int:
-        """Where in the arena the chunk stands."""
-        return (chunk.index % self.slots) * self.chunk_bytes
-
-    def view(self, chunk: Chunk) -> memoryview:
-        """The chunk's bytes."""
-        offset = self.slot_offset(chunk)
-        return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
-
-
-def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_bytes: int) -> int:
-    """How many chunks the arena holds: all of them, or as many as the budget allows (waves).
-
-    Raises:
-        BudgetExceededError: what must be captured at once does not fit, or not even two chunks do.
-    """
-    chunks = -(-image_bytes // chunk_bytes)
-    if image_bytes <= budget_bytes:
-        return chunks
-    slots = budget_bytes // chunk_bytes
-    if must_hold_bytes > budget_bytes or slots < 2:
-        raise BudgetExceededError(
-            f"{must_hold_bytes} bytes of host state (image {image_bytes} bytes, chunks of {chunk_bytes}) must be "
-            f"captured at once, budget_bytes={budget_bytes}: raise it, or save less at once"
-        )
-    return slots
-
-
-def lease_image(
-    planned: PlannedSave,
-    objects_bytes: int,
-    lifetime: LifetimeManager,
-    staging: Staging,
-    *,
-    timeout_secs: float,
-    limit_secs: float,
-) -> Image:
-    """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
-
-    Raises:
-        BudgetExceededError: see :func:`ring_slots`.
-        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs``
-            passed.
-    """
-    layout = planned.plan.layout
-    image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
-    chunks = file_chunks(layout, image_bytes)
-    slots = ring_slots(image_bytes, layout.chunk_bytes, planned.plan.host_bytes, lifetime.budget_bytes)
-    uses_cuda = planned.plan.uses_cuda
-    kind: ArenaKind = ("pinned" if uses_cuda else "pageable") if staging == "auto" else staging
-    lease = lifetime.acquire(
-        min(image_bytes, slots * layout.chunk_bytes),
-        kind,
-        registers=uses_cuda,
-        timeout_secs=timeout_secs,
-        limit_secs=limit_secs,
-    )
-    return Image(
-        lease=lease,
-        chunks=chunks,
-        chunk_bytes=layout.chunk_bytes,
-        slots=slots,
-        written=tuple(Future() for _ in chunks),
-    )
+_MAX_RUN_CHUNKS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,50 +85,68 @@ def _identity(value: object) -> tuple[object, ...]:
     return (tuple, *map(_identity, value)) if isinstance(value, tuple) else (type(value), value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copiers:
+    """What the captures of one engine share."""
+
+    streams: CopyStreams = field(default_factory=CopyStreams)
+    """Side streams."""
+    gathers: GatherBuffers = field(default_factory=GatherBuffers)
+    """Gather buffers."""
+
+
 class Capture:
-    """The copies of one save: issued by :func:`capture`, kept alive until ``release``.
+    """The copies of one save: issued by :func:`capture`, kept alive until ``finish``.
 
     Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
-    def __init__(self, planned: PlannedSave, streams: CopyStreams) -> None:
+    def __init__(self, planned: PlannedSave, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
         self._planned = planned
-        self._streams = streams
+        self._image = image
+        self._copiers = copiers
+        # In waves nothing may wait for later: the ring needs every chunk now.
+        self._guarded = guarded if image.is_whole else frozenset[int]()
+        self._host = HostCopies()
         self._copies: dict[torch.device, Copies] = {}
+        self._unmarked: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
-        self._marks: tuple[Mark, ...] = ()
+        self.marks: tuple[Mark, ...] = ()
+        """Behind every copy, once all are issued."""
 
-    def issue(self, chunk: Chunk, pieces: Sequence[Piece], image: Image) -> tuple[Mark, ...]:
-        """Issue the copies of one chunk; the marks tell when they are done."""
-        arena = image.lease.arena
-        shift = image.slot_offset(chunk) - chunk.start
-        moves = self._planned.plan.descriptors.moves
-        if chunk.index < len(moves):
-            base = arena.address + shift
-            for start, address, nbytes in moves[chunk.index]:
-                _memmove(base + start, address, nbytes)
-        used: set[Copies] = set()
-        for piece in pieces:
-            leaf = self._planned.plan.layout.items[piece.item].leaf
-            copies = self._copies_from(self._planned.tensors[leaf].device)
-            source = self._flat_bytes(leaf, copies)
-            start = piece.image_start + shift
-            copies.copy(
-                arena.tensor[start : start + piece.nbytes], source[piece.raw_start : piece.raw_start + piece.nbytes]
-            )
-            used.add(copies)
-        return tuple(copies.mark() for copies in used)
+    def issue_first(self) -> None:
+        """What nobody guards, on devices: the caller's stream waits for these copies alone."""
+        if self._guarded:
+            self._issue_device(self._image.chunks, is_guarded=False)
+            for copies in self._copies.values():
+                copies.mark().fence()
 
-    def fence(self) -> None:
-        """Work that the caller enqueues from now on waits for the copies; nothing more is issued."""
-        for copies in self._copies.values():
-            copies.fence()
-        self._marks = tuple(copies.mark() for copies in self._copies.values())
+    def issue(self, run: Sequence[Chunk]) -> None:
+        """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
+        plan = self._planned.plan
+        for chunk in run[: max(len(plan.routes) - run[0].index, 0)]:
+            self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
+            copied = plan.routes[chunk.index].copied
+            self._copy(chunk, [piece for piece in copied if self._device_of(piece).type == "cpu"])
+        self._issue_device(run, is_guarded=bool(self._guarded))
+
+    def take_marks(self) -> tuple[Mark, ...]:
+        """Behind the copies that were issued since the last call."""
+        marks = tuple(copies.mark() for copies in self._unmarked)
+        self._unmarked.clear()
+        return marks
+
+    def end(self) -> None:
+        """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
+        self.marks = tuple(copies.mark() for copies in self._copies.values())
+        if not self._guarded:
+            for mark in self.marks:
+                mark.fence()
 
     @property
     def is_done(self) -> bool:
         """Whether every copy is done."""
-        return all(mark.query() for mark in self._marks)
+        return all(mark.query() for mark in self.marks)
 
     def check_sources(self) -> None:
         """Raise SourceChangedError if a source moved while it was captured (freed or resized by another thread)."""
@@ -239,15 +159,68 @@ class Capture:
 
     def finish(self) -> None:
         """Block until every copy is done, then let go of the sources."""
-        for mark in self._marks:
+        for mark in self.marks:
             mark.synchronize()
         self._flat.clear()
         self._planned.tensors.clear()
         self._planned.objects.clear()
 
+    def _base(self, chunk: Chunk) -> int:
+        """Address that the image's first byte would have."""
+        return self._image.lease.arena.address + self._image.slot_offset(chunk) - chunk.start
+
+    def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
+        """The chunks of a run lie side by side in the arena as in the image: one base serves all."""
+        plan, guarded = self._planned.plan, self._guarded
+        run = run[: max(len(plan.routes) - run[0].index, 0)]
+        chosen = [
+            issue
+            for chunk in run
+            for issue in plan.descriptors.issues[chunk.index]
+            if (issue[3] in guarded) is is_guarded
+        ]
+        devices = plan.structure.devices
+        for device, group in groupby(chosen, key=lambda issue: devices[issue[3]]):
+            self._copies_from(device).issue(self._base(run[0]), _joined(group))
+        for chunk in run:
+            route = plan.routes[chunk.index]
+            for span in route.gathered:
+                if (guarded >= set(span.leaves)) is is_guarded:
+                    self._gather(chunk, span)
+            if not is_guarded:
+                self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type != "cpu"])
+
+    def _gather(self, chunk: Chunk, span: Span) -> None:
+        copies = self._copies_from(span.device)
+        line = self._copiers.gathers.line(self._planned.plan, span, copies)
+        if line is None:
+            self._copy(chunk, span.pieces)
+            return
+        tensors, start = self._planned.tensors, span.start + self._image.slot_offset(chunk) - chunk.start
+        groups = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in line.groups]
+        target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
+        copies.gather(target, line.memory, groups)
+
+    def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
+        shift = self._image.slot_offset(chunk) - chunk.start
+        for piece in pieces:
+            leaf = self._planned.plan.layout.items[piece.item].leaf
+            copies = self._copies_from(self._planned.tensors[leaf].device)
+            source = self._flat_bytes(leaf, copies)
+            start = piece.image_start + shift
+            copies.copy(
+                self._image.lease.arena.tensor[start : start + piece.nbytes],
+                source[piece.raw_start : piece.raw_start + piece.nbytes],
+            )
+
+    def _device_of(self, piece: Piece) -> torch.device:
+        return self._planned.tensors[self._planned.plan.layout.items[piece.item].leaf].device
+
     def _copies_from(self, source: torch.device) -> Copies:
         if source not in self._copies:
-            self._copies[source] = self._streams.begin(source)
+            is_registered = self._image.lease.arena.is_registered
+            self._copies[source] = self._copiers.streams.begin(source, is_registered=is_registered)
+        self._unmarked.add(self._copies[source])
         return self._copies[source]
 
     def _flat_bytes(self, leaf: int, copies: Copies) -> torch.Tensor:
@@ -265,39 +238,87 @@ class Capture:
 def capture(
     planned: PlannedSave,
     image: Image,
-    streams: CopyStreams,
+    copiers: Copiers,
     *,
-    on_captured: Callable[[int, tuple[Mark, ...]], None],
+    guarded: Set[int],
+    on_captured: Callable[[Sequence[CapturedRun]], None],
     stall_timeout_secs: float,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
 
-    When it returns, host memory was copied and the caller's stream waits for the copies from devices: whatever
-    the caller does next cannot tear the snapshot.
+    When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
+    those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
 
     Raises:
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
-    work = Capture(planned, streams)
-    copied = planned.plan.copied
+    work = Capture(planned, image, copiers, guarded)
+    untold: list[CapturedRun] = []  # from devices: to wake the engine's loop earlier would cost the GIL and win nothing
     try:
         try:
-            for chunk in image.chunks:
-                _await_slot(image, chunk, stall_timeout_secs)
-                marks = work.issue(chunk, copied[chunk.index] if chunk.index < len(copied) else (), image)
-                on_captured(chunk.index, marks)
+            work.issue_first()
+            for run in _cut_runs(image, planned.plan):
+                is_host = not _is_issued(image, planned.plan, run[0].index)
+                if is_host and untold:
+                    on_captured(untold)
+                    untold = []
+                _await_slot(image, run[0], stall_timeout_secs)
+                work.issue(run)
+                untold.append(([chunk.index for chunk in run], work.take_marks()))
+                if is_host:
+                    on_captured(untold)
+                    untold = []
+            if untold:
+                on_captured(untold)
         except RuntimeError:
             work.check_sources()  # why torch refused to copy
             raise
         work.check_sources()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
-        work.fence()
+        work.end()
         work.finish()
         raise
-    work.fence()
+    work.end()
     return work
+
+
+def _cut_runs(image: Image, plan: Plan) -> Iterator[Sequence[Chunk]]:
+    """Chunks that are issued and told of together: one by one from the host and in waves.
+
+    From devices the first alone, so that it is written soon, then more and more: each mark costs the caller
+    microseconds, and a transfer is faster than a disk.
+    """
+    first, length = 0, 1
+    while first < len(image.chunks):
+        run = image.chunks[first : first + 1]
+        if _is_issued(image, plan, first):
+            run = image.chunks[first : first + length]
+            length = min(2 * length, _MAX_RUN_CHUNKS)
+        yield run
+        first += len(run)
+
+
+def _is_issued(image: Image, plan: Plan, index: int) -> bool:
+    """Whether a chunk comes from devices, in an image that holds it to the end."""
+    if not image.is_whole or index >= len(plan.routes):
+        return False
+    return bool(plan.routes[index].issued or plan.routes[index].gathered)
+
+
+def _joined(issues: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(image offset, address, bytes) of each, those that the boundary of a chunk had cut joined again."""
+    start = address = nbytes = 0
+    for next_start, next_address, next_nbytes, _ in issues:
+        if nbytes and (next_start, next_address) == (start + nbytes, address + nbytes):
+            nbytes += next_nbytes
+            continue
+        if nbytes:
+            yield start, address, nbytes
+        start, address, nbytes = next_start, next_address, next_nbytes
+    if nbytes:
+        yield start, address, nbytes
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

@@ -7,32 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import logging
 import os
 import shutil
-import socket
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from aio_ckpt.datafile import Probe, create_data_file, open_data_file, probe_read, probe_write, translated
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.items import WriteMode
 from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.rootlock import RootLock
 
 if TYPE_CHECKING:
     from aio_ckpt.config import DirectIO
 
-__all__ = ["DataFile", "LocalStorage", "ReadFile", "RootLock", "Storage", "make_dirs"]
+__all__ = ["DataFile", "FileStatus", "LocalStorage", "ReadFile", "RootLock", "Storage", "make_dirs"]
 
-_logger = logging.getLogger("aio_ckpt")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _NO_RENAMEAT2 = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 # -- what the stages see --------------------------------------------------------------------------
 
@@ -91,6 +87,16 @@ class ReadFile(Protocol):
         """Close as soon as no thread uses the file. Idempotent; survives cancellation."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStatus:
+    """What the file system tells of a file or directory."""
+
+    identity: tuple[int, int, int]
+    """Another one after the file was replaced, even by one that took over its inode."""
+    modified_unix: float
+    """When it last changed, by the file system's own clock; of a directory, its names."""
+
+
 class Storage(Protocol):
     """A file system for checkpoints. Paths are absolute. Reading raises ReadError, changing WriteError."""
 
@@ -117,6 +123,12 @@ class Storage(Protocol):
 
     async def exists(self, path: Path) -> bool:
         """Whether ``path`` is there; an error other than "not found" is raised, not taken for a no."""
+
+    async def status(self, path: Path) -> FileStatus | None:
+        """None if ``path`` is not there."""
+
+    async def touch(self, path: Path) -> None:
+        """Set the time of change of a file that is there to the file system's now. Not durable."""
 
     async def rename(self, src: Path, dst: Path) -> None:
         """Rename; WriteError (EEXIST) if ``dst`` exists, whatever it is."""
@@ -203,6 +215,16 @@ class LocalStorage:
         with translated(ReadError, path):
             return await run_blocking(self._executor, _exists, path)
 
+    async def status(self, path: Path) -> FileStatus | None:
+        """Follows symbolic links."""
+        with translated(ReadError, path):
+            return await run_blocking(self._executor, _status, path)
+
+    async def touch(self, path: Path) -> None:
+        """utimensat without a time: a server stamps its own."""
+        with translated(WriteError, path):
+            await run_blocking(self._executor, os.utime, path)
+
     async def rename(self, src: Path, dst: Path) -> None:
         """renameat2 with RENAME_NOREPLACE; where that is missing, a check before the rename."""
         with translated(WriteError, dst):
@@ -274,11 +296,15 @@ def _sync_dir(path: Path) -> None:
 
 
 def _exists(path: Path) -> bool:
+    return _status(path) is not None
+
+
+def _status(path: Path) -> FileStatus | None:
     try:
-        path.stat()
+        found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return None
+    return FileStatus(identity=(found.st_dev, found.st_ino, found.st_ctime_ns), modified_unix=found.st_mtime)
 
 
 def _renameat2(src: Path, dst: Path, flags: int) -> None:
@@ -319,80 +345,3 @@ def _remove_tree(path: Path) -> None:
     except FileNotFoundError:
         if os.path.lexists(path):  # something below vanished meanwhile: not done yet
             shutil.rmtree(path)
-
-
-# -- the writer's lock ----------------------------------------------------------------------------
-
-_held: dict[str, tuple[int, object]] = {}
-"""Real path -> (pid, token) of the locks of this process. fcntl locks belong to the process: a second one would
-be granted, and closing it would drop the first."""
-
-
-class RootLock:
-    """An exclusive ``fcntl.lockf`` lock on a file that says who holds it; held from construction to release.
-
-    Not flock, which a forked data loader would inherit and keep. Where the file system has no locks, a warning is
-    logged and the lock only keeps this process out.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Take it without waiting.
-
-        Raises:
-            RootError: held by another process, which is named if it could be read, or by this one.
-        """
-        self.path = path
-        self._pid = os.getpid()
-        self._key = os.path.realpath(path)
-        self._descriptor: int | None = None
-        self._claim()
-        try:
-            self._descriptor = _open_locked(path)
-        except BaseException:
-            _held.pop(self._key, None)
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Let go. Idempotent; in a forked child it leaves the parent's lock alone."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-            if os.getpid() == self._pid:
-                _held.pop(self._key, None)
-
-    def _claim(self) -> None:
-        token = object()
-        while (holder := _held.setdefault(self._key, (self._pid, token)))[1] is not token:
-            if holder[0] == self._pid:
-                raise RootError(errno.EBUSY, "another engine of this process writes here", str(self.path))
-            _held.pop(self._key, None)  # copied by fork: the parent's
-
-
-def _open_locked(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as exc:
-        message = f"cannot open the lock file ({exc.strerror}): give a writable root"
-        raise RootError(exc.errno, message, str(path)) from exc
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            _logger.warning("%s: no file locks here (%s): a second writer would not be noticed", path, error.strerror)
-            return descriptor
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "(not named)"
-        os.close(descriptor)
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
-        raise RootError(error.errno, f"locked by another writer: process {holder}", str(path)) from error
-    return descriptor

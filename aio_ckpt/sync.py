@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -63,10 +63,20 @@ class SyncCheckpointEngine:
         return self._engine.lifetime
 
     def save(
-        self, state: object, step: int | None = None, *, overwrite: bool = False, deadline_secs: float | None = None
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        deadline_secs: float | None = None,
+        metrics: Mapping[str, object] | None = None,
     ) -> SaveTicket:
         """See :meth:`CheckpointEngine.save`."""
-        return self._engine.save(state, step, overwrite=overwrite, deadline_secs=deadline_secs)
+        return self._engine.save(state, step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics)
+
+    def guard(self, guarded: object) -> None:
+        """See :meth:`CheckpointEngine.guard`."""
+        self._engine.guard(guarded)
 
     def ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""
@@ -101,6 +111,23 @@ class SyncCheckpointEngine:
     def rollback(self, step: int) -> list[int]:
         """See :meth:`CheckpointEngine.rollback`."""
         return self._engine.rollback(step)
+
+    def protect(self, step: int) -> None:
+        """See :meth:`CheckpointEngine.protect`."""
+        self._engine.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """See :meth:`CheckpointEngine.unprotect`."""
+        self._engine.unprotect(step)
+
+    def protected_steps(self) -> list[int]:
+        """See :meth:`CheckpointEngine.protected_steps`."""
+        return self._engine.protected_steps()
+
+    @property
+    def undeleted_steps(self) -> Mapping[int, str]:
+        """See :attr:`CheckpointEngine.undeleted_steps`."""
+        return self._engine.undeleted_steps
 
     def clear_cache(self) -> None:
         """See :meth:`CheckpointEngine.clear_cache`."""

@@ -14,9 +14,9 @@ import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 from isal import isal_zlib
 
+from aio_ckpt.image import Image
 from aio_ckpt.items import BLOCK_BYTES, Chunk, ImageLayout, Piece, WriteResult
 from aio_ckpt.portal import Executor, run_blocking, watch_submissions
-from aio_ckpt.snapshot import Image
 from aio_ckpt.storage import DataFile
 
 __all__ = ["ChunkPreparer", "write_image"]
@@ -141,7 +141,8 @@ async def write_image(
             async for chunk in chunks:
                 await file.write(chunk.start, image.view(chunk))
                 written.add(chunk.index)
-                image.written[chunk.index].set_result(None)
+                if chunk.index < len(image.written):
+                    image.written[chunk.index].set_result(None)
                 on_written(chunk.stop - chunk.start)
 
     with watch_submissions(image.lease.hold_until):

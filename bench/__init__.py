@@ -1,1 +1,1 @@
-"""Benchmarks beside the library: ``python -m bench.save``, ``bench.load``, ``bench.plan``, ``bench.memory``."""
+"""Benchmarks beside the library: ``python -m bench.save``, and ``load``, ``plan``, ``memory``, ``crash`` likewise."""

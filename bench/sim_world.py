@@ -24,7 +24,7 @@ from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
 from aio_ckpt.items import WriteMode
 from aio_ckpt.lifetime import POISON
 from aio_ckpt.portal import ON_SUBMIT, Executor, run_blocking
-from aio_ckpt.storage import DataFile, ReadFile, RootLock
+from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock
 
 __all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
 
@@ -314,6 +314,19 @@ class SimStorage:
     async def exists(self, path: Path) -> bool:
         """Whether it is there."""
         return await self.run("exists", path, ReadError, lambda: self.at(path) is not None)
+
+    async def status(self, path: Path) -> FileStatus | None:
+        """Nothing here looks at times."""
+
+        def act() -> FileStatus | None:
+            node = self.at(path)
+            return None if node is None else FileStatus(identity=(id(node), 0, 0), modified_unix=0.0)
+
+        return await self.run("status", path, ReadError, act)
+
+    async def touch(self, path: Path) -> None:
+        """There are no times."""
+        await self.run("touch", path, WriteError, lambda: self.at(path))
 
     async def rename(self, src: Path, dst: Path) -> None:
         """Never over another."""

@@ -29,14 +29,16 @@ from aio_ckpt import commit, layout, tree
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import SoloCoordinator
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Arena, LifetimeManager
+from aio_ckpt.owner import Owner
 from aio_ckpt.pipeline import PendingSave, Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import Deadline, follow
 from aio_ckpt.restore import read_tree
-from aio_ckpt.snapshot import ObjectEncoder, lease_image
+from aio_ckpt.snapshot import ObjectEncoder
 from bench.options import log
 from bench.sim_world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
 
@@ -147,7 +149,16 @@ class World:
         self.attempts: list[Attempt] = []
 
     def _site(self, storage: SimStorage, threads: SimThreads, config: EngineConfig) -> Site:
-        owner = commit.Owner(session="s", host="h", boot_id="b", pid=1, started_unix=0.0, heartbeat_unix=0.0)
+        owner = Owner(
+            session="s",
+            host="h",
+            machine_id="m",
+            boot_id="b",
+            pid_namespace="n",
+            pid=1,
+            started_ticks=0,
+            heartbeat_unix=0.0,
+        )
         return Site(
             root=_ROOT,
             names=commit.StepNames(config.step_dir),
@@ -164,10 +175,10 @@ class World:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
             self.portal.attach(self.loop, group, self.threads)
-            in_flight = InFlight(self.site, self.portal, on_settled=lambda _: None)
+            in_flight = InFlight(self.site, self.portal, on_settled=lambda step, error: None)
             for number in range(1, self.rng.randrange(2, 6)):
-                while not in_flight.has_room:
-                    await asyncio.wrap_future(follow(in_flight.pending[0].settled))
+                while (settled := in_flight.settled_before_room) is not None:
+                    await asyncio.wrap_future(follow(settled))
                 await self._learn(in_flight)
                 attempt = self._save(in_flight, number)
                 if self.rng.random() < 0.2:
@@ -210,9 +221,12 @@ class World:
             planned,
             objects,
             image,
-            step=in_flight.next_step(max(committed) if overwrite else None, overwrite=overwrite),
+            step=in_flight.next_step(
+                max(committed) if overwrite else None, overwrite=overwrite, read_steps=lambda: committed
+            ),
             requested=flat.names,
             overwrite=overwrite,
+            metrics={},
             deadline=deadline,
             started=now,
             waited_secs=0.0,

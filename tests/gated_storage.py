@@ -16,7 +16,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import WriteMode
 from aio_ckpt.portal import Executor
-from aio_ckpt.storage import DataFile, LocalStorage, ReadFile, RootLock
+from aio_ckpt.storage import DataFile, FileStatus, LocalStorage, ReadFile, RootLock
 
 T = TypeVar("T")
 TIMEOUT = 20.0
@@ -160,6 +160,12 @@ class GatedStorage:
 
     async def exists(self, path: Path) -> bool:
         return await self._inner.exists(path)
+
+    async def status(self, path: Path) -> FileStatus | None:
+        return await self._inner.status(path)
+
+    async def touch(self, path: Path) -> None:
+        await self.run(Call("touch", path), lambda: self._inner.touch(path))
 
     async def rename(self, src: Path, dst: Path) -> None:
         await self.run(Call("rename", src, dst), lambda: self._inner.rename(src, dst))

@@ -10,14 +10,14 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt import tree
-from aio_ckpt.device import CopyStreams
+from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CaptureProgress
-from aio_ckpt.snapshot import Capture, Image, capture
+from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.write import ChunkPreparer, write_image
 
@@ -65,8 +65,9 @@ async def save_image(
             capture,
             planned,
             image,
-            CopyStreams(),
-            on_captured=lambda index, marks: loop.call_soon_threadsafe(progress.tell, index, marks),
+            Copiers(),
+            guarded=frozenset(),
+            on_captured=lambda runs: loop.call_soon_threadsafe(progress.tell, list(runs)),
             stall_timeout_secs=TIMEOUT,
         )
         try:

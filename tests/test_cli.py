@@ -23,6 +23,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.contents import Item
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import PerRank
+from aio_ckpt.manifest import FORMAT_MAJOR, FORMAT_MINOR
 from aio_ckpt.portal import Executor
 from aio_ckpt.screen import amount
 from aio_ckpt.storage import LocalStorage
@@ -150,7 +151,7 @@ def test_inspect_tells_names_dtypes_shapes_bytes_step_and_torch(root, capsys):
     assert code == 0
     assert found["step"] == 10
     assert found["written_by"]["torch"] == torch.__version__
-    assert found["format"] == "aio_ckpt 1.0"
+    assert found["format"] == f"aio_ckpt {FORMAT_MAJOR}.{FORMAT_MINOR}"
     assert found["world_size"] == 1
     assert set(leaves) == {"model.embed", "model.head", "model.bias", "lr", "rng.rank0"}
     embed, bias = leaves["model.embed"], leaves["model.bias"]

@@ -1,33 +1,25 @@
-"""Commit: what is fsynced and renamed in which order, what a power loss leaves, leftovers of dead writers."""
+"""Commit: what is fsynced and renamed in which order, what a power loss leaves."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
-from power_loss import CHECKPOINT, Generation, NotDurableError, check_directory_mode, check_root_mode, dropped
+from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
 from aio_ckpt import commit
-from aio_ckpt.commit import Owner, StepNames
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.errors import WriteError
-from aio_ckpt.manifest import FileEntry, RootManifest, encode_rank, encode_root, encode_static
+from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
+from aio_ckpt.owner import Owner
 from aio_ckpt.portal import Executor
 
 STEP = "step_000000005"
@@ -156,7 +148,7 @@ def test_a_failed_fsync_of_the_parent_undoes_the_rename(tmp_path: Path) -> None:
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(1), step=5).result(TIMEOUT)
         assert engine.steps() == []
-        assert [path.name for path in (tmp_path / "root").iterdir()] == [commit.LOCK_FILE]
+        assert [path.name for path in (tmp_path / "root").iterdir()] == [LOCK_FILE]
         engine.save(weights(2), step=5).result(TIMEOUT)
         assert value(engine) == 2
 
@@ -171,7 +163,7 @@ def test_a_failed_fsync_is_never_tried_again_and_nothing_becomes_visible(tmp_pat
         assert caught.value.errno == errno.EIO
         assert len([call for call in storage.begun if call.matches(name, where)]) == 1
         assert not [call for call in storage.calls if call.name == "rename"]
-        assert [path.name for path in (tmp_path / "root").iterdir()] == [commit.LOCK_FILE]
+        assert [path.name for path in (tmp_path / "root").iterdir()] == [LOCK_FILE]
 
 
 def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path) -> None:
@@ -183,7 +175,7 @@ def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path)
             engine.save(weights(1), step=5).result(TIMEOUT)
         assert caught.value.errno == errno.EEXIST
         assert "move it away, or save another step" in str(caught.value)
-        assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [commit.LOCK_FILE, STEP]
+        assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
@@ -194,8 +186,8 @@ async def test_until_it_is_visible_a_pending_save_says_whose_it_is(tmp_path: Pat
         gate = storage.hold(point, {"write_file": ROOT}.get(point, ".pending-*"))
         ticket = engine.save(weights(1), step=5)
         gate.wait_reached()
-        (pending,) = (tmp_path / "root").glob(f"{commit.PENDING_PREFIX}*")
-        owner = msgspec.json.decode((pending / commit.OWNER_FILE).read_bytes(), type=Owner)
+        (pending,) = (tmp_path / "root").glob(f"{PENDING_PREFIX}*")
+        owner = msgspec.json.decode((pending / OWNER_FILE).read_bytes(), type=Owner)
         assert owner.pid == os.getpid()
         gate.open()
         ticket.result(TIMEOUT)
@@ -224,7 +216,7 @@ OVERWRITE += ["rename .pending -> .trash", "remove_tree .trash"]
 def test_an_overwrite_exchanges_the_directories_and_removes_the_old_one_last(tmp_path: Path) -> None:
     calls = log_of_a_save(tmp_path, overwrite=True)
     assert in_turn(calls) == OVERWRITE
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [commit.LOCK_FILE, STEP]
+    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
     check_root_mode(log_of_two_saves(tmp_path / "b"), top=tmp_path / "b", final=tmp_path / "b" / "root" / STEP)
 
 
@@ -253,139 +245,7 @@ def test_a_failed_fsync_of_the_parent_undoes_an_exchange(tmp_path: Path) -> None
             engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
         assert engine.steps() == [5]
         assert value(engine) == 1
-        assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [commit.LOCK_FILE, STEP]
-
-
-# -- directory mode -------------------------------------------------------------------------------
-
-
-def rank_manifest(number: int) -> bytes:
-    return encode_rank(
-        save_id=f"s{number}",
-        step=number,
-        rank=0,
-        world_size=1,
-        file=FileEntry(f"__s{number}_0_0.distcp", 3, 0),
-        tensors=encode_static([]),
-        sums=b"",
-        objects=[],
-        skeleton=b"",
-    )
-
-
-def generation(number: int) -> Generation:
-    metadata = b"metadata of save %d" % number
-    manifest = RootManifest(
-        format=(1, 0),
-        save_id=f"s{number}",
-        step=number,
-        world_size=1,
-        metadata=FileEntry(META, len(metadata), number),
-        metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
-        ranks=(FileEntry(f"aio_ckpt.s{number}.0.bin", len(rank_manifest(number)), number),),
-        written_by={},
-        created_unix=1.0,
-    )
-    files = frozenset({f"__s{number}_0_0.distcp", f"aio_ckpt.s{number}.0.bin"})
-    return Generation(metadata=metadata, root_manifest=encode_root(manifest), files=files)
-
-
-async def save_into_directory(storage: GatedStorage, directory: Path, number: int) -> None:
-    """What a face of directory mode does around the two calls of ``commit``."""
-    made = generation(number)
-    retired = await commit.retire_directory(storage, directory, save_id=f"s{number}")
-    for name in sorted(made.files):
-        await storage.write_file(directory / name, rank_manifest(number) if name.endswith(".bin") else b"abc")
-    await commit.commit_directory(
-        storage,
-        directory,
-        metadata=made.metadata,
-        root_manifest=made.root_manifest,
-        save_id=f"s{number}",
-        retired=retired,
-    )
-
-
-async def log_of_directory_mode(storage: GatedStorage, directory: Path) -> list[Call]:
-    await storage.make_dir(directory)
-    for number in (1, 2):
-        await save_into_directory(storage, directory, number)
-    return list(storage.calls)
-
-
-DIRECTORY_MODE = [
-    f"rename {META} -> {META}.replaced-s2",
-    "sync_dir mine",
-    "write_file __s2_0_0.distcp",
-    "write_file aio_ckpt.s2.0.bin",
-    f"write_file {ROOT}.tmp-s2",
-    f"replace {ROOT}.tmp-s2 -> {ROOT}",
-    "sync_dir mine",
-    f"write_file {META}.tmp-s2",
-    f"replace {META}.tmp-s2 -> {META}",
-    "sync_dir mine",
-    "sync_dir top",
-    f"remove_file {META}.replaced-s2",
-    "remove_file aio_ckpt.s1.0.bin",
-    "remove_file __s1_0_0.distcp",
-]
-
-
-async def test_a_save_into_a_directory_puts_the_old_metadata_aside_first_and_its_own_last(
-    storage: GatedStorage, tmp_path: Path
-) -> None:
-    directory = tmp_path / "top" / "mine"
-    directory.parent.mkdir()
-    calls = await log_of_directory_mode(storage, directory)
-    assert shown(calls)[-len(DIRECTORY_MODE) :] == DIRECTORY_MODE
-    check_directory_mode(calls, top=tmp_path, directory=directory, generations=[generation(1), generation(2)])
-
-
-@pytest.mark.parametrize("position", [n for n, line in enumerate(DIRECTORY_MODE) if line.startswith(DURABILITY)])
-async def test_without_any_one_fsync_or_rename_a_power_loss_breaks_a_directory(
-    storage: GatedStorage, tmp_path: Path, position: int
-) -> None:
-    directory = tmp_path / "top" / "mine"
-    directory.parent.mkdir()
-    calls = await log_of_directory_mode(storage, directory)
-    if DIRECTORY_MODE[position] == "sync_dir top":
-        # Of the first save: only there is the directory itself new.
-        index = shown(calls).index("sync_dir top")
-    else:
-        index = len(calls) - len(DIRECTORY_MODE) + position
-    calls = [call for n, call in enumerate(calls) if n == index or shown([call]) != ["sync_dir top"] or n < index]
-    with pytest.raises(NotDurableError):
-        check_directory_mode(
-            dropped(calls, index),
-            top=tmp_path,
-            directory=directory,
-            generations=[generation(1), generation(2)],
-        )
-
-
-async def test_foreign_files_stay_in_a_callers_directory(storage: GatedStorage, tmp_path: Path) -> None:
-    directory = tmp_path / "mine"
-    directory.mkdir()
-    foreign = {"notes.txt": b"mine", "__9_0.distcp": b"somebody's", "aio_ckpt.notes": b"too"}
-    for name, data in foreign.items():
-        (directory / name).write_bytes(data)
-    for number in (1, 2):
-        await save_into_directory(storage, directory, number)
-    assert {name: (directory / name).read_bytes() for name in foreign} == foreign
-    made = generation(2)
-    assert {path.name for path in directory.iterdir()} == {META, ROOT, *made.files, *foreign}
-    assert (directory / META).read_bytes() == made.metadata
-
-
-async def test_a_directory_whose_save_fails_halfway_is_no_checkpoint(storage: GatedStorage, tmp_path: Path) -> None:
-    directory = tmp_path / "mine"
-    directory.mkdir()
-    await save_into_directory(storage, directory, 1)
-    storage.fail("write_file", f"{META}.tmp-*", WriteError(errno.ENOSPC, "full", "x"))
-    with pytest.raises(WriteError, match="full"):
-        await save_into_directory(storage, directory, 2)
-    assert not (directory / META).exists()
-    assert (directory / f"{META}.replaced-s2").read_bytes() == generation(1).metadata
+        assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
 
 
 # -- rollback -------------------------------------------------------------------------------------
@@ -403,98 +263,3 @@ async def test_a_power_loss_during_a_rollback_leaves_no_gap_in_the_steps(storage
         "rename step_2 -> .abandoned-tag-step_2",
         f"sync_dir {tmp_path.name}",
     ]
-
-
-# -- leftovers ------------------------------------------------------------------------------------
-
-
-def leave_pending(root: Path, owner: Owner | bytes, name: str = "old-1") -> Path:
-    pending = root / f"{commit.PENDING_PREFIX}{name}"
-    pending.mkdir()
-    (pending / DATA).write_bytes(b"half")
-    (pending / commit.OWNER_FILE).write_bytes(owner if isinstance(owner, bytes) else msgspec.json.encode(owner))
-    return pending
-
-
-def changed(**fields: object) -> Owner:
-    owner = Owner.of_this_process("old")
-    return msgspec.structs.replace(owner, **fields)
-
-
-def dead_pid() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait(TIMEOUT)
-    return child.pid
-
-
-CASES: dict[str, tuple[Callable[[], Owner | bytes], bool]] = {
-    "a process that is gone": (lambda: changed(pid=dead_pid()), True),
-    "this very process": (lambda: changed(), False),
-    "a pid that another process has now": (lambda: changed(started_unix=time.time() - 86_400.0), True),
-    "an earlier boot of this host": (lambda: changed(boot_id="another"), True),
-    "another host": (lambda: changed(host="another", pid=dead_pid()), False),
-    "another host, whatever its boot": (lambda: changed(host="another", boot_id="another"), False),
-    "an unreadable owner": (lambda: b"{", False),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-async def test_only_what_a_proven_dead_writer_left_is_cleared(storage: GatedStorage, tmp_path: Path, case: str) -> None:
-    make, is_cleared = CASES[case]
-    pending = leave_pending(tmp_path, make())
-    assert await commit.clear_leftovers(storage, tmp_path) == ([pending.name] if is_cleared else [])
-    assert pending.exists() is not is_cleared
-
-
-def test_the_owner_record_says_who_writes() -> None:
-    owner = Owner.of_this_process("session")
-    assert (owner.session, owner.host, owner.pid) == ("session", socket.gethostname(), os.getpid())
-    assert abs(owner.started_unix - psutil.Process().create_time()) < 0.01
-    assert not owner.is_proven_dead()
-
-
-async def test_trash_is_cleared_and_everything_else_stays(storage: GatedStorage, tmp_path: Path) -> None:
-    for name in (".trash-step_1", ".abandoned-1-step_2", "step_3", "logs"):
-        (tmp_path / name).mkdir()
-    assert await commit.clear_leftovers(storage, tmp_path) == [".trash-step_1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".abandoned-1-step_2", "logs", "step_3"]
-
-
-WRITER = """
-    import sys, torch
-    from pathlib import Path
-    from gated_storage import gated_engine
-    with gated_engine(Path(sys.argv[1])) as (engine, storage):
-        engine.save({"w": torch.ones(1000)}, step=4).result(30)
-        gate = storage.hold("sync", "*.distcp")
-        ticket = engine.save({"w": torch.ones(1000)}, step=5)
-        gate.wait_reached()
-        print("writing", flush=True)
-        sys.stdin.read()
-"""
-
-
-async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_cleared(
-    storage: GatedStorage, tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    child = subprocess.Popen(
-        python(WRITER, str(root), options=()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "writing\n"
-        (pending,) = root.glob(f"{commit.PENDING_PREFIX}*")
-        assert await commit.clear_leftovers(storage, root) == []
-        child.send_signal(signal.SIGKILL)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
-        assert pending.exists()
-        with gated_engine(root) as (engine, _):
-            assert engine.steps() == [4]
-            engine.save(weights(2), step=5).result(TIMEOUT)
-            assert value(engine) == 2
-    assert sorted(path.name for path in root.iterdir()) == [commit.LOCK_FILE, "step_000000004", STEP]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from cuda_machine import MIB, STAGINGS, needs_cuda, ones
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, device
 from aio_ckpt.config import Staging
+from aio_ckpt.errors import ConfigError
 
 pytestmark = needs_cuda
 
@@ -140,3 +141,131 @@ def test_the_pointer_fingerprint_sees_fresh_cuda_memory(tmp_path: Path) -> None:
         back = engine.read()
     assert isinstance(back, dict)
     assert all(bool((value == 2.0).all()) for value in back.values())
+
+
+# -- guards ---------------------------------------------------------------------------------------
+
+
+def guarded_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(2048, 4096), torch.nn.BatchNorm1d(4096), torch.nn.Linear(4096, 2048))
+    model.cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_a_guarded_save_holds_what_was_there_before_the_step_the_forward_and_the_average(
+    tmp_path: Path, staging: Staging
+) -> None:
+    model, optimizer = guarded_model()
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    ballast = ones(8, 64 * MIB, 1.0)  # so that the copies take long
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "average": average, "ballast": ballast}
+    with SyncCheckpointEngine(tmp_path, EngineConfig(staging=staging, debug=True)) as engine:
+        engine.guard(optimizer)
+        for step in range(1, 6):
+            torch.cuda.synchronize()
+            wanted = {name: value.cpu() for name, value in model.state_dict().items()}
+            moments = {key: value["exp_avg"].cpu() for key, value in optimizer.state_dict()["state"].items()}
+            averages = {name: value.cpu() for name, value in average.items()}
+            state["optim"] = optimizer.state_dict()
+            ticket = engine.save(state, step=step)
+            model(torch.randn(64, 2048, device="cuda")).square().mean().backward()  # BatchNorm's statistics move
+            for name, value in model.state_dict().items():
+                average[name].copy_(value) if value.dtype == torch.int64 else average[name].lerp_(value, 0.5)
+            optimizer.step()
+            ticket.result(60)
+            back = engine.read(step)
+            assert isinstance(back, dict)
+            assert all(torch.equal(back["model"][name], value) for name, value in wanted.items()), step
+            assert all(torch.equal(back["average"][name], value) for name, value in averages.items()), step
+            assert all(torch.equal(back["optim"]["state"][key]["exp_avg"], v) for key, v in moments.items()), step
+
+
+def test_a_guarded_save_leaves_the_stream_alone_and_fence_makes_it_wait(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1 << 30, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    with SyncCheckpointEngine(tmp_path, EngineConfig()) as engine:
+        engine.save({"p": parameter}, step=1).result(120)
+        engine.guard(optimizer)
+        torch.cuda.synchronize()
+        ticket = engine.save({"p": parameter}, step=2)
+        is_free = torch.cuda.Event()
+        is_free.record()
+        is_free.synchronize()
+        assert ticket.staged.state == "pending"
+        ticket.fence()
+        is_copied = torch.cuda.Event()
+        is_copied.record()
+        is_copied.synchronize()
+        with torch.no_grad():
+            parameter.zero_()
+        ticket.result(120)
+        back = engine.read(2)
+    assert isinstance(back, dict)
+    assert bool((back["p"] == 1).all())
+
+
+def test_a_guarded_state_in_waves_holds_the_old_values(tmp_path: Path) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(8 * MIB, device="cuda")) for _ in range(12)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with SyncCheckpointEngine(tmp_path, EngineConfig(debug=True, budget_bytes=100 * MIB)) as engine:
+        engine.guard(optimizer)
+        ticket = engine.save(dict(enumerate(parameters)))
+        optimizer.step()
+        ticket.result(120)
+        back = engine.read()
+    assert isinstance(back, dict)
+    assert all(bool((value == 1).all()) for value in back.values())
+
+
+def test_a_guarded_step_inside_a_captured_graph_is_an_error(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam([parameter], capturable=True)
+    optimizer.step()
+    with SyncCheckpointEngine(tmp_path, EngineConfig()) as engine:
+        engine.guard(optimizer)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ConfigError, match="captured CUDA graph"), torch.cuda.graph(graph):
+            optimizer.step()
+
+
+# -- many small tensors ---------------------------------------------------------------------------
+
+
+def many_small(count: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float16)
+    shapes = ((3, 5), (1000,), (), (0, 2), (64, 33), (40_000,))
+    made = {}
+    for i in range(count):
+        value = torch.randint(0, 100, shapes[i % 6], device="cuda").to(dtypes[i % 5])
+        made[f"t{i:05d}"] = value.t() if value.dim() == 2 and i % 2 else value
+    return made
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_thousands_of_small_tensors_come_back(tmp_path: Path, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gathers:
+        monkeypatch.setattr(device.CudaCopies, "buffer", lambda *_: None)  # no device memory to be had
+    state = many_small(6000)
+    with SyncCheckpointEngine(tmp_path, EngineConfig(debug=True)) as engine:
+        for step in range(1, 4):
+            for value in state.values():
+                value.add_(1)
+            wanted = {name: value.cpu() for name, value in state.items()}
+            ticket = engine.save(state, step=step)
+            for value in state.values():
+                value.zero_()
+            ticket.result(60)
+            back = engine.read(step)
+            assert isinstance(back, dict)
+            assert all(torch.equal(back[name], value) for name, value in wanted.items())
+            for name, value in state.items():
+                value.copy_(wanted[name])

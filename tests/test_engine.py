@@ -19,7 +19,6 @@ from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
 from aio_ckpt import storage as local_storage
-from aio_ckpt.commit import LOCK_FILE
 from aio_ckpt.errors import (
     BusyError,
     EngineClosedError,
@@ -28,6 +27,7 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
+from aio_ckpt.names import LOCK_FILE
 
 
 @pytest.fixture

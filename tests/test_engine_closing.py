@@ -20,8 +20,8 @@ from child_python import child_environment, python
 from gated_storage import TIMEOUT, Gate, gated_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.commit import LOCK_FILE
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
+from aio_ckpt.names import LOCK_FILE
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aio_ckpt import PerRank, SyncCheckpointEngine, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.plan import SMALL_COPY_BYTES, Plan, PlanCache, PlannedSave
+from aio_ckpt.plan import Plan, PlanCache, PlannedSave
+from aio_ckpt.routes import SMALL_COPY_BYTES
 from aio_ckpt.structure import Leaves, Structure, addresses, partition
 
 W = torch.arange(8.0)
@@ -218,7 +219,7 @@ def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
     with pytest.raises(UnsupportedLeafError, match="'a'"):
         resolve(cache, {"a": torch.empty(8, device="meta")})
     found = resolve(cache, {"a": W})
-    assert [piece.nbytes for chunk in found.plan.moved for piece in chunk] == [32]
+    assert [piece.nbytes for route in found.plan.routes for piece in route.moved] == [32]
 
 
 def test_a_hit_resolves_the_tensors_of_this_very_save():

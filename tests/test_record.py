@@ -152,7 +152,9 @@ def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
     ranks = [FileEntry("aio_ckpt.0.bin", 10, 1), FileEntry("aio_ckpt.1.bin", 20, 2)]
     objects = ObjectBytes(region=b"", spans=tuple((0, 8) for _ in PLAN.object_names))
     metadata = render_metadata_file(PLAN, objects, checkpoint_id="root/step", save_id="s-1")
-    found = decode_root(render_root(metadata, ranks, step=4, save_id="s-1", created_unix=5.0), name="aio_ckpt.json")
+    found = decode_root(
+        render_root(metadata, ranks, step=4, save_id="s-1", created_unix=5.0, metrics={}), name="aio_ckpt.json"
+    )
     assert (found.step, found.save_id, found.world_size, found.ranks) == (4, "s-1", 2, tuple(ranks))
     assert found.metadata == FileEntry(".metadata", len(metadata.data), isal_zlib.crc32(metadata.data))
     assert found.metadata_blake2b == hashlib.blake2b(metadata.data, digest_size=32).hexdigest()

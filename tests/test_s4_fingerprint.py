@@ -23,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from aio_ckpt import SaveReport, SyncCheckpointEngine, tree
 from aio_ckpt.coordinator import SoloCoordinator
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
-from aio_ckpt.plan import SMALL_COPY_BYTES, CopyDescriptors
+from aio_ckpt.plan import CopyDescriptors
 from aio_ckpt.record import object_entries
+from aio_ckpt.routes import SMALL_COPY_BYTES
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.structure import Leaves, Structure, addresses, partition
 

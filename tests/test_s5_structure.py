@@ -17,7 +17,7 @@ from tree_states import same
 from aio_ckpt import CheckpointEngine, SaveReport, SyncCheckpointEngine, pipeline
 from aio_ckpt.errors import AioCkptError, PlanChangedError
 from aio_ckpt.items import WriteResult
-from aio_ckpt.plan import CopyDescriptors, PlanCache, PlannedSave
+from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.tree import FlatState
 
 _values = iter(range(10**9))
@@ -137,7 +137,7 @@ class SelfComparingCache(PlanCache):
         planned = super().resolve(flat)
         if cached is None:
             return planned
-        descriptors = CopyDescriptors([tensor.data_ptr() for tensor in planned.tensors], cached.descriptors.moves)
+        descriptors = replace(cached.descriptors, fingerprint=[tensor.data_ptr() for tensor in planned.tensors])
         self._plan = replace(cached, descriptors=descriptors)
         return replace(planned, plan=self._plan, plan_hit=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -18,13 +18,14 @@ from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import snapshot
-from aio_ckpt.device import CopyStreams, Mark
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
+from aio_ckpt.image import Image, lease_image, ring_slots
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.objects import decode_object
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
-from aio_ckpt.snapshot import Image, ObjectEncoder, capture, lease_image, ring_slots
+from aio_ckpt.progress import CapturedRun
+from aio_ckpt.snapshot import Copiers, ObjectEncoder, capture
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +48,9 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
     work = capture(
         planned,
         image,
-        CopyStreams(),
-        on_captured=lambda index, _: told.append(index),
+        Copiers(),
+        guarded=frozenset(),
+        on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=stall_timeout_secs,
     )
     work.finish()
@@ -122,7 +124,8 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
         capture(
             planned,
             image,
-            CopyStreams(),
+            Copiers(),
+            guarded=frozenset(),
             on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
             stall_timeout_secs=TIMEOUT,
         )
@@ -160,7 +163,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
     planned = plan_of(uniform(4, 4 * MIB, 1.0))
     for budget_bytes, slots, arena_bytes in ((32 * MIB, 5, 18 * MIB), (16 * MIB, 4, 16 * MIB)):
         manager = LifetimeManager(budget_bytes=budget_bytes, executor=executor, debug=False)
-        image = lease_image(planned, 0, manager, "auto", timeout_secs=TIMEOUT)
+        image = lease_image(planned, 0, manager, "auto", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
         assert (image.slots, len(image.chunks), image.is_whole) == (slots, 5, slots == 5)
         assert image.lease.arena.kind == "pageable"
         assert manager.stats.arena_bytes == arena_bytes
@@ -171,7 +174,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
         manager.close()
     small = LifetimeManager(budget_bytes=16 * MIB - 1, executor=executor, debug=False)
     with pytest.raises(BudgetExceededError, match=f"{16 * MIB} bytes of host state"):
-        lease_image(planned, 0, small, "auto", timeout_secs=TIMEOUT)
+        lease_image(planned, 0, small, "auto", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     executor.close(TIMEOUT)
 
 
@@ -186,16 +189,16 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
     told: list[int] = []
     changed = threading.Condition()
 
-    def on_captured(index: int, _: tuple[Mark, ...]) -> None:
+    def on_captured(runs: Sequence[CapturedRun]) -> None:
         with changed:
-            told.append(index)
+            told.extend(index for indices, _ in runs for index in indices)
             changed.notify_all()
 
     rng = random.Random(slots)
     written: set[int] = set()
     with ThreadPoolExecutor(1) as trainer:
         capturing = trainer.submit(
-            capture, planned, image, CopyStreams(), on_captured=on_captured, stall_timeout_secs=TIMEOUT
+            capture, planned, image, Copiers(), guarded=frozenset(), on_captured=on_captured, stall_timeout_secs=TIMEOUT
         )
         while len(written) < len(image.chunks):
             with changed:
@@ -208,7 +211,8 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
                 wanted = memoryview(whole.lease.arena.memory)[piece.image_start : piece.image_start + piece.nbytes]
                 assert image.view(chunk)[start : start + piece.nbytes] == wanted, (chunk.index, told)
             written.add(chunk.index)
-            image.written[chunk.index].set_result(None)
+            if chunk.index < len(image.written):
+                image.written[chunk.index].set_result(None)
         capturing.result(TIMEOUT).finish()
     assert sorted(told) == list(range(len(image.chunks)))
 
@@ -308,7 +312,7 @@ def test_an_object_that_needs_code_to_be_read_is_refused_by_name() -> None:
 
 def test_an_image_of_objects_alone_has_chunks_too(manager: LifetimeManager) -> None:
     planned = plan_of({"text": "x"})
-    image = lease_image(planned, 9 * MIB, manager, "pageable", timeout_secs=TIMEOUT)
+    image = lease_image(planned, 9 * MIB, manager, "pageable", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     assert image.chunks[-1].stop == 9 * MIB
     assert captured(planned, image) == [0, 1, 2]
     assert all(isinstance(future, Future) and not future.done() for future in image.written)

@@ -1,9 +1,8 @@
-"""Steps: their order, discovery, rollback, overwrite, the names of their directories, retention."""
+"""Steps: their order, discovery, rollback, overwrite, the names of their directories."""
 
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import Committed, StepNames, check_step
+from aio_ckpt.commit import check_step
 from aio_ckpt.errors import BusyError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
-from aio_ckpt.retention import expired
+from aio_ckpt.names import StepNames
 
 
 @pytest.fixture
@@ -310,96 +309,3 @@ def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncC
 def test_the_name_of_a_step_gives_the_step_again(step: int, step_dir: str) -> None:
     names = StepNames(step_dir)
     assert names.step(names.name(step)) == step
-
-
-# -- retention ------------------------------------------------------------------------------------
-
-
-def kept(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    committed = [Committed(step=step, path=Path(f"/{step}")) for step in steps]
-    gone = expired(committed, keep_last=keep_last, keep_every=keep_every)
-    assert gone == sorted(gone, key=lambda checkpoint: checkpoint.step)
-    return [checkpoint.step for checkpoint in committed if checkpoint not in gone]
-
-
-def test_the_policy_keeps_the_newest_and_every_nth() -> None:
-    steps = [0, 5, 10, 15, 20, 25]
-    assert kept(steps, None, None) == steps
-    assert kept(steps, None, 10) == steps, "without keep_last nothing is ever deleted"
-    assert kept(steps, 2, None) == [20, 25]
-    assert kept(steps, 1, 10) == [0, 10, 20, 25]
-    assert kept(steps, 99, None) == steps
-    assert kept([], 1, None) == []
-
-
-@given(
-    steps=st.lists(st.integers(0, 50), unique=True).map(sorted),
-    keep_last=st.none() | st.integers(1, 5),
-    keep_every=st.none() | st.integers(1, 7),
-)
-@settings(deadline=None, max_examples=300)
-def test_no_policy_lets_go_what_it_promises_to_keep(
-    steps: list[int], keep_last: int | None, keep_every: int | None
-) -> None:
-    left = kept(steps, keep_last, keep_every)
-    assert set(steps[-(keep_last or 99) :]) <= set(left)
-    if keep_every is not None:
-        assert {step for step in steps if step % keep_every == 0} <= set(left)
-    if keep_last is not None:
-        assert len([step for step in left if keep_every is None or step % keep_every]) <= keep_last
-
-
-def test_old_steps_are_deleted_once_a_new_one_is_committed(root: Path) -> None:
-    with SyncCheckpointEngine(root, EngineConfig(keep_last=2, keep_every=10)) as engine:
-        save(engine, 5, 10, 15, 20, 25, 30)
-    assert listing(root) == [f"step_{step:09d}" for step in (10, 20, 25, 30)]
-
-
-def test_nothing_is_deleted_unasked(root: Path) -> None:
-    with SyncCheckpointEngine(root, EngineConfig(keep_every=10)) as engine:
-        save(engine, *range(1, 12))
-        assert engine.steps() == list(range(1, 12))
-
-
-def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(root: Path) -> None:
-    with gated_engine(root, keep_last=1) as (engine, storage):
-        engine.save(weights(1), 1).result(TIMEOUT)
-        storage.calls.clear()
-        engine.save(weights(2), 2).result(TIMEOUT)
-        storage.wait_for("remove_tree", ".trash-*")
-        calls = [(call.name, call.path.name) for call in storage.calls]
-        trash = ".trash-step_000000001"
-        durable = calls.index(("sync_dir", "root"))
-        expires = [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", trash)]
-        assert calls[-3:] == expires, "renamed, durably, before the first file is deleted"
-        assert durable < len(calls) - 3, "begun before the new step was durable"
-
-
-def test_a_failed_save_deletes_nothing(root: Path) -> None:
-    with gated_engine(root, keep_last=1) as (engine, storage):
-        engine.save(weights(1), 1).result(TIMEOUT)
-        storage.fail("sync", "*", WriteError(errno.EIO, "broken", "x"))
-        with pytest.raises(WriteError):
-            engine.save(weights(2), 2).result(TIMEOUT)
-        assert engine.steps() == [1]
-
-
-def test_what_cannot_be_deleted_fails_no_save_and_is_tried_again(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with gated_engine(root, keep_last=1) as (engine, storage):
-        engine.save(weights(1), 1).result(TIMEOUT)
-        storage.fail("rename", "step_000000001", WriteError(errno.EACCES, "not yours", "x"))
-        with caplog.at_level(logging.WARNING, "aio_ckpt"):
-            engine.save(weights(2), 2).result(TIMEOUT)
-            engine.save(weights(3), 3).result(TIMEOUT)
-            storage.wait_for("remove_tree", ".trash-step_000000002")
-        assert "step 1 is kept beyond its time" in caplog.text
-        assert engine.steps() == [3]
-
-
-def test_steps_that_expired_no_longer_stand_in_the_way(root: Path) -> None:
-    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
-        save(engine, 1, 2)
-        with pytest.raises(StepOrderError):
-            engine.save(weights(1), 1)
-    with SyncCheckpointEngine(root) as engine:
-        assert engine.steps() == [2]

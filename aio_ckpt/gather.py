@@ -1,0 +1,85 @@
+"""Gather buffers: device memory in which many small tensors are put together as they will stand in the image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aio_ckpt.device import Copies
+from aio_ckpt.items import ImageLayout, align_up
+from aio_ckpt.plan import Plan
+from aio_ckpt.routes import GATHER_BUFFER_BYTES, Span
+
+__all__ = ["GatherBuffers", "Line"]
+
+_LINE_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Line:
+    """Where one span is gathered."""
+
+    memory: torch.Tensor
+    """Its bytes on the device."""
+    groups: tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
+    """Per dtype: views into ``memory``, and the leaf that is copied to each."""
+
+
+class GatherBuffers:
+    """One gather buffer a device, laid out for the newest layout.
+
+    Spans share a buffer in turn: all copies of a device are in the order of one stream, so a span is moved to the
+    host before the next one that stands in its place is gathered. Holds memory of its own, never a source.
+    """
+
+    def __init__(self) -> None:
+        self._layout: ImageLayout | None = None
+        self._lines: dict[torch.device, dict[Span, Line] | None] = {}
+
+    def line(self, plan: Plan, span: Span, copies: Copies) -> Line | None:
+        """Where ``span`` of ``plan`` is gathered; None if device memory for it cannot be had."""
+        if self._layout is not plan.layout:
+            self._layout, self._lines = plan.layout, {}
+        if span.device not in self._lines:
+            self._lines[span.device] = _lay_out(plan, span.device, copies)
+        lines = self._lines[span.device]
+        return None if lines is None else lines[span]
+
+
+def _lay_out(plan: Plan, device: torch.device, copies: Copies) -> dict[Span, Line] | None:
+    spans = [span for route in plan.routes for span in route.gathered if span.device == device]
+    starts, nbytes = _turns([span.stop - span.start for span in spans], GATHER_BUFFER_BYTES)
+    memory = copies.buffer(nbytes)
+    if memory is None:
+        return None
+    return {span: _line(plan.layout, span, memory, start) for span, start in zip(spans, starts, strict=True)}
+
+
+def _turns(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int], int]:
+    """Where each span begins in a buffer, one behind the other and round again; and the length of the buffer."""
+    starts: list[int] = []
+    cursor = end = 0
+    for nbytes in lengths:
+        if cursor + nbytes > buffer_bytes:
+            cursor = 0
+        starts.append(cursor)
+        cursor = align_up(cursor + nbytes, _LINE_ALIGNMENT)
+        end = max(end, cursor)
+    return starts, end
+
+
+def _line(layout: ImageLayout, span: Span, memory: torch.Tensor, start: int) -> Line:
+    groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+    for piece, leaf in zip(span.pieces, span.leaves, strict=True):
+        spec = layout.items[piece.item].spec
+        targets, leaves = groups.setdefault(spec.dtype, ([], []))
+        offset = start + piece.image_start - span.start
+        typed = memory.view(spec.dtype)
+        targets.append(torch.as_strided(typed, spec.shape, spec.stride, offset // spec.dtype.itemsize))
+        leaves.append(leaf)
+    return Line(
+        memory=memory[start : start + span.stop - span.start],
+        groups=tuple((tuple(targets), tuple(leaves)) for targets, leaves in groups.values()),
+    )

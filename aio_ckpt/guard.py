@@ -1,0 +1,116 @@
+"""Guards: optimizers whose step waits, on the device, for the copies out of what it is about to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from aio_ckpt.device import Mark, is_capturing_graph
+from aio_ckpt.errors import ConfigError
+
+__all__ = ["Guards"]
+
+
+class Guards:
+    """The guarded objects of one engine.
+
+    Who may change what when: a guarded tensor is changed by its object's ``step`` alone, and the stream on which
+    ``step`` runs waits before it for every copy that was issued and is not done. Everything else is awaited by
+    ``save()`` itself.
+    """
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._removers: list[Callable[[], None]] = []
+        self._marks: tuple[Mark, ...] = ()
+
+    def add(self, guarded: object) -> None:
+        """Guard an object with ``step`` and ``param_groups``; twice is once.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        if not callable(getattr(guarded, "step", None)) or not hasattr(guarded, "param_groups"):
+            raise ConfigError(
+                f"guard({type(guarded).__name__}): needs an optimizer, with step() and param_groups; other tensors "
+                "are safe without a guard"
+            )
+        if any(known is guarded for known in self._objects):
+            return
+        self._removers.append(_before_each_step(guarded, self._await_copies))
+        self._objects.append(guarded)
+
+    def leaves(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+        """Positions of the tensors on devices that a guarded object alone changes, by their addresses."""
+        if not self._objects:
+            return frozenset()
+        guarded = {tensor.data_ptr() for known in self._objects for tensor in _tensors_of(known)}
+        guarded.discard(0)
+        return frozenset(
+            leaf for leaf, tensor in enumerate(tensors) if not tensor.is_cpu and tensor.data_ptr() in guarded
+        )
+
+    def wait_for(self, marks: Iterable[Mark]) -> None:
+        """From now on each ``step`` waits for these as well, until they are reached."""
+        if self._objects:
+            self._marks = tuple(mark for mark in (*self._marks, *marks) if not mark.query())
+
+    def close(self) -> None:
+        """Take every guard off; what was issued is still awaited by a last wait of the caller's current stream."""
+        for mark in self._marks:
+            mark.fence()
+        for remove in self._removers:
+            remove()
+        self._objects, self._removers, self._marks = [], [], ()
+
+    def _await_copies(self) -> None:
+        if is_capturing_graph():
+            raise ConfigError(
+                "a step inside a captured CUDA graph cannot be guarded: its replays would not wait. Leave guard() out, "
+                "or call ticket.fence() before each replay"
+            )
+        marks = self._marks
+        for mark in marks:
+            mark.fence()
+
+
+def _before_each_step(guarded: Any, wait: Callable[[], None]) -> Callable[[], None]:
+    """Call ``wait`` before each ``step``; what takes that back."""
+    if isinstance(guarded, torch.optim.Optimizer):
+        return guarded.register_step_pre_hook(lambda *_: wait()).remove
+    step = guarded.step
+
+    def guarded_step(*args: object, **kwargs: object) -> object:
+        wait()
+        return step(*args, **kwargs)
+
+    guarded.step = guarded_step
+
+    def remove() -> None:
+        if vars(guarded).get("step") is guarded_step:
+            del guarded.step
+            if guarded.step != step:
+                guarded.step = step
+
+    return remove
+
+
+def _tensors_of(guarded: Any) -> Iterator[torch.Tensor]:
+    for group in guarded.param_groups:
+        yield from _local(group["params"])
+    state = getattr(guarded, "state", None)
+    if isinstance(state, Mapping):
+        for values in state.values():
+            if isinstance(values, Mapping):
+                yield from _local(values.values())
+
+
+def _local(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value._local_tensor
+        elif isinstance(value, torch.Tensor):
+            yield value

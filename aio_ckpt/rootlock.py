@@ -1,0 +1,93 @@
+"""The writer's lock of a root."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from aio_ckpt.errors import RootError
+
+__all__ = ["RootLock"]
+
+_logger = logging.getLogger("aio_ckpt")
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+_held: dict[str, tuple[int, object]] = {}
+"""Real path -> (pid, token) of the locks of this process. fcntl locks belong to the process: a second one would
+be granted, and closing it would drop the first."""
+
+
+class RootLock:
+    """An exclusive ``fcntl.lockf`` lock on a file that says who holds it; held from construction to release.
+
+    Not flock, which a forked data loader would inherit and keep. Where the file system has no locks, a warning is
+    logged and the lock only keeps this process out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Take it without waiting.
+
+        Raises:
+            RootError: held by another process, which is named if it could be read, or by this one.
+        """
+        self.path = path
+        self._pid = os.getpid()
+        self._key = os.path.realpath(path)
+        self._descriptor: int | None = None
+        self._claim()
+        try:
+            self._descriptor = _open_locked(path)
+        except BaseException:
+            _held.pop(self._key, None)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go. Idempotent; in a forked child it leaves the parent's lock alone."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+            if os.getpid() == self._pid:
+                _held.pop(self._key, None)
+
+    def _claim(self) -> None:
+        token = object()
+        while (holder := _held.setdefault(self._key, (self._pid, token)))[1] is not token:
+            if holder[0] == self._pid:
+                raise RootError(errno.EBUSY, "another engine of this process writes here", str(self.path))
+            _held.pop(self._key, None)  # copied by fork: the parent's
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as exc:
+        message = f"cannot open the lock file ({exc.strerror}): give a writable root"
+        raise RootError(exc.errno, message, str(path)) from exc
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            _logger.warning("%s: no file locks here (%s): a second writer would not be noticed", path, error.strerror)
+            return descriptor
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "(not named)"
+        os.close(descriptor)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
+        raise RootError(error.errno, f"locked by another writer: process {holder}", str(path)) from error
+    return descriptor

@@ -1,0 +1,1 @@
+"""``python -m bench.crash``: crash points tried and survived, for this engine and what a user would pick instead."""

@@ -1,0 +1,85 @@
+"""Crash points tried and survived, side by side: as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.crash.trial import Tally
+from bench.report import BENCH, machine, replace_between
+
+__all__ = ["Summary", "publish"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One run of the command."""
+
+    settings: Mapping[str, object]
+    """Options of the run."""
+    ours: Sequence[str]
+    """Contenders that must survive."""
+    tallies: Sequence[Tally]
+    """Of all."""
+    skipped: Sequence[str]
+    """What could not run here, and why."""
+
+    @property
+    def tried(self) -> int:
+        """Crashes of ours."""
+        return sum(tally.tried for tally in self.tallies if tally.contender in self.ours)
+
+    @property
+    def survived(self) -> int:
+        """Those that ours survived."""
+        return sum(tally.survived for tally in self.tallies if tally.contender in self.ours)
+
+    @property
+    def is_survived(self) -> bool:
+        """Every crash of ours, of which there was one."""
+        return 0 < self.tried == self.survived
+
+
+def render(summary: Summary, described: Mapping[str, object], date: str) -> str:
+    """As Markdown."""
+    about = ", ".join(f"{key} {value}" for key, value in described.items() if value != [])
+    options = ", ".join(f"{key}={value}" for key, value in summary.settings.items())
+    columns = list(dict.fromkeys(tally.contender for tally in summary.tallies))
+    rows = list(dict.fromkeys(tally.campaign for tally in summary.tallies))
+    cells = {(tally.campaign, tally.contender): f"{tally.survived} / {tally.tried}" for tally in summary.tallies}
+    lines = [f"Run of {date}. {about}. Options: {options}.", ""]
+    lines += ["| survived / tried | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    lines += [f"| {row} | " + " | ".join(cells.get((row, column), "-") for column in columns) + " |" for row in rows]
+    named = [tally for tally in summary.tallies if "named" in tally.campaign]
+    lines += [
+        "",
+        *(
+            f"{tally.contender}: {len(tally.by_point)} named points, each killed at {min(tally.by_point.values())} to "
+            f"{max(tally.by_point.values())} times."
+            for tally in named
+        ),
+        f"aio_ckpt in all: {summary.survived} survived of {summary.tried} tried.",
+        *(f"Not run: {reason}." for reason in summary.skipped),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def publish(summary: Summary, folder: Path, *, out: Path | None, writes_readme: bool) -> None:
+    """Print the table and what was not survived; write the JSON to ``out`` and the table to bench/README.md."""
+    described, date = machine(folder), datetime.now(UTC).strftime("%Y-%m-%d")
+    text = render(summary, described, date)
+    print(text)
+    for tally in summary.tallies:
+        for problem in tally.problems if tally.contender in summary.ours else tally.problems[:1]:
+            print(f"not survived: {tally.contender}: {tally.campaign}: {problem}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        document = {"date": date, "machine": described, "tried": summary.tried, "survived": summary.survived}
+        path = out / f"crash-{date}.json"
+        path.write_text(json.dumps(document | asdict(summary), indent=1) + "\n")
+    if writes_readme:
+        readme = BENCH / "README.md"
+        readme.write_text(replace_between(readme.read_text(), "crash", text))

@@ -1,0 +1,81 @@
+"""Routes and gather buffers, on the host's own implementation of the device's copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rings import TIMEOUT, image_of, plan_of
+
+from aio_ckpt import gather, plan, routes
+from aio_ckpt.device import HostCopies
+from aio_ckpt.lifetime import LifetimeManager
+from aio_ckpt.portal import Executor
+from aio_ckpt.snapshot import Copiers, capture
+
+
+@pytest.fixture
+def manager() -> Iterator[LifetimeManager]:
+    executor = Executor("test", 2)
+    manager = LifetimeManager(budget_bytes=256 << 20, executor=executor, debug=True)
+    yield manager
+    manager.close()
+    executor.close(TIMEOUT)
+
+
+def mixed(count: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+    shapes = ((3, 5), (1000,), (), (0, 2), (64, 33))
+    return {f"t{i}": torch.randint(1, 100, shapes[i % 5]).to(dtypes[i % 4]) for i in range(count)}
+
+
+def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(routes, "_SPAN_BYTES", 20_000)
+    monkeypatch.setattr(gather, "GATHER_BUFFER_BYTES", 50_000)
+    state = mixed(200)
+    copiers = Copiers()
+    for _ in range(2):  # the second save uses the lines of the first
+        planned = plan_of(state)
+        assert planned.plan.gathers
+        image = image_of(planned, manager)
+        capture(
+            planned, image, copiers, guarded=frozenset(), on_captured=lambda *_: None, stall_timeout_secs=TIMEOUT
+        ).finish()
+        memory = image.lease.arena.tensor
+        for item in planned.plan.layout.items:
+            (name,) = item.fqns
+            raw = memory[item.raw_offset : item.raw_offset + item.raw_bytes].clone()
+            got = torch.as_strided(raw.view(item.spec.dtype), item.spec.shape, item.spec.stride)
+            assert torch.equal(got, state[name]), name
+        image.lease.close()
+        state = {name: value + 1 for name, value in state.items()}
+
+
+def test_without_device_memory_each_tensor_is_copied_alone(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(HostCopies, "buffer", lambda *_: None)
+    state = mixed(50)
+    planned = plan_of(state)
+    image = image_of(planned, manager)
+    capture(
+        planned, image, Copiers(), guarded=frozenset(), on_captured=lambda *_: None, stall_timeout_secs=TIMEOUT
+    ).finish()
+    for item in planned.plan.layout.items:
+        raw = image.lease.arena.tensor[item.raw_offset : item.raw_offset + item.raw_bytes].clone()
+        got = torch.as_strided(raw.view(item.spec.dtype), item.spec.shape, item.spec.stride)
+        assert torch.equal(got, state[item.fqns[0]])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts", "end"),
+    [([], [], 0), ([100], [0], 512), ([600, 600], [0, 1024], 2048), ([1500, 1500, 500], [0, 0, 1536], 2048)],
+)
+def test_spans_take_turns_in_the_buffer(lengths: list[int], starts: list[int], end: int) -> None:
+    assert gather._turns(lengths, 2048) == (starts, end)

@@ -1,0 +1,510 @@
+"""Owners of pending directories: who is dead, who lives, what is cleared; several hosts are faked with real files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import torch
+from child_python import child_environment, python
+from gated_storage import TIMEOUT, GatedStorage, gated_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import ReadError, RootError, WriteError
+from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX
+from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
+from aio_ckpt.portal import Executor
+from aio_ckpt.storage import FileStatus
+
+STALE = 600.0
+YEAR = 365 * 86_400.0
+HERE = Owner.of_this_process("here")
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture
+async def storage() -> AsyncIterator[GatedStorage]:
+    executor = Executor("test", 2)
+    yield GatedStorage(executor)
+    assert executor.close(TIMEOUT)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / LOCK_FILE).touch()
+    return root
+
+
+def weights(number: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), number)}
+
+
+def leave_pending(root: Path, owner: Owner | bytes | None, *, idle_secs: float = 0, name: str = "old-1") -> Path:
+    """What a writer left, last seen by the file system so long ago."""
+    pending = root / f"{PENDING_PREFIX}{name}"
+    pending.mkdir()
+    (pending / DATA).write_bytes(b"half")
+    if owner is not None:
+        (pending / OWNER_FILE).write_bytes(owner if isinstance(owner, bytes) else msgspec.json.encode(owner))
+    seen = time.time() - idle_secs
+    for path in (*pending.iterdir(), pending):
+        os.utime(path, (seen, seen))
+    return pending
+
+
+def changed(**fields: object) -> Owner:
+    return msgspec.structs.replace(HERE, **fields)
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(TIMEOUT)
+    return child.pid
+
+
+async def clear(storage: GatedStorage, root: Path, *, here: Owner = HERE, stale_after_secs: float = STALE) -> list[str]:
+    return await clear_leftovers(storage, root, here=here, stale_after_secs=stale_after_secs)
+
+
+# -- who is dead ------------------------------------------------------------------------------------
+
+PROOFS: dict[str, tuple[Callable[[], Owner | bytes | None], bool]] = {
+    "a process that is gone": (lambda: changed(pid=dead_pid()), True),
+    "this very process": (lambda: changed(), False),
+    "a pid that another process has now": (lambda: changed(started_ticks=HERE.started_ticks - 1), True),
+    "an earlier boot of this machine": (lambda: changed(boot_id="another", machine_id=HERE.machine_id), True),
+    "another machine of the same name": (lambda: changed(boot_id="another", machine_id="another"), False),
+    "a machine that has no identity": (lambda: changed(boot_id="another", machine_id=""), False),
+    "another host": (lambda: changed(host="another", pid=dead_pid()), False),
+    "another host, whatever its boot": (lambda: changed(host="another", boot_id="another"), False),
+    "another container of this host": (lambda: changed(pid_namespace="pid:[7]", pid=dead_pid()), False),
+    "a boot that was not learned": (lambda: changed(boot_id="", pid=dead_pid()), False),
+    "no owner": (lambda: None, False),
+    "an owner that is no JSON": (lambda: b"{", False),
+    "an owner of another version": (lambda: b'{"host": "here", "pid": 1}', False),
+    "an owner with a pid that none has": (lambda: msgspec.json.encode(changed()).replace(b'"pid":', b'"pid":-'), False),
+    "a pid as large as an integer gets": (lambda: b'{"pid": 1' + b"0" * 5000 + b"}", False),
+}
+
+
+@pytest.mark.parametrize("case", PROOFS)
+async def test_only_what_this_host_proves_to_be_dead_is_cleared_at_once(
+    storage: GatedStorage, root: Path, case: str
+) -> None:
+    make, is_cleared = PROOFS[case]
+    if "machine" in case and not HERE.machine_id:
+        pytest.skip("this machine has no /etc/machine-id")
+    pending = leave_pending(root, make())
+    assert await clear(storage, root) == ([pending.name] if is_cleared else [])
+    assert pending.exists() is not is_cleared
+    assert not list(root.glob(".trash-*"))
+
+
+NAMES = [case for case in PROOFS if not case.startswith(("no owner", "an owner", "a pid as large"))]
+
+
+@pytest.mark.parametrize("record", [None, b"", b'{"session": "ol'])
+@pytest.mark.parametrize("case", NAMES)
+async def test_a_pending_save_that_died_before_its_record_was_whole_is_known_by_its_name(
+    storage: GatedStorage, root: Path, case: str, record: bytes | None
+) -> None:
+    make, is_cleared = PROOFS[case]
+    owner = make()
+    assert isinstance(owner, Owner)
+    if "machine" in case and not HERE.machine_id:
+        pytest.skip("this machine has no /etc/machine-id")
+    name = pending_path(root, owner, 7).name
+    leave_pending(root, record, name=name.removeprefix(PENDING_PREFIX))
+    assert await clear(storage, root) == ([name] if is_cleared else [])
+
+
+async def test_a_pid_that_no_process_can_have_proves_nothing(storage: GatedStorage, root: Path) -> None:
+    leave_pending(root, None, name=f"a-{changed(pid=9_999_999_999).tag}-1")
+    assert await clear(storage, root) == []
+
+
+@pytest.mark.parametrize("case", PROOFS)
+async def test_whoever_gave_no_sign_of_life_for_too_long_is_cleared(
+    storage: GatedStorage, root: Path, case: str
+) -> None:
+    make, is_cleared = PROOFS[case]
+    kept = leave_pending(root, make(), idle_secs=STALE - 60, name="a")
+    gone = leave_pending(root, make(), idle_secs=STALE + 60, name="b")
+    cleared = await clear(storage, root)
+    assert gone.name in cleared
+    assert (kept.name in cleared) is (kept.exists() is False)
+    if not is_cleared:
+        assert kept.exists()
+
+
+@pytest.mark.parametrize("alive", ["the record", "the directory"])
+async def test_the_last_sign_of_life_counts_wherever_it_was_given(
+    storage: GatedStorage, root: Path, alive: str
+) -> None:
+    """A heartbeat changes the record, the first minutes of a save only the directory."""
+    pending = leave_pending(root, changed(host="another"), idle_secs=YEAR)
+    os.utime(pending / OWNER_FILE if alive == "the record" else pending)
+    assert await clear(storage, root) == []
+    os.utime(pending, (0, 0)), os.utime(pending / OWNER_FILE, (0, 0))
+    assert await clear(storage, root) == [pending.name]
+
+
+def test_the_owner_record_says_who_writes() -> None:
+    assert (HERE.session, HERE.host, HERE.pid) == ("here", socket.gethostname(), os.getpid())
+    assert all((HERE.boot_id, HERE.pid_namespace, HERE.started_ticks))
+    assert not HERE.is_proven_dead(HERE)
+    record = msgspec.json.encode(HERE)
+    assert msgspec.json.decode(record, type=Owner) == HERE
+
+
+def test_a_process_is_recognised_however_the_wall_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start is told in ticks since the boot: by the wall clock it moves when the clock is set."""
+    for shift in (YEAR, -YEAR):
+        monkeypatch.setattr(time, "time", lambda shift=shift: shift)
+        now = Owner.of_this_process("here")
+        assert now.started_ticks == HERE.started_ticks
+        assert not HERE.is_proven_dead(now)
+
+
+def test_a_process_that_is_hidden_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hidepid`` hides the processes of others: that a pid is not seen proves nothing, only that none has it."""
+    read = Path.read_bytes
+
+    def hidden(path: Path) -> bytes:
+        if path.parts[:2] == ("/", "proc"):
+            raise FileNotFoundError(errno.ENOENT, "hidden", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", hidden)
+    assert not changed(pid=1).is_proven_dead(HERE)
+    assert changed(pid=dead_pid()).is_proven_dead(HERE)
+
+
+def test_a_killed_process_that_nobody_has_reaped_is_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        started = int(Path(f"/proc/{child.pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        owner = changed(pid=child.pid, started_ticks=started)
+        assert not owner.is_proven_dead(HERE)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert owner.is_proven_dead(HERE)
+
+
+@given(
+    owner=st.none()
+    | st.builds(
+        changed,
+        host=st.sampled_from([HERE.host, "another"]),
+        machine_id=st.sampled_from([HERE.machine_id, "another", ""]),
+        boot_id=st.sampled_from([HERE.boot_id, "another", ""]),
+        pid_namespace=st.sampled_from([HERE.pid_namespace, "another", ""]),
+    ),
+    idle_secs=st.none() | st.floats(-YEAR, YEAR),
+    stale_after_secs=st.floats(1, 86_400),
+)
+@settings(deadline=None, max_examples=300)
+def test_a_living_owner_is_never_abandoned(
+    owner: Owner | None, idle_secs: float | None, stale_after_secs: float
+) -> None:
+    """The record names this very process, or one on a host, boot or in a container that nothing here can tell of."""
+    is_fresh = idle_secs is None or idle_secs <= stale_after_secs
+    is_earlier_boot = owner is not None and (owner.host, owner.machine_id) == (HERE.host, HERE.machine_id or "none")
+    is_earlier_boot = is_earlier_boot and owner is not None and owner.boot_id == "another"
+    got = is_abandoned(owner, HERE, idle_secs=idle_secs, stale_after_secs=stale_after_secs)
+    assert got == (is_earlier_boot or not is_fresh)
+
+
+# -- clocks -----------------------------------------------------------------------------------------
+
+
+class OddClock(GatedStorage):
+    """A file system whose server's clock is not this host's: it stamps what is touched by its own."""
+
+    def __init__(self, executor: Executor, *, ahead_secs: float, is_stopped: bool = False) -> None:
+        super().__init__(executor)
+        self.ahead_secs = ahead_secs
+        self._stopped_at = time.time() if is_stopped else None
+
+    async def touch(self, path: Path) -> None:
+        await super().touch(path)
+        now = (self._stopped_at or time.time()) + self.ahead_secs
+        os.utime(path, (now, now))
+
+
+@pytest.mark.parametrize("ahead_secs", [YEAR, -YEAR, 0.0])
+@pytest.mark.parametrize("host_ahead_secs", [YEAR, -YEAR, 0.0])
+async def test_only_the_file_systems_own_clock_counts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, ahead_secs: float, host_ahead_secs: float
+) -> None:
+    """The server's clock and this host's may be a year apart, and the dead writer's another year."""
+    executor = Executor("test", 2)
+    storage = OddClock(executor, ahead_secs=ahead_secs)
+    living = leave_pending(root, changed(host="another"), idle_secs=60 - ahead_secs, name="living")
+    dead = leave_pending(root, changed(host="another"), idle_secs=STALE + 60 - ahead_secs, name="dead")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + host_ahead_secs)
+    storage.ahead_secs -= host_ahead_secs  # the test's own stamp goes by the clock that was just set
+    assert await clear(storage, root) == [dead.name]
+    assert living.exists()
+    assert executor.close(TIMEOUT)
+
+
+async def test_a_stopped_clock_clears_nothing_that_is_not_proven_dead(root: Path) -> None:
+    executor = Executor("test", 2)
+    storage = OddClock(executor, ahead_secs=0, is_stopped=True)
+    foreign = leave_pending(root, changed(host="another"), name="foreign")
+    proven = leave_pending(root, changed(pid=dead_pid()), name="proven")
+    assert await clear(storage, root) == [proven.name]
+    assert foreign.exists()
+    assert executor.close(TIMEOUT)
+
+
+async def test_a_sign_of_life_from_the_future_is_one(storage: GatedStorage, root: Path) -> None:
+    """The clock was a year ahead when the heartbeat was given, and was set right since."""
+    pending = leave_pending(root, changed(host="another"), idle_secs=-YEAR)
+    assert await clear(storage, root) == []
+    assert pending.exists()
+
+
+async def test_without_a_clock_only_proven_deaths_count(storage: GatedStorage, root: Path) -> None:
+    foreign = leave_pending(root, changed(host="another"), idle_secs=YEAR, name="foreign")
+    proven = leave_pending(root, changed(pid=dead_pid()), name="proven")
+    storage.fail("touch", LOCK_FILE, WriteError(errno.EACCES, "not yours", LOCK_FILE))
+    assert await clear(storage, root) == [proven.name]
+    assert foreign.exists()
+
+
+# -- clearing ---------------------------------------------------------------------------------------
+
+
+async def test_trash_is_cleared_and_everything_else_stays(storage: GatedStorage, root: Path) -> None:
+    stays = [".abandoned-1-step_2", ".corrupt-step_4", "logs", "step_3"]
+    for name in (".trash-step_1", *stays):
+        (root / name).mkdir()
+        os.utime(root / name, (0, 0))
+    (root / ".protected-3").touch()
+    assert await clear(storage, root) == [".trash-step_1"]
+    assert sorted(path.name for path in root.iterdir()) == sorted([*stays, LOCK_FILE, ".protected-3"])
+
+
+async def test_a_directory_is_cleared_by_one_rename_first(storage: GatedStorage, root: Path) -> None:
+    """An owner that lives all the same finds it gone, and fails; it never commits what is half removed."""
+    pending = leave_pending(root, changed(pid=dead_pid()))
+    storage.fail("remove_tree", "*", WriteError(errno.EIO, "broken", "x"))
+    assert await clear(storage, root) == []
+    assert not pending.exists()
+    assert [path.name for path in root.glob(".trash-*")] == [".trash-pending-old-1"]
+    assert await clear(storage, root) == [".trash-pending-old-1"]
+
+
+async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
+    storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = leave_pending(root, changed(pid=dead_pid()), name="a")
+    second = leave_pending(root, changed(pid=dead_pid()), name="b")
+    storage.fail("rename", first.name, WriteError(errno.EACCES, "not yours", str(first)))
+    assert await clear(storage, root) == [second.name]
+    assert "could not be cleared" in caplog.text
+    assert first.exists()
+
+
+def test_leftovers_that_cannot_be_cleared_fail_no_save(root: Path) -> None:
+    leave_pending(root, changed(pid=dead_pid()))
+    with gated_engine(root) as (engine, storage):
+        storage.fail("rename", ".pending-old-1", WriteError(errno.EACCES, "not yours", "x"))
+        assert engine.save(weights(1), step=1).result(TIMEOUT).step == 1
+
+
+# -- the heartbeat ----------------------------------------------------------------------------------
+
+
+def seen(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def test_a_pending_save_renews_its_heartbeat_until_it_is_committed(root: Path) -> None:
+    with gated_engine(root, stale_after_secs=0.06) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        ticket = engine.save(weights(1), step=1)
+        gate.wait_reached()
+        (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        os.utime(pending / OWNER_FILE, (0, 0))
+        storage.calls.clear()
+        storage.wait_for("touch", OWNER_FILE)
+        assert seen(pending / OWNER_FILE) > time.time() - 3600
+        gate.open()
+        ticket.result(TIMEOUT)
+        assert not engine._in_flight.pending
+        count = len([call for call in storage.begun if call.name == "touch"])
+        engine.save(weights(2), step=2).result(TIMEOUT)
+        assert count >= 1
+
+
+def test_a_save_that_takes_less_than_a_sixth_of_the_time_gives_no_sign_of_life(root: Path) -> None:
+    """Nothing is added to a save of milliseconds: neither a call nor an fsync."""
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), step=1).result(TIMEOUT)
+        assert not [call for call in storage.begun if call.path.name == OWNER_FILE and call.name == "touch"]
+
+
+async def test_a_heartbeat_that_fails_is_logged_and_goes_on(
+    storage: GatedStorage, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pending = leave_pending(root, changed())
+    storage.fail("touch", OWNER_FILE, WriteError(errno.EIO, "broken", "x"))
+    async with anyio.create_task_group() as group:
+        with anyio.fail_after(TIMEOUT):
+            group.start_soon(keep_alive, storage, pending, 0.06)
+            while not any(call.matches("touch", OWNER_FILE) for call in storage.calls):
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    assert "heartbeat could not be renewed" in caplog.text
+
+
+def test_a_hung_heartbeat_delays_no_commit(root: Path) -> None:
+    with gated_engine(root, stale_after_secs=0.06) as (engine, storage):
+        beat, gate = storage.hold("touch", OWNER_FILE), storage.hold("sync", "*.distcp")
+        ticket = engine.save(weights(1), step=1)
+        gate.wait_reached(), beat.wait_reached()
+        gate.open()
+        assert ticket.result(TIMEOUT).step == 1
+
+
+async def test_the_status_of_a_file_tells_its_replacement_from_itself(storage: GatedStorage, tmp_path: Path) -> None:
+    file, other = tmp_path / "a", tmp_path / "b"
+    assert await storage.status(file) is None
+    assert await storage.status(file / "below") is None
+    identities = set()
+    for _ in range(20):  # ext4 gives the inode of what was removed to the next file
+        other.touch()
+        other.replace(file)
+        found = await storage.status(file)
+        assert isinstance(found, FileStatus)
+        identities.add(found.identity)
+    assert len(identities) > 1
+    with pytest.raises(WriteError) as caught:
+        await storage.touch(tmp_path / "missing")
+    assert caught.value.errno == errno.ENOENT
+    os.utime(file, (0, 0))
+    await storage.touch(file)
+    touched = await storage.status(file)
+    assert touched is not None
+    assert touched.modified_unix > time.time() - 3600
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ReadError):
+        await storage.status(tmp_path / "loop")
+
+
+# -- several processes ------------------------------------------------------------------------------
+
+WRITER = """
+    import sys, torch
+    from pathlib import Path
+    from gated_storage import gated_engine
+    with gated_engine(Path(sys.argv[1])) as (engine, storage):
+        engine.save({"w": torch.ones(1000)}, step=4).result(30)
+        gate = storage.hold("sync", "*.distcp")
+        ticket = engine.save({"w": torch.ones(1000)}, step=5)
+        gate.wait_reached()
+        print("writing", flush=True)
+        sys.stdin.read()
+"""
+
+
+def started(source: str, *args: str) -> subprocess.Popen[str]:
+    """A program that has said that it is ready."""
+    child = subprocess.Popen(
+        python(source, *args, options=()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "writing\n"
+    return child
+
+
+async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_cleared(
+    storage: GatedStorage, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    with started(WRITER, str(root)) as child:
+        (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        assert await clear(storage, root) == []
+        child.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
+        assert pending.exists()
+        with gated_engine(root) as (engine, _):
+            assert engine.steps() == [4]
+            engine.save(weights(2), step=5).result(TIMEOUT)
+    assert sorted(path.name for path in root.iterdir()) == [LOCK_FILE, "step_000000004", "step_000000005"]
+
+
+def test_a_second_writer_is_refused_by_name_until_the_first_is_killed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with started(WRITER, str(root)) as child, SyncCheckpointEngine(root) as second:
+        (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        with pytest.raises(RootError, match=f"locked by another writer: process {child.pid} on "):
+            second.save(weights(9), 9)
+        with pytest.raises(RootError):
+            second.rollback(4)
+        assert second.steps() == [4]
+        assert pending.exists()
+        child.kill()
+        child.wait(TIMEOUT)
+        assert second.save(weights(9), 9).result(TIMEOUT).step == 9
+        assert second.steps() == [4, 9]
+        assert not pending.exists()
+
+
+FORKING = """
+    import os, sys, torch
+    from pathlib import Path
+    from aio_ckpt import SyncCheckpointEngine
+    engine = SyncCheckpointEngine(sys.argv[1])
+    engine.save({"w": torch.ones(10)}, step=1).result(30)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(read, 1)  # a data loader's worker: it lives on, with every descriptor of its parent
+        os._exit(0)
+    print("writing", flush=True)
+    print(pid, flush=True)
+    os.close(read)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with started(FORKING, str(root)) as child, SyncCheckpointEngine(root) as second:
+        assert child.stdout is not None
+        worker = int(child.stdout.readline())
+        with pytest.raises(RootError):
+            second.save(weights(2), 2)
+        pid = os.pidfd_open(worker)
+        try:
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            signal.pidfd_send_signal(pid, 0)  # the worker is there: it waits for a byte that nobody writes
+            assert second.save(weights(2), 2).result(TIMEOUT).step == 2
+        finally:
+            signal.pidfd_send_signal(pid, signal.SIGKILL)
+            os.close(pid)

@@ -1,0 +1,553 @@
+"""Retention: what is deleted and what never is, by policy, metric and protection; how, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import logging
+import math
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from child_python import child_environment, python
+from gated_storage import TIMEOUT, Call, gated_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine, cli
+from aio_ckpt.commit import Committed
+from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
+from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.names import protected_name
+from aio_ckpt.retention import Policy, best, check_metrics, expired
+
+LOSS = KeepBest(metric="loss")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def weights(number: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((10,), float(number))}
+
+
+def save(engine: SyncCheckpointEngine, *steps: int, **losses: float) -> None:
+    for step in steps:
+        engine.save(weights(step), step).result(TIMEOUT)
+
+
+def save_with(engine: SyncCheckpointEngine, losses: Mapping[int, float | None]) -> None:
+    for step, loss in losses.items():
+        engine.save(weights(step), step, metrics=None if loss is None else {"loss": loss}).result(TIMEOUT)
+
+
+def listing(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".aio_ckpt.lock")
+
+
+def committed(root: Path) -> list[int]:
+    """Steps left once every deletion has ended: closing waits for them."""
+    with SyncCheckpointEngine(root) as engine:
+        return engine.steps()
+
+
+# -- the decision -----------------------------------------------------------------------------------
+
+
+def listed(steps: list[int]) -> list[Committed]:
+    return [Committed(step=step, path=Path(f"/{step}")) for step in steps]
+
+
+def kept(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    gone = expired(
+        listed(steps),
+        Policy(keep_last=keep_last, keep_every=keep_every, keep_best=None),
+        good=max(steps, default=0),
+    )
+    return [step for step in steps if step not in {checkpoint.step for checkpoint in gone}]
+
+
+def test_the_policy_keeps_the_newest_and_every_nth() -> None:
+    steps = [0, 5, 10, 15, 20, 25]
+    assert kept(steps, None, None) == steps
+    assert kept(steps, None, 10) == steps, "without keep_last nothing is ever deleted"
+    assert kept(steps, 2, None) == [20, 25]
+    assert kept(steps, 1, 10) == [0, 10, 20, 25]
+    assert kept(steps, 99, None) == steps
+    assert kept([], 1, None) == []
+
+
+STEPS = st.lists(st.integers(0, 60), unique=True).map(sorted)
+VALUES = st.none() | st.sampled_from([0.0, 1.0, 2.0, -1.0, math.inf, -math.inf, math.nan]) | st.floats(-5, 5)
+RULES = st.builds(KeepBest, metric=st.just("m"), mode=st.sampled_from(["min", "max"]), count=st.integers(1, 4))
+POLICIES = st.builds(
+    Policy,
+    keep_last=st.none() | st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 7),
+    keep_best=st.none() | RULES,
+)
+
+
+@given(
+    steps=STEPS,
+    policy=POLICIES,
+    good=st.integers(0, 60),
+    protected=st.frozensets(st.integers(0, 60)),
+    metrics=st.dictionaries(st.integers(0, 60), VALUES),
+)
+@settings(deadline=None, max_examples=600)
+def test_no_policy_lets_go_what_it_promises_to_keep_and_all_else_goes(
+    steps: list[int], policy: Policy, good: int, protected: frozenset[int], metrics: dict[int, float | None]
+) -> None:
+    gone = [
+        checkpoint.step
+        for checkpoint in expired(listed(steps), policy, good=good, protected=protected, metrics=metrics)
+    ]
+    assert gone == sorted(set(gone)), "oldest first, each once"
+    assert set(gone) <= set(steps), "only what was listed"
+    assert not steps or steps[-1] not in gone, "never the newest"
+    assert all(step < good for step in gone), "never before a newer one is known to be whole"
+    if policy.keep_last is None or good not in steps:
+        assert not gone
+        return
+    known = {step: metrics[step] for step in steps if step in metrics}
+    ranked = best(metrics, policy.keep_best) if policy.keep_best else []
+    for step in steps:
+        stays = step >= good or step in steps[-policy.keep_last :] or step in protected
+        stays = stays or (policy.keep_every is not None and step % policy.keep_every == 0)
+        stays = stays or (policy.keep_best is not None and (step not in known or step in ranked))
+        assert (step in gone) is not stays
+
+
+@given(values=st.dictionaries(st.integers(0, 60), VALUES), rule=RULES)
+@settings(deadline=None, max_examples=300)
+def test_the_best_are_finite_and_none_that_is_left_out_is_better(
+    values: dict[int, float | None], rule: KeepBest
+) -> None:
+    found = best(values, rule)
+    finite = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+    assert len(found) == min(rule.count, len(finite))
+    sign = 1 if rule.mode == "min" else -1
+    for step, left_out in itertools.product(found, finite.keys() - found):
+        better = sign * finite[step], -step
+        assert better < (sign * finite[left_out], -left_out), "of equal values the newer step is the better"
+
+
+@given(losses=st.lists(VALUES, max_size=30), rule=RULES, keep_last=st.integers(1, 3), keep_every=st.none() | st.just(7))
+@settings(deadline=None, max_examples=200)
+def test_through_a_whole_run_the_best_of_all_time_are_there(
+    losses: list[float | None], rule: KeepBest, keep_last: int, keep_every: int | None
+) -> None:
+    policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=rule)
+    left: list[int] = []
+    history: dict[int, float | None] = {}
+    for step, loss in enumerate(losses, 1):
+        left.append(step)
+        history[step] = loss
+        values = {step: history[step] for step in left}
+        gone = {checkpoint.step for checkpoint in expired(listed(left), policy, good=step, metrics=values)}
+        left = [step for step in left if step not in gone]
+        assert set(best(history, rule)) <= set(left)
+        every = sum(step % keep_every == 0 for step in left) if keep_every else 0
+        assert len(left) <= keep_last + rule.count + every
+        again = expired(listed(left), policy, good=step, metrics={step: history[step] for step in left})
+        assert again == [], "what was kept once is kept the next time"
+
+
+# -- keep_last and keep_every -----------------------------------------------------------------------
+
+
+def test_old_steps_are_deleted_once_a_new_one_is_committed(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2, keep_every=10)) as engine:
+        save(engine, 5, 10, 15, 20, 25, 30)
+    assert listing(root) == [f"step_{step:09d}" for step in (10, 20, 25, 30)]
+
+
+def test_nothing_is_deleted_unasked(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_every=10)) as engine:
+        save(engine, *range(1, 12))
+        assert engine.steps() == list(range(1, 12))
+
+
+def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.calls.clear()
+        engine.save(weights(2), 2).result(TIMEOUT)
+        storage.wait_for("remove_tree", ".trash-*")
+        calls = [(call.name, call.path.name) for call in storage.calls]
+        trash = ".trash-step_000000001"
+        durable = calls.index(("sync_dir", "root"))
+        expires = [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", trash)]
+        assert calls[-3:] == expires, "renamed, durably, before the first file is deleted"
+        assert durable < len(calls) - 3, "begun before the new step was durable"
+
+
+def test_a_failed_save_deletes_nothing(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.fail("sync", "*", WriteError(errno.EIO, "broken", "x"))
+        with pytest.raises(WriteError):
+            engine.save(weights(2), 2).result(TIMEOUT)
+        assert engine.steps() == [1]
+
+
+def test_an_engine_that_commits_nothing_deletes_nothing(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2, 3)
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        engine.load(weights(0))
+    assert committed(root) == [1, 2, 3]
+
+
+def test_overwriting_an_old_step_deletes_only_what_is_older(root: Path) -> None:
+    """The newest may be damaged; what was just written is not, and what lies between may be all there is."""
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2, 3, 4)
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
+    assert committed(root) == [2, 3, 4]
+
+
+def test_many_saves_in_a_row_leave_what_the_policy_says(root: Path) -> None:
+    """A pass that waits for another one looks at the newest commit, whoever asked for it."""
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        gate = storage.hold("remove_tree", ".trash-step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        gate.wait_reached()
+        for step in (3, 4, 5, 6):
+            engine.save(weights(step), step).result(TIMEOUT)
+        assert len(engine._keeper.passes) <= 3
+        gate.open()
+    assert committed(root) == [6]
+
+
+# -- failures ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_deleted_fails_no_save_is_told_and_tried_again(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.fail("rename", "step_000000001", WriteError(errno.EACCES, "not yours", "x"))
+        with caplog.at_level(logging.WARNING, "aio_ckpt"):
+            engine.save(weights(2), 2).result(TIMEOUT)
+            engine._keeper.passes[-1].result(TIMEOUT)
+            assert list(engine.undeleted_steps) == [1]
+            assert "not yours" in engine.undeleted_steps[1]
+            engine.save(weights(3), 3).result(TIMEOUT)
+            storage.wait_for("remove_tree", ".trash-step_000000002")
+        assert "step 1 is kept beyond its time" in caplog.text
+        assert engine.steps() == [3]
+    assert engine.undeleted_steps == {}
+
+
+@pytest.mark.parametrize("where", ["sync_dir", "remove_tree"])
+def test_a_deletion_that_stops_midway_leaves_trash_that_is_never_listed(root: Path, where: str) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        gate = storage.hold("rename", "step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        gate.wait_reached()
+        name = "root" if where == "sync_dir" else ".trash-step_000000001"
+        storage.fail(where, name, WriteError(errno.EIO, "broken", "x"))
+        gate.open()
+        engine._keeper.passes[-1].result(TIMEOUT)
+        assert list(engine.undeleted_steps) == [1]
+        assert engine.steps() == [2]
+        if where == "remove_tree":
+            engine.save(weights(3), 3).result(TIMEOUT)
+            storage.wait_for("remove_tree", ".trash-step_000000001")
+        else:  # whether the rename is durable is not known: removed by the next holder of the lock
+            assert ".trash-step_000000001" in listing(root)
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(4), 4).result(TIMEOUT)
+    assert [name for name in listing(root) if name.startswith(".")] == []
+
+
+def test_a_deletion_that_hangs_ends_by_its_deadline_and_closing_does_not_wait_longer(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gated_engine(root, keep_last=1, stall_timeout_secs=0.5) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        gate = storage.hold("remove_tree", "*")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        gate.wait_reached()
+        engine.close_blocking()
+    assert "did not end within 0.5 s" in caplog.text
+
+
+def test_steps_that_expired_no_longer_stand_in_the_way(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1, 2)
+        with pytest.raises(StepOrderError):
+            engine.save(weights(1), 1)
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == [2]
+
+
+def test_an_expired_step_cannot_be_overwritten_but_a_committed_one_can(root: Path) -> None:
+    """The engine remembers the newest step alone; of older ones it asks the disk."""
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        storage.wait_for("remove_tree", ".trash-step_000000001")
+        with pytest.raises(StepOrderError, match=r"rollback\(1\)"):
+            engine.save(weights(10), 1, overwrite=True)
+        engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
+        assert engine.steps() == [2]
+
+
+def sizes(*objects: object) -> dict[str, int]:
+    return {
+        f"{type(holder).__name__}.{name}": len(value)
+        for holder in objects
+        for name, value in vars(holder).items()
+        if hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+    }
+
+
+def test_nothing_is_remembered_of_each_step(root: Path) -> None:
+    config = EngineConfig(keep_last=2, keep_best=LOSS)
+    with SyncCheckpointEngine(root, config) as engine:
+        inner = engine._engine
+        counts = []
+        for step in range(1, 31):
+            engine.save(weights(step), metrics={"loss": -step}).result(TIMEOUT)
+            for done in inner._keeper.passes:
+                done.result(TIMEOUT)
+            counts.append(sizes(inner, inner._in_flight, inner._keeper, inner._keeper._retention))
+    assert counts[-1] == counts[9]
+
+
+# -- keep_best --------------------------------------------------------------------------------------
+
+
+def test_the_best_by_a_metric_stay_beside_the_newest(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=KeepBest(metric="loss", count=2))) as engine:
+        save_with(engine, {1: 3.0, 2: 1.0, 3: 5.0, 4: 2.0, 5: 9.0, 6: 4.0})
+    assert committed(root) == [2, 4, 6]
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=KeepBest(metric="loss", mode="max"))) as engine:
+        save_with(engine, {7: 0.5})
+    assert committed(root) == [6, 7], "a resumed run goes by the metrics on the disk"
+
+
+def test_a_step_whose_metric_is_missing_or_not_finite_is_never_the_best(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
+        save_with(engine, {1: 7.0, 2: None, 3: math.nan, 4: -math.inf, 5: 8.0, 6: math.inf})
+        engine.save(weights(7), 7, metrics={"accuracy": -1.0}).result(TIMEOUT)
+    assert committed(root) == [1, 7]
+
+
+def test_an_overwritten_step_is_judged_by_its_new_metric(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
+        save_with(engine, {1: 1.0, 2: 2.0})
+        engine.save(weights(2), 2, overwrite=True, metrics={"loss": 0.5}).result(TIMEOUT)
+        save_with(engine, {3: 3.0})
+    assert committed(root) == [2, 3]
+
+
+def test_a_step_whose_metrics_cannot_be_read_is_not_deleted(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save_with(engine, {1: 1.0, 2: 2.0})
+    (root / "step_000000001" / ROOT_MANIFEST).write_bytes(b"{")
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
+        save_with(engine, {3: 0.0})
+    assert committed(root) == [1, 3]
+    assert "step 1 stays: its metrics cannot be read" in caplog.text
+
+
+def test_plain_dcp_has_no_metric(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save_with(engine, {1: 1.0, 2: 2.0})
+    for name in (ROOT_MANIFEST, "aio_ckpt.0.bin"):
+        (root / "step_000000001" / name).unlink()
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1, keep_best=LOSS)) as engine:
+        save_with(engine, {3: 3.0})
+    assert committed(root) == [2, 3]
+
+
+def test_metrics_are_stored_and_a_manifest_without_any_is_what_it_was(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(weights(1), 1, metrics={"loss": 1.5, "nan": math.nan, "n": np.float32(2)}).result(TIMEOUT)
+        save(engine, 2)
+    data = (root / "step_000000001" / ROOT_MANIFEST).read_bytes()
+    assert decode_root(data, name="x").metrics == {"loss": 1.5, "nan": None, "n": 2.0}
+    assert "metrics" not in json.loads((root / "step_000000002" / ROOT_MANIFEST).read_bytes())
+    assert b"NaN" not in data, "JSON knows no NaN"
+
+
+def test_what_a_metric_may_be() -> None:
+    given = {"a": 1, "b": np.float64(2.5), "c": torch.tensor(3.0), "d": torch.ones(1, requires_grad=True), "e": True}
+    assert check_metrics(given) == {"a": 1.0, "b": 2.5, "c": 3.0, "d": 1.0, "e": 1.0}
+    assert check_metrics({"a": 10**400, "b": float("-inf")}) == {"a": None, "b": None}
+    assert check_metrics(None) == {}
+
+
+@pytest.mark.parametrize(
+    "metrics", [[1], {"a": "1"}, {"a": b"1"}, {"a": None}, {"a": torch.ones(2)}, {"a": 1j}, {1: 1.0}, {"\ud800": 1.0}]
+)
+def test_what_is_no_metric_is_refused_before_anything_is_touched(root: Path, metrics: dict[str, object]) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        with pytest.raises(ConfigError, match="metrics"):
+            engine.save(weights(1), 1, metrics=metrics)
+        assert engine.plan_misses == 0
+        assert listing(root) == []
+
+
+@pytest.mark.parametrize("fields", [{"metric": ""}, {"metric": 3}, {"mode": "least"}, {"count": 0}, {"count": True}])
+def test_a_rule_out_of_range_is_refused_by_name(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        KeepBest(**{"metric": "loss", **fields})
+
+
+def test_keep_best_alone_is_refused_because_it_would_delete_nothing() -> None:
+    with pytest.raises(ConfigError, match="keep_last=1"):
+        EngineConfig(keep_best=LOSS)
+    with pytest.raises(ConfigError, match="KeepBest"):
+        EngineConfig(keep_last=1, keep_best="loss")
+
+
+# -- protection -------------------------------------------------------------------------------------
+
+
+def test_a_protected_step_stays_until_it_is_no_longer_protected(root: Path) -> None:
+    config = EngineConfig(keep_last=1)
+    with SyncCheckpointEngine(root, config) as engine:
+        save(engine, 1)
+        engine.protect(1)
+        engine.protect(1)  # twice is once
+        save(engine, 2, 3)
+        assert engine.protected_steps() == [1]
+    assert committed(root) == [1, 3]
+    with SyncCheckpointEngine(root, config) as engine:
+        save(engine, 4)  # a resumed engine honours it
+    assert committed(root) == [1, 4]
+    with SyncCheckpointEngine(root, config) as engine:
+        engine.unprotect(1)
+        engine.unprotect(1)
+        assert engine.protected_steps() == []
+        assert engine.steps() == [1, 4], "deleted at the next commit, not before"
+        save(engine, 5)
+    assert committed(root) == [5]
+
+
+@pytest.mark.parametrize("step", [2, 7])
+def test_only_a_committed_step_can_be_protected(root: Path, step: int) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1, 2, 3)
+    with SyncCheckpointEngine(root) as engine:
+        with pytest.raises(CheckpointNotFoundError, match=rf"protect\({step}\).*committed are \[3\]"):
+            engine.protect(step)
+        for bad in (-1, "3", 1.0):
+            with pytest.raises(StepOrderError):
+                engine.protect(bad)  # type: ignore[arg-type]
+        assert engine.protected_steps() == []
+    assert listing(root) == ["step_000000003"]
+
+
+def test_a_step_stays_protected_when_it_is_overwritten(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        engine.protect(1)
+        engine.save(weights(10), 1, overwrite=True).result(TIMEOUT)
+        save(engine, 2)
+    assert committed(root) == [1, 2]
+
+
+def test_protection_is_durable_before_the_call_returns(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        storage.calls.clear()
+        engine.protect(1)
+        marked = [Call("write_file", root / protected_name(1)), Call("sync_dir", root)]
+        assert storage.calls == marked
+        storage.calls.clear()
+        engine.unprotect(1)
+        assert [call.name for call in storage.calls] == ["remove_file", "sync_dir"]
+
+
+@pytest.mark.parametrize("point", ["rename", "sync_dir"])
+def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(root: Path, point: str) -> None:
+    """Another process protects it between the listing and the rename; after it, it says that it came too late."""
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        reached = storage.hold("rename", "step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        reached.wait_reached()
+        with SyncCheckpointEngine(root) as other:
+            if point == "rename":
+                other.protect(1)
+                reached.open()
+                engine._keeper.passes[-1].result(TIMEOUT)
+                assert engine.steps() == [1, 2]
+            else:
+                late = storage.hold("sync_dir", "root")
+                reached.open()
+                late.wait_reached()
+                with pytest.raises(CheckpointNotFoundError):
+                    other.protect(1)
+                late.open()
+                engine._keeper.passes[-1].result(TIMEOUT)
+                assert engine.steps() == [2]
+                assert listing(root) == ["step_000000002"]
+
+
+PROTECTOR = """
+    import sys
+    from aio_ckpt import SyncCheckpointEngine
+    with SyncCheckpointEngine(sys.argv[1]) as engine:
+        engine.protect(1)
+"""
+
+
+def test_another_process_may_protect_beside_the_writer(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        subprocess.run(python(PROTECTOR, str(root), options=()), env=child_environment(), check=True, timeout=120)
+        save(engine, 2, 3)
+    assert committed(root) == [1, 3]
+
+
+def test_the_command_line_protects_and_shows_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save_with(engine, {1: 1.25})
+        assert cli.run(["protect", str(root), "1"]) == 0
+        save_with(engine, {2: math.nan})
+    capsys.readouterr()
+    assert cli.run(["ls", str(root)]) == 0
+    shown = capsys.readouterr().out
+    first = next(line for line in shown.splitlines() if "step_000000001" in line)
+    assert "loss=1.25" in first
+    assert "protected" in first
+    assert "loss=not finite" in shown
+    assert shown.count("protected") == 1
+    assert cli.run(["ls", str(root), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["metrics"], row["is_protected"]) for row in rows] == [({"loss": 1.25}, True), ({"loss": None}, False)]
+    assert cli.run(["unprotect", str(root), "1"]) == 0
+    assert cli.run(["protect", str(root), "9"]) == 2
+    assert "no such committed step" in capsys.readouterr().err
+    assert not list(root.glob(".protected-*"))
+
+
+def test_protection_outlives_the_step_and_the_marks_of_others_are_left_alone(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        engine.protect(1)
+        (root / ".protected-notes").touch()
+        (root / ".protected-1.bak").touch()
+        assert engine.protected_steps() == [1]
+        shutil.rmtree(root / "step_000000001")
+        save(engine, 2)
+    assert listing(root) == [".protected-1", ".protected-1.bak", ".protected-notes", "step_000000002"]
