@@ -67,6 +67,7 @@ class RootKeeper:
             RootError: another writer holds it, or the root is not writable.
         """
         if self._lock is not None:
+            self._lock.renew()
             return
         site = self._site
         lock = site.storage.lock(site.root / LOCK_FILE)

@@ -257,7 +257,8 @@ def _is_gone(pid: int, started_ticks: int) -> bool:
     if found is None:
         return False  # hidden from us (hidepid), or gone since
     state, started = found
-    return started != started_ticks or (state in ("Z", "X") and _threads(pid) <= 1)
+    is_another = started_ticks != 0 and started != started_ticks  # 0: it could not be learned
+    return is_another or (state in ("Z", "X") and _threads(pid) <= 1)
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:

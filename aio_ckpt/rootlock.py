@@ -55,6 +55,22 @@ class RootLock:
     ) -> None:
         self.release()
 
+    def renew(self) -> None:
+        """Make sure that it is held still: closing any descriptor of the file (a copy of the root) drops it unnoticed.
+
+        Raises:
+            RootError: another process holds it now.
+        """
+        if os.getpid() != self._pid:
+            return
+        if self._descriptor is not None and not _is_file(self._descriptor, self.path):
+            os.close(self._descriptor)  # the file was removed: others would lock a new one
+            self._descriptor = None
+        if self._descriptor is None:
+            self._descriptor = _open_locked(self.path)
+        else:
+            _lock(self._descriptor, self.path)
+
     def release(self) -> None:
         """Let go. Idempotent; in a forked child it leaves the parent's lock alone."""
         descriptor, self._descriptor = self._descriptor, None
@@ -78,16 +94,34 @@ def _open_locked(path: Path) -> int:
         message = f"cannot open the lock file ({exc.strerror}): give a writable root"
         raise RootError(exc.errno, message, str(path)) from exc
     try:
+        if _lock(descriptor, path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, RootError):
+            raise
+        raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
+    return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether it is locked now; False, with a warning, where the file system has no locks."""
+    try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             _logger.warning("%s: no file locks here (%s): a second writer would not be noticed", path, error.strerror)
-            return descriptor
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "(not named)"
-        os.close(descriptor)
+            return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "(not named)"
         raise RootError(error.errno, f"locked by another writer: process {holder}", str(path)) from error
-    return descriptor
+    return True
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

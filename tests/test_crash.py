@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -83,23 +84,32 @@ def test_after_a_power_loss_what_save_called_durable_is_there_and_whole(tmp_path
     assert tallies["torch.save", "ext4 shutdown 2, right after resolved"]["survived"] == 0
 
 
-def test_a_killed_campaign_leaves_no_mount_no_loop_device_and_no_process(tmp_path: Path) -> None:
-    arguments = command(tmp_path, "--only", "shutdown", "--rivals", "", "--trials", "1000")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_campaign_that_is_ended_leaves_no_mount_no_loop_device_and_no_process(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    arguments = command(tmp_path, "--only", "shutdown", "--rivals", "", "--trials", "1")
     with subprocess.Popen(
         arguments, cwd=REPOSITORY, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as main:
         assert main.stdout is not None
-        line = main.stdout.readline()
-        if "begins" not in line:
-            pytest.skip(main.stdout.read())
+        said = []
+        for line in main.stdout:
+            said.append(line)
+            if "campaign 4" in line:
+                break
+        else:
+            pytest.skip("".join(said))
         family = psutil.Process(main.pid).children(recursive=True)
-        main.kill()
+        main.send_signal(end)
     assert psutil.wait_procs(family, timeout=TIMEOUT)[1] == []
     deadline = time.monotonic() + TIMEOUT
     while left := loops_below(tmp_path):  # the kernel lets go of them after the last process has ended
         assert time.monotonic() < deadline, left
         os.sched_yield()
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    if end == signal.SIGINT:
+        assert [path for folder in ("kills", "images") for path in (tmp_path / folder).iterdir()] == []
 
 
 def loops_below(folder: Path) -> list[str]:

@@ -21,7 +21,7 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX
 from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
@@ -86,6 +86,7 @@ PROOFS: dict[str, tuple[Callable[[], Owner | bytes | None], bool]] = {
     "a process that is gone": (lambda: changed(pid=dead_pid()), True),
     "this very process": (lambda: changed(), False),
     "a pid that another process has now": (lambda: changed(started_ticks=HERE.started_ticks - 1), True),
+    "a start that was not learned": (lambda: changed(started_ticks=0), False),
     "an earlier boot of this machine": (lambda: changed(boot_id="another", machine_id=HERE.machine_id), True),
     "another machine of the same name": (lambda: changed(boot_id="another", machine_id="another"), False),
     "a machine that has no identity": (lambda: changed(boot_id="another", machine_id=""), False),
@@ -167,6 +168,9 @@ def test_the_owner_record_says_who_writes() -> None:
     assert (HERE.session, HERE.host, HERE.pid) == ("here", socket.gethostname(), os.getpid())
     assert all((HERE.boot_id, HERE.pid_namespace, HERE.started_ticks))
     assert not HERE.is_proven_dead(HERE)
+    nameless = changed(machine_id="")
+    assert not changed(machine_id="", boot_id="another").is_proven_dead(nameless), "another machine, for all we know"
+    assert changed(machine_id="", pid=dead_pid()).is_proven_dead(nameless)
     record = msgspec.json.encode(HERE)
     assert msgspec.json.decode(record, type=Owner) == HERE
 
@@ -330,6 +334,18 @@ def test_leftovers_that_cannot_be_cleared_fail_no_save(root: Path) -> None:
         assert engine.save(weights(1), step=1).result(TIMEOUT).step == 1
 
 
+def test_a_writer_of_another_host_is_cleared_after_stale_after_secs_and_not_before(tmp_path: Path) -> None:
+    root = tmp_path / "shared"
+    root.mkdir()
+    living = leave_pending(root, changed(host="another"), idle_secs=100, name="living")
+    for stale_after_secs, is_cleared in ((600, False), (50, True)):
+        with SyncCheckpointEngine(root, EngineConfig(stale_after_secs=stale_after_secs)) as engine:
+            assert engine.steps() == ([1] if is_cleared else [])
+            assert living.exists(), "a reader clears nothing"
+            engine.save(weights(1)).result(TIMEOUT)
+        assert living.exists() is not is_cleared
+
+
 # -- the heartbeat ----------------------------------------------------------------------------------
 
 
@@ -337,22 +353,19 @@ def seen(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def test_a_pending_save_renews_its_heartbeat_until_it_is_committed(root: Path) -> None:
+def test_a_pending_save_renews_its_heartbeat(root: Path) -> None:
     with gated_engine(root, stale_after_secs=0.06) as (engine, storage):
-        gate = storage.hold("sync", "*.distcp")
+        beat, gate = storage.hold("touch", OWNER_FILE), storage.hold("sync", "*.distcp")
         ticket = engine.save(weights(1), step=1)
-        gate.wait_reached()
+        gate.wait_reached(), beat.wait_reached()
         (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        storage.wait_for("write_file", OWNER_FILE)
         os.utime(pending / OWNER_FILE, (0, 0))
-        storage.calls.clear()
+        beat.open()
         storage.wait_for("touch", OWNER_FILE)
         assert seen(pending / OWNER_FILE) > time.time() - 3600
         gate.open()
         ticket.result(TIMEOUT)
-        assert not engine._in_flight.pending
-        count = len([call for call in storage.begun if call.name == "touch"])
-        engine.save(weights(2), step=2).result(TIMEOUT)
-        assert count >= 1
 
 
 def test_a_save_that_takes_less_than_a_sixth_of_the_time_gives_no_sign_of_life(root: Path) -> None:
@@ -471,6 +484,51 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_killed(tmp_path: 
         assert second.save(weights(9), 9).result(TIMEOUT).step == 9
         assert second.steps() == [4, 9]
         assert not pending.exists()
+
+
+COPIER = """
+    import shutil, sys, torch
+    from pathlib import Path
+    from aio_ckpt import SyncCheckpointEngine
+    from aio_ckpt.errors import RootError
+    root = Path(sys.argv[1])
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.ones(10)}, step=1).result(30)
+        if sys.argv[2] == "copied":
+            shutil.copytree(root, root.with_name("copy"))  # closes a descriptor of the lock's file
+        else:
+            (root / ".aio_ckpt.lock").unlink()
+        engine.save({"w": torch.ones(10)}, step=2).result(30)
+        print("writing", flush=True)
+        sys.stdin.readline()
+        if sys.argv[2] == "copied":
+            shutil.rmtree(root.with_name("copy"))
+            shutil.copytree(root, root.with_name("copy"))
+        else:
+            (root / ".aio_ckpt.lock").unlink()
+        print("lost", flush=True)
+        sys.stdin.readline()
+        try:
+            engine.save({"w": torch.ones(10)}, step=9)
+        except RootError as error:
+            print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["copied", "removed"])
+def test_a_lock_that_the_process_lost_is_taken_again_or_missed(tmp_path: Path, how: str) -> None:
+    """The system drops it when any descriptor of its file is closed, and a removed file locks nobody out."""
+    root = tmp_path / "root"
+    with started(COPIER, str(root), how) as child, SyncCheckpointEngine(root) as second:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with pytest.raises(RootError, match=f"process {child.pid} on "):
+            second.save(weights(3), 3)
+        child.stdin.write("\n"), child.stdin.flush()
+        assert child.stdout.readline() == "lost\n"
+        second.save(weights(3), 3).result(TIMEOUT)
+        child.stdin.write("\n"), child.stdin.flush()
+        assert f"locked by another writer: process {os.getpid()} on " in child.stdout.readline()
 
 
 FORKING = """

@@ -18,12 +18,12 @@ from pathlib import Path
 from bench.crash.contenders import ENGINE, RIVALS, Contender
 from bench.crash.directory import DIRECTORY
 from bench.crash.disks import EXT4, FILE_SYSTEMS, private_mounts, unmount_below, why_no_disks
-from bench.crash.forks import Child, Tell, fork
+from bench.crash.forks import Child, Tell, adopt_orphans, fork, wait_for_orphans
 from bench.crash.fuse_disk import why_no_fuse
 from bench.crash.kills import named_points, points_campaign, random_campaign
 from bench.crash.power import block_log_campaign, shutdown_campaign
 from bench.crash.summary import Summary, publish
-from bench.crash.trial import HarnessError, Tally
+from bench.crash.trial import Tally
 from bench.options import log
 from bench.report import BENCH
 
@@ -124,13 +124,14 @@ def main() -> None:
     """Run the campaigns; exit code 1 if this engine did not survive every crash, or there was none."""
     options = parse()
     logging.getLogger("aio_ckpt").setLevel(logging.ERROR)
+    adopt_orphans()
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="aio_ckpt-crash-", dir=options.folder))
     images = Path(tempfile.mkdtemp(prefix="aio_ckpt-crash-", dir=options.images))
     try:
         skipped: list[str] = []
         campaigns = [*(_kills(options, folder)), *(_power(options, images, skipped))]
-        tallies = _run(campaigns, jobs=options.jobs, secs=options.secs)
+        tallies, failures = _run(campaigns, jobs=options.jobs, secs=options.secs)
     finally:
         unmount_below(images)
         shutil.rmtree(images, ignore_errors=True)
@@ -140,6 +141,7 @@ def main() -> None:
         ours=tuple(contender.name for contender in OURS),
         tallies=tallies,
         skipped=skipped,
+        failures=failures,
     )
     publish(summary, options.folder, out=options.out, writes_readme=options.writes_readme)
     sys.exit(0 if summary.is_survived else 1)
@@ -202,14 +204,16 @@ def _power(options: Options, images: Path, skipped: list[str]) -> Iterator[tuple
             yield campaign, images / contender.name / "log"
 
 
-def _run(campaigns: Sequence[tuple[Campaign, Path]], *, jobs: int, secs: float | None) -> list[Tally]:
-    """Each campaign in a process of its own, ``jobs`` at once; the tallies in the order of the campaigns.
+def _run(campaigns: Sequence[tuple[Campaign, Path]], *, jobs: int, secs: float | None) -> tuple[list[Tally], list[str]]:
+    """Each campaign in a process of its own, ``jobs`` at once; the tallies in the order of the campaigns, and how
+    campaigns failed, of which no figure counts.
 
     With a limit each gets an even share of the time that is left.
     """
     end = None if secs is None else time.monotonic() + secs
     waiting, running = list(enumerate(campaigns)), dict[int, Child]()
     tallies: dict[int, list[Tally]] = {}
+    failures: list[str] = []
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -220,12 +224,13 @@ def _run(campaigns: Sequence[tuple[Campaign, Path]], *, jobs: int, secs: float |
                 running[number] = fork(partial(_one, campaign, folder, share))
             for number, child in list(running.items()):
                 if not child.listen(1.0 / len(running)):
-                    tallies[number] = list(_heard(running.pop(number)))
+                    tallies[number] = list(_heard(running.pop(number), failures))
     finally:  # after a failure, or Ctrl-C: their trainers end with them
         for child in running.values():
             child.kill()
             child.wait()
-    return [tally for number in sorted(tallies) for tally in tallies[number]]
+        wait_for_orphans()
+    return [tally for number in sorted(tallies) for tally in tallies[number]], failures
 
 
 def _one(campaign: Campaign, folder: Path, secs: float | None, tell: Tell) -> None:
@@ -241,14 +246,12 @@ def _one(campaign: Campaign, folder: Path, secs: float | None, tell: Tell) -> No
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _heard(child: Child) -> Iterator[Tally]:
-    """The tallies of a campaign that has ended.
-
-    Raises:
-        HarnessError: it failed: no figure counts.
-    """
+def _heard(child: Child, failures: list[str]) -> Iterator[Tally]:
+    """The tallies of a campaign that has ended."""
     if child.wait() != 0:
-        raise HarnessError(child.lines[-1:])
+        failures += child.lines[-1:] or ["failed: without a word"]
+        log(failures[-1])
+        return
     for line in child.lines:
         tally = Tally(**json.loads(line))
         log(f"{tally.contender}: {tally.campaign}: {tally.survived} of {tally.tried}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -200,8 +201,10 @@ def _dcp_read(folder: Path) -> int:
 
 
 def _dcp_save(root: Path, number: int) -> None:
-    """A new directory for each; what is older than the two newest is not removed: few are written."""
+    """A new directory for each; all but the two newest are removed, as a trainer would."""
     _dcp_write(root / f"step_{number:09d}", number)
+    for old in sorted(root.glob("step_*"))[:-KEEP_LAST]:
+        shutil.rmtree(old)
 
 
 def _dcp_newest(root: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -12,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DEADLINE_SECS", "Child", "Tell", "fork"]
+__all__ = ["DEADLINE_SECS", "Child", "Tell", "adopt_orphans", "fork", "wait_for_orphans"]
 
 DEADLINE_SECS = 120.0
 """Longest life of a trainer; one that outlives it is killed and counts as a failure."""
 MAX_TEXT = 240
 """Characters of an error that are told."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 Tell = Callable[[str], None]
@@ -100,6 +101,20 @@ def fork(run: Callable[[Tell], None]) -> Child:
         _say(writes, f"failed: {text} ({Path(frame.filename).name}:{frame.lineno})")
     finally:
         os._exit(code)
+
+
+def adopt_orphans() -> None:
+    """Children of children that end come to this process, so that it can wait for them."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def wait_for_orphans() -> None:
+    """Until no child is left: each dies with the process that forked it, but not in the same instant."""
+    end = time.monotonic() + DEADLINE_SECS
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < end:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
 
 
 def _silence() -> None:

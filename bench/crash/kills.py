@@ -17,7 +17,7 @@ from bench.crash.trial import SAVES_PER_TRAINER, HarnessError, Known, Tally, jud
 __all__ = ["Site", "named_points", "points_campaign", "random_campaign"]
 
 KILLS_PER_ROOT = 25
-"""A root is used again and again, as in life, then given up: the rivals never remove anything."""
+"""A root is used again and again, as in life, then given up."""
 LAST_INSTANT_SECS = 0.15
 """Random kills come until then, counted from the fork: engine, recovery and about eight saves."""
 MOST_SKIPPED = 1

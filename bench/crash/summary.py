@@ -26,6 +26,14 @@ class Summary:
     """Of all."""
     skipped: Sequence[str]
     """What could not run here, and why."""
+    failures: Sequence[str]
+    """How campaigns failed that should have run."""
+
+    @property
+    def stem(self) -> str:
+        """Of the JSON's name: a run of some of the campaigns says which."""
+        only = str(self.settings["only"]).split(",")
+        return "crash" if len(only) == 3 else "-".join(["crash", *only])
 
     @property
     def tried(self) -> int:
@@ -39,8 +47,8 @@ class Summary:
 
     @property
     def is_survived(self) -> bool:
-        """Every crash of ours, of which there was one."""
-        return 0 < self.tried == self.survived
+        """Every crash of ours, of which there was one, and no campaign failed."""
+        return 0 < self.tried == self.survived and not self.failures
 
 
 def render(summary: Summary, described: Mapping[str, object], date: str) -> str:
@@ -63,6 +71,7 @@ def render(summary: Summary, described: Mapping[str, object], date: str) -> str:
         ),
         f"aio_ckpt in all: {summary.survived} survived of {summary.tried} tried.",
         *(f"Not run: {reason}." for reason in summary.skipped),
+        *(f"A campaign {failure}." for failure in summary.failures),
     ]
     return "\n".join(lines) + "\n"
 
@@ -78,7 +87,7 @@ def publish(summary: Summary, folder: Path, *, out: Path | None, writes_readme: 
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         document = {"date": date, "machine": described, "tried": summary.tried, "survived": summary.survived}
-        path = out / f"crash-{date}.json"
+        path = out / f"{summary.stem}-{date}.json"
         path.write_text(json.dumps(document | asdict(summary), indent=1) + "\n")
     if writes_readme:
         readme = BENCH / "README.md"
