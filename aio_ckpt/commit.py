@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.errors import CheckpointNotFoundError, ReadError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
 from aio_ckpt.owner import read_owner
@@ -137,9 +137,16 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
         await storage.sync_dir(final.parent)
-    except OSError:
-        # Visible but maybe not durable: the save fails, so it must not stay listed.
-        await move(final, pending)
+    except OSError as error:
+        # Visible but maybe not durable: the save fails, so it must not stay listed, and not come back after a power
+        # loss without the files that are removed next.
+        try:
+            await move(final, pending)
+            await storage.sync_dir(final.parent)
+        except OSError as undoing:
+            error.add_note(f"{final} may still become visible, whole: it could not be taken back: {undoing}")
+            if isinstance(error, AioCkptError):
+                error.in_doubt = True
         raise
     try:
         # Not before: without its owner what a crash leaves would be nobody's, and stay.

@@ -46,6 +46,8 @@ class AioCkptError(Exception):
     """
 
     target_modified: bool = False
+    in_doubt: bool = False
+    """True when the save failed in the middle of its last rename: its step may still become visible, whole."""
 
 
 class ConfigError(AioCkptError, ValueError):

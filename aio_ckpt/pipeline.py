@@ -290,10 +290,12 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         async with site.quarantine.commits:
             await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
     if scope.cancelled_caught:
-        raise StallError(
+        stalled = StallError(
             f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "
             "stalled; the step may still become visible, whole, when it recovers"
         )
+        stalled.in_doubt = True
+        raise stalled
 
 
 def _pending(site: Site, save: PendingSave) -> Path:
@@ -318,6 +320,10 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
     pending = _pending(site, save)
+    if isinstance(cause, AioCkptError) and cause.in_doubt:
+        # Its files may be those of a visible step, or those of the step that it replaced.
+        _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)
+        return
     try:
         with anyio.move_on_after(_SETTLE_SECS):
             await site.storage.remove_tree(pending)
