@@ -15,7 +15,7 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata
 
 from aio_ckpt.contents import Catalog, catalog_of_manifests, catalog_of_metadata
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.manifest import (
     METADATA_FILE,
@@ -88,15 +88,17 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
     Raises:
-        CheckpointNotFoundError: no ``.metadata``, so no checkpoint.
+        CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
         CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         FormatVersionError: written by a newer major version.
     """
     root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     if root_data is None:
-        data = await _read_metadata(storage, path)
+        data = await read_small_file(storage, path / METADATA_FILE)
+        if data is None:
+            raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
         if await storage.exists(path / rank_manifest_name(0)):
-            raise CorruptCheckpointError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
+            raise MismatchError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
         return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
     root = decode_root(root_data, name=ROOT_MANIFEST)
     data = b""
@@ -131,7 +133,7 @@ def _opened(
         plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
         if isinstance(ranks, tuple) and _is_foreign(plain, root, ranks):
             return plain
-        raise CorruptCheckpointError(fault)
+        raise MismatchError(fault)
     if isinstance(ranks, CorruptCheckpointError):
         raise ranks
     return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
@@ -140,14 +142,18 @@ def _opened(
 async def _read_metadata(storage: Storage, path: Path) -> bytes:
     data = await read_small_file(storage, path / METADATA_FILE)
     if data is None:
-        raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+        raise MismatchError(f"{METADATA_FILE}: missing, although {ROOT_MANIFEST} is there")
     return data
 
 
-async def read_small_file(storage: Storage, path: Path) -> bytes | None:
-    """All bytes of a manifest or ``.metadata``; None if there is no such file."""
+async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
+    """All bytes of a manifest or ``.metadata``; None if there is no such file.
+
+    Raises:
+        MismatchError: it is longer than ``max_bytes``; no memory was taken for it.
+    """
     try:
-        return await storage.read_file(path, max_bytes=_MAX_SMALL_FILE_BYTES)
+        return await storage.read_file(path, max_bytes=max_bytes)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
@@ -170,9 +176,9 @@ def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifes
     """
     entry = root.ranks[rank]
     if data is None:
-        raise CorruptCheckpointError(f"{entry.name}: missing")
+        raise MismatchError(f"{entry.name}: missing")
     if not _is_exact(entry, data):
-        raise CorruptCheckpointError(f"{entry.name}: not the {entry.nbytes} bytes that {ROOT_MANIFEST} vouches for")
+        raise MismatchError(f"{entry.name}: not the {entry.nbytes} bytes that {ROOT_MANIFEST} vouches for")
     found = decode_rank(data, name=entry.name)
     if (found.save_id, found.step, found.rank, found.world_size) != (root.save_id, root.step, rank, root.world_size):
         raise CorruptCheckpointError(f"{entry.name}: of another save or rank (step {found.step}, rank {found.rank})")
@@ -191,7 +197,8 @@ async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor
 
     async def read(rank: int) -> None:
         async with limit:
-            data = await read_small_file(storage, path / root.ranks[rank].name)
+            entry = root.ranks[rank]
+            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
     await _run_all(read, range(root.world_size))

@@ -119,7 +119,11 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
     for row in found.checkpoints:
         if row.fault:
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")
-    for kind, others in (("pending (not a checkpoint)", found.pending), ("abandoned by rollback", found.abandoned)):
+    for kind, others in (
+        ("pending (not a checkpoint)", found.pending),
+        ("abandoned by rollback", found.abandoned),
+        ("damaged, set aside", found.quarantined),
+    ):
         if others:
             screen.line(f"{kind}: {', '.join(map(printable, others))}")
     return 0
@@ -243,7 +247,7 @@ def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) ->
     for checkpoint in found:
         nbytes = _bytes_now(checkpoint)
         with screen.progress(f"verify {printable(checkpoint.name)}", nbytes) as advance:
-            results.append(_verify(checkpoint, nbytes, workers, advance))
+            results.append(_verify(checkpoint, names, nbytes, workers, advance))
         _tell_verified(results[-1], screen)
     bad = sum(bool(result.faults) for result in results)
     if as_json:
@@ -253,7 +257,7 @@ def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) ->
     return 1 if bad else 0
 
 
-def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _Verified:
+def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advance: Advance) -> _Verified:
     begin = time.perf_counter()
     done, is_gone = 0, False
 
@@ -265,7 +269,12 @@ def _verify(checkpoint: Path, nbytes: int, workers: int, advance: Advance) -> _V
     async def look(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
         try:
             return await verify_checkpoint(
-                storage, checkpoint, executor=executor, readers=workers, on_progress=on_progress
+                storage,
+                checkpoint,
+                step=names.step(checkpoint.name),
+                executor=executor,
+                readers=workers,
+                on_progress=on_progress,
             )
         except AioCkptError as error:  # one that cannot be read at all must not hide the faults of the others
             return (Fault(file=checkpoint.name, tensor=None, message=str(error)),)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
 from aio_ckpt.owner import read_owner
@@ -28,6 +28,7 @@ __all__ = [
     "check_step",
     "check_step_number",
     "discover",
+    "discover_torn",
     "is_unchanged",
     "publish",
     "seal",
@@ -52,7 +53,7 @@ class Committed:
     path: Path
     """Its directory."""
     identity: tuple[int, ...] = ()
-    """Of its ``.metadata`` when it was found."""
+    """Of its ``.metadata`` when it was found; empty if it had lost it."""
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
@@ -65,6 +66,24 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
         if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
             found[checkpoint.step] = checkpoint
     return [found[step] for step in sorted(found)]
+
+
+async def discover_torn(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    """Directories of steps that lost their ``.metadata``: ours by the root manifest, and no save into them runs."""
+    found: list[Committed] = []
+    for name in await storage.list_dir(root) if await storage.exists(root) else ():
+        step, path = names.step(name), root / name
+        if step is None or not await storage.exists(path / ROOT_MANIFEST):
+            continue
+        try:
+            files = await storage.list_dir(path)
+        except ReadError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            continue  # its writer deleted it meanwhile
+        if not any(file.startswith(METADATA_FILE) for file in files):
+            found.append(Committed(step=step, path=path))
+    return found
 
 
 async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
@@ -91,7 +110,7 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> l
 async def is_unchanged(storage: Storage, found: Committed) -> bool:
     """Whether a checkpoint is still the one that :func:`discover` found: neither deleted nor replaced since."""
     status = await storage.status(found.path / METADATA_FILE)
-    return status is not None and status.identity == found.identity
+    return found.identity == (() if status is None else status.identity)
 
 
 async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
@@ -139,11 +158,15 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
     try:
         await storage.sync_dir(final.parent)
     except Exception as error:
-        # Visible but maybe not durable: the save fails, so it must not stay listed.
+        # Visible but maybe not durable: the save fails, so it must not stay listed, and not come back after a power
+        # loss without the files that are removed next.
         try:
             await move(final, pending)
-        except (AioCkptError, OSError) as again:
-            error.add_note(f"{final} may stay visible, whole, all the same: its rename could not be undone ({again})")
+            await storage.sync_dir(final.parent)
+        except (AioCkptError, OSError) as undoing:
+            error.add_note(f"{final} may still become visible, whole: it could not be taken back: {undoing}")
+            if isinstance(error, AioCkptError):
+                error.in_doubt = True
         raise
 
 

@@ -241,18 +241,18 @@ class CheckpointEngine:
         """Fill ``state`` in place from a checkpoint.
 
         Tensors are filled as they are read and verified; objects, modules, optimizers and other Stateful values
-        are set only after everything was verified.
+        are set only after everything was verified. What becomes of damaged checkpoints: :mod:`aio_ckpt.quarantine`.
 
         Args:
             state: the template: same names, shapes and dtypes as what was saved.
             step: which one; None takes the newest that verifies.
             strict: refuse names of the checkpoint that the template lacks.
             allow_missing: leave template names that the checkpoint lacks as they are.
-            fallback: with ``step=None``, walk back past checkpoints that do not verify.
+            fallback: with ``step=None``, pass damaged checkpoints by; False raises at the newest.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
-            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each).
+            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
         """
         loading = self.submit_load(state, step, strict=strict, allow_missing=allow_missing, fallback=fallback)
@@ -286,7 +286,7 @@ class CheckpointEngine:
         return self._portal.submit(read_tree, self._site, step, [only] if isinstance(only, str) else only)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
+        """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
         return self._keeper.steps()
 
     def latest_step(self) -> int | None:

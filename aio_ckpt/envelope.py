@@ -39,6 +39,7 @@ __all__ = [
     "is_dense",
     "parse",
     "raw_bytes",
+    "records_of",
     "render",
     "row_major_stride",
     "storable_dtype",
@@ -262,8 +263,20 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
     return ParsedItem(dtype=view.dtype, shape=view.shape, stride=view.stride, storage_offset=view.offset, **place)
 
 
+def records_of(data: bytes) -> dict[str, tuple[bytes, int]]:
+    """The records of a ``torch.save`` zip, each with its CRC32 (0: none was taken); by name without the archive's own.
+
+    Raises:
+        CorruptCheckpointError: malformed, compressed, or a number that points outside of ``data``.
+    """
+    item = _Item(data, b"", len(data))
+    records = _read_directory(item, *_find_directory(item))
+    bodies = {name: item.get(_body_offset(item, record), record.nbytes) or b"" for name, record in records.items()}
+    return {name: (body, records[name].crc32) for name, body in bodies.items()}
+
+
 def _corrupt(what: str) -> NoReturn:
-    raise CorruptCheckpointError(f"a tensor item is damaged: {what}")
+    raise CorruptCheckpointError(f"its torch.save zip is damaged: {what}")
 
 
 def _find_directory(item: _Item) -> tuple[int, int, int]:

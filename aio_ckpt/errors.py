@@ -19,6 +19,7 @@ __all__ = [
     "EngineClosedError",
     "EngineForkedError",
     "FormatVersionError",
+    "MismatchError",
     "MissingNameError",
     "PeerFailedError",
     "PlanChangedError",
@@ -49,6 +50,8 @@ class AioCkptError(Exception):
 
     target_modified: bool = False
     stage: str = ""
+    in_doubt: bool = False
+    """True when the save failed in the middle of its last rename: its step may still become visible, whole."""
 
 
 def tell_stage(error: BaseException, stage: str) -> None:
@@ -114,6 +117,13 @@ class CheckpointNotFoundError(AioCkptError, FileNotFoundError):
 
 class CorruptCheckpointError(AioCkptError, ValueError):
     """Bytes on disk do not match their sums or sizes; names the file and, where known, the tensor."""
+
+
+class MismatchError(CorruptCheckpointError):
+    """The proven kind: a sum or a length is not the one that was written, or a file that a manifest names is missing.
+
+    Only this lets a writer quarantine a checkpoint; anything else that does not read may be sound elsewhere.
+    """
 
 
 class FormatVersionError(AioCkptError, ValueError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.storage import ReadFile, Storage
 
@@ -47,13 +47,13 @@ class Files:
         """Learn the real length of files, before anything is believed that points into them.
 
         Raises:
-            CorruptCheckpointError: a file is missing or not as long as its manifest says.
+            MismatchError: a file is missing or not as long as its manifest says.
         """
         for name in sorted(set(names) - self.sizes.keys()):
             async with self.use(name) as file:
                 wanted = expected.get(name)
                 if wanted is not None and wanted != file.nbytes:
-                    raise CorruptCheckpointError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
+                    raise MismatchError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
                 self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
 
     @asynccontextmanager
@@ -67,7 +67,7 @@ class Files:
             file = await self._storage.open_data_file(self._directory / name, readers=self._readers)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-                raise CorruptCheckpointError(f"{name}: missing") from error
+                raise MismatchError(f"{name}: missing") from error
             raise
         if len(self._kept) < _OPEN_FILES:
             self._kept[name] = file

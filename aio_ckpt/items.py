@@ -277,6 +277,9 @@ class SkippedCheckpoint:
     """Its directory."""
     error: AioCkptError
     """What did not verify."""
+    quarantined: Path | None = None
+    """Where it was moved to; None if it was left in place: the mismatch is not proven, or the engine does not hold the
+    writer's lock (yet: its first save moves it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

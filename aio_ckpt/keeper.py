@@ -61,7 +61,8 @@ class RootKeeper:
     # -- the lock -------------------------------------------------------------------------------------
 
     def become_writer(self, learn: Callable[[Callable[[], list[int]]], None]) -> None:
-        """Before the first change under the root: take its lock, clear leftovers, let ``learn`` read the steps.
+        """Before the first change under the root: take its lock, set aside what loads proved damaged, clear leftovers,
+        let ``learn`` read the steps.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
@@ -72,9 +73,12 @@ class RootKeeper:
         site, lock = self._site, None
         try:
             lock = site.storage.lock(site.root / LOCK_FILE)
+            site.quarantine.is_writer = True
+            self._call(site.quarantine.enforce, site.storage, site.root, what="setting damaged checkpoints aside")
             cleared = self._call(self._clear, what="clearing leftovers")
         except BaseException as error:
             tell_stage(error, "open")
+            site.quarantine.is_writer = False
             if lock is not None:
                 lock.release()
             raise
@@ -86,6 +90,7 @@ class RootKeeper:
     def release(self) -> None:
         """Let the lock go. Idempotent."""
         lock, self._lock = self._lock, None
+        self._site.quarantine.is_writer = False
         if lock is not None:
             lock.release()
 
@@ -98,10 +103,10 @@ class RootKeeper:
     # -- steps ----------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
+        """Committed steps, ascending, less those that are to be set aside."""
         site = self._site
         try:
-            found = self._call(commit.discover, site.storage, site.root, site.names, what="steps()")
+            found = self._call(site.quarantine.committed, site.storage, site.root, site.names, what="steps()")
         except Exception as error:
             tell_stage(error, "open")
             raise

@@ -14,7 +14,7 @@ from aio_ckpt.commit import MAX_LOOKS, Committed, discover
 from aio_ckpt.contents import global_shape
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
-from aio_ckpt.names import ABANDONED_PREFIX, PENDING_PREFIX, StepNames, protected_step
+from aio_ckpt.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PENDING_PREFIX, StepNames, protected_step
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import Storage
 
@@ -65,6 +65,8 @@ class RootTable(msgspec.Struct, frozen=True, kw_only=True):
     """Directories of saves that are being written, or whose writer died."""
     abandoned: tuple[str, ...]
     """Directories that ``rollback`` set aside."""
+    quarantined: tuple[str, ...]
+    """Directories of damaged checkpoints that a load set aside."""
 
 
 class LeafRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +128,7 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
         checkpoints=tuple(row for row in rows if row is not None),
         pending=tuple(name for name in others if name.startswith(PENDING_PREFIX)),
         abandoned=tuple(name for name in others if name.startswith(ABANDONED_PREFIX)),
+        quarantined=tuple(name for name in others if name.startswith(CORRUPT_PREFIX)),
     )
 
 

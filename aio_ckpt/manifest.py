@@ -1,8 +1,8 @@
 """Manifests to and from bytes. Pure: no file, no thread.
 
-Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block)
-and one JSON file a checkpoint (the digest of ``.metadata``, the length and CRC32 of each rank's manifest).
-DCP's own ``.metadata`` is rendered and read by :mod:`aio_ckpt.metadata`, whose functions are named here too.
+Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block) and one
+JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest; sealed since 1.1).
+DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.metadata`, whose functions are named here too.
 
 Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
 """
@@ -20,9 +20,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.metadata import DTYPES, MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
+from aio_ckpt.seal import is_sealed, seal
 
 __all__ = [
     "FORMAT_MAJOR",
@@ -60,8 +61,6 @@ _Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
 _Dims: TypeAlias = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
 _Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
-_Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 _Format: TypeAlias = tuple[_Size, _Size]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -282,7 +281,7 @@ def _format_of(data: bytes, decode: Any) -> tuple[int, int]:
     return head.format
 
 
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def _check_format(found: tuple[int, int], name: str) -> None:
@@ -307,7 +306,7 @@ def _rank_fault(manifest: RankManifest) -> str:
     fault = _columns_fault(manifest.columns, file_bytes)
     if fault:
         return fault
-    blocks = int((-(-manifest.columns.raw_bytes // manifest.block_bytes)).sum())
+    blocks = sum((-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist())  # may exceed 64 bits
     if len(manifest.sums) != 4 * blocks:
         return f"{len(manifest.sums)} bytes of sums for {blocks} blocks"
     return ""
@@ -364,21 +363,21 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Number of ranks that wrote it; the length of ``ranks``."""
     metadata: FileEntry
     """``.metadata``."""
-    metadata_blake2b: _Hex
+    metadata_blake2b: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
     """Its BLAKE2b digest, lower-case hex."""
     ranks: tuple[FileEntry, ...]
     """Each rank's manifest, by rank."""
     written_by: dict[str, str]
     """Versions of what wrote it: aio_ckpt, torch, python."""
-    created_unix: _Seconds
+    created_unix: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds since 1970 by the leader's clock."""
     metrics: dict[str, float | None] = {}
     """What ``save(metrics=)`` was given; None stands for a value that is not finite. Since 1.1, absent if empty."""
 
 
 def encode_root(manifest: RootManifest) -> bytes:
-    """Bytes of ``aio_ckpt.json``: indented JSON that ends in a newline."""
-    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    """Bytes of ``aio_ckpt.json``: indented JSON that ends in its seal and a newline."""
+    return seal(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 
 def decode_root(data: bytes, *, name: str) -> RootManifest:
@@ -386,9 +385,15 @@ def decode_root(data: bytes, *, name: str) -> RootManifest:
 
     Raises:
         FormatVersionError: written by a newer major version of the format.
+        MismatchError: its seal is broken, or missing although its version has one.
         CorruptCheckpointError: anything else that is not right; names the file.
     """
+    sealed = is_sealed(data)
+    if sealed is False:
+        raise MismatchError(f"{name}: not what was written: its own sum does not match, or it is cut short")
     manifest = _decode(data, RootManifest, name, msgspec.json.decode)
+    if sealed is None and manifest.format > (1, 0):
+        raise MismatchError(f"{name}: not what was written: its own sum is missing")
     if len(manifest.ranks) != manifest.world_size:
         raise CorruptCheckpointError(f"{name}: {len(manifest.ranks)} ranks for a world of {manifest.world_size}")
     return manifest

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.pickle_guard import check_nesting
 
 __all__ = ["DTYPES", "MAX_BYTES", "MetadataTemplate", "parse_metadata", "render_metadata"]
 
@@ -181,8 +182,11 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
     """
     try:
         _check_opcodes(data)
+        check_nesting(data)
         found = _Unpickler(io.BytesIO(data)).load()
         fault = _metadata_fault(found)
+    except MemoryError:
+        raise  # of this machine: lengths beyond the data were refused before
     except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
         raise CorruptCheckpointError(f"{name}: {str(exc) or type(exc).__name__}") from exc
     if fault:
@@ -218,6 +222,19 @@ class _Properties(metaclass=_Sealed):
         self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
+class _Index(metaclass=_Sealed):
+    """Turns into a ``MetadataIndex``, the only hashed one: of a forged field its hash could recurse for ever."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        offset, number = state.get("offset"), state.get("index")
+        if type(state.get("fqn")) is not str or type(offset) not in (torch.Size, type(None)):
+            raise pickle.UnpicklingError(f"an index of {state.get('fqn')!r} and {type(offset).__name__}")
+        if type(number) not in (int, type(None)):
+            raise pickle.UnpicklingError(f"an index with the number {number!r}")
+        self.__dict__.update(state)
+        self.__class__ = MetadataIndex  # type: ignore[assignment]
+
+
 class _MemoryFormat(metaclass=_Sealed):
     def __new__(cls, value: int) -> int:  # type: ignore[misc]
         return value
@@ -236,11 +253,12 @@ class _Path(metaclass=_Sealed):
 _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _DCP = "torch.distributed.checkpoint."
-_PLAIN = (Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+_PLAIN = (Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
 
 _GLOBALS: dict[tuple[str, str], object] = {
     **{(f"{_DCP}metadata", real.__name__): _stand_in(real) for real in _PLAIN},
     (f"{_DCP}metadata", "TensorProperties"): _Properties,
+    (f"{_DCP}metadata", "MetadataIndex"): _Index,
     (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
     (f"{_DCP}filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
     ("torch", "Size"): torch.Size,

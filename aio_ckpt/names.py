@@ -6,6 +6,7 @@ import re
 
 __all__ = [
     "ABANDONED_PREFIX",
+    "CORRUPT_PREFIX",
     "LOCK_FILE",
     "OWNER_FILE",
     "PENDING_PREFIX",
@@ -20,6 +21,8 @@ PENDING_PREFIX = ".pending-"
 """A save that is being written, or whose writer died."""
 ABANDONED_PREFIX = ".abandoned-"
 """A step that ``rollback`` set aside; never deleted here."""
+CORRUPT_PREFIX = ".corrupt-"
+"""A step that a load proved damaged; never deleted here."""
 TRASH_PREFIX = ".trash-"
 """What is being deleted, by the holder of the lock only."""
 PROTECTED_PREFIX = ".protected-"

@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from aio_ckpt.envelope import records_of
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind
+from aio_ckpt.pickle_guard import check_calls
+from aio_ckpt.tensor_pickle import STORAGE_ELEMENT_BYTES
 
 __all__ = [
     "MAX_DEPTH",
@@ -47,7 +50,6 @@ TORCH_ARRAY_DTYPES: frozenset[np.dtype[Any]] = frozenset(
 """numpy dtypes (native byte order) whose elements a tensor holds bit for bit."""
 
 _TAG = "__aio_ckpt__"
-_ZIP_MAGIC = b"PK\x03\x04"
 _IMMUTABLE = frozenset({NoneType, bool, int, float, complex, str, bytes})
 _ALWAYS_PLAIN = frozenset({NoneType, bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _INT_BITS = 2000
@@ -96,8 +98,8 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         UnsafeObjectError: reading it needs code to run (and ``trusted`` is False), or a class not found here.
         CorruptCheckpointError: the bytes are no object of ours or of ``torch.save``.
     """
-    if data[:4] != _ZIP_MAGIC:
-        raise CorruptCheckpointError(f"{name}: the stored object is no torch.save zip")
+    if not trusted:
+        _check_stored(data, name)
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted, mmap=False)
         return _decode(value)
@@ -109,10 +111,24 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
             f"{name}: only running code can read this object back ({reason}); "
             "set trusted_objects=True if you trust whoever wrote the checkpoint"
         ) from exc
+    except MemoryError:
+        raise  # of this machine: what could take more than the bytes that are there was refused
     except (ImportError, AttributeError) as exc:
         raise UnsafeObjectError(f"{name}: the object needs a class that is not found here: {exc}") from exc
     except Exception as exc:  # torch raises many types for a damaged archive
         raise CorruptCheckpointError(f"{name}: the stored object does not read: {_first_line(exc)}") from exc
+
+
+def _check_stored(data: bytes, name: str) -> None:
+    """Refuse bytes that would crash or starve torch's reader."""
+    try:
+        records = records_of(data)
+        sizes = {key: len(record) for key, (record, _) in records.items()}
+        check_calls(records.get("data.pkl", (b"", 0))[0], lambda key: sizes.get(f"data/{key}"), STORAGE_ELEMENT_BYTES)
+    except CorruptCheckpointError as exc:
+        raise CorruptCheckpointError(f"{name}: the stored object does not read: {exc}") from exc
+    except UnsafeObjectError as exc:
+        raise UnsafeObjectError(f"{name}: {exc}; set trusted_objects=True if you trust whoever wrote it") from exc
 
 
 def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
@@ -291,16 +307,23 @@ def _decode_dict(fields: dict[str, Any]) -> object:
 
 
 def _decode_bytes_io(fields: dict[str, Any]) -> object:
-    stream = io.BytesIO(fields["data"].numpy().tobytes())
+    stream = io.BytesIO(_stored_bytes(fields["data"]).tobytes())
     stream.seek(fields["position"])
     return stream
+
+
+def _stored_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """What :func:`_byte_tensor` made; an expanded one would be more bytes than are stored."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"bytes stored as {tensor.dtype} of shape {tuple(tensor.shape)}")
+    return tensor.numpy()
 
 
 def _decode_array(fields: dict[str, Any]) -> np.ndarray[Any, Any]:
     """The length is checked first: numpy takes a forged negative dimension."""
     dtype = np.lib.format.descr_to_dtype(fields["dtype"])
     shape = fields.get("shape", ())
-    raw = fields["data"].numpy()
+    raw = _stored_bytes(fields["data"])
     if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != raw.nbytes:
         raise ValueError(f"shape {shape} of {dtype} over {raw.nbytes} bytes")
     return np.ndarray(shape, dtype=dtype, buffer=raw)

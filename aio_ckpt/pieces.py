@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aio_ckpt.contents import ObjectArray, SmallItems
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import IntArray
 
@@ -61,7 +61,7 @@ class Landing:
         """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
 
         Raises:
-            CorruptCheckpointError: the sum does not match; names file and tensor or object.
+            MismatchError: the sum does not match; names file and tensor or object.
         """
         is_summed = False
         if combine is not None and self.crc32 is not None:
@@ -69,7 +69,7 @@ class Landing:
             for crc, nbytes in self.sums:
                 total = combine(total, crc, nbytes)
             if total != self.crc32:
-                raise CorruptCheckpointError(f"{self.label} does not match its CRC32")
+                raise MismatchError(f"{self.label} does not match its CRC32")
             is_summed = True
         if self.then is not None and self.scratch is not None:
             self.then(self.scratch)

@@ -26,6 +26,7 @@ from aio_ckpt.names import StepNames
 from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor, watch_submissions
 from aio_ckpt.progress import CaptureProgress, Deadline, Threads, follow
+from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.record import (
     MetadataFile,
     object_entries,
@@ -64,6 +65,8 @@ class Site:
     """The engine's I/O threads."""
     config: EngineConfig
     """Settings."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Checkpoints that loads proved damaged."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -288,12 +291,15 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-        await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
+        async with site.quarantine.commits:
+            await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
     if scope.cancelled_caught:
-        raise StallError(
+        stalled = StallError(
             f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "
             "stalled; the step may still become visible, whole, when it recovers"
         )
+        stalled.in_doubt = True
+        raise stalled
 
 
 def _pending(site: Site, save: PendingSave) -> Path:
@@ -318,6 +324,10 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
     pending = _pending(site, save)
+    if isinstance(cause, AioCkptError) and cause.in_doubt:
+        # Its files may be those of a visible step, or those of the step that it replaced.
+        _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)
+        return
     try:
         with anyio.move_on_after(_SETTLE_SECS):
             await site.storage.remove_tree(pending)

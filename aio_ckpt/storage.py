@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from aio_ckpt.datafile import Probe, create_data_file, open_data_file, probe_read, probe_write, translated
-from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
+from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.items import WriteMode
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.rootlock import RootLock
@@ -110,7 +110,7 @@ class Storage(Protocol):
         """Create ``path`` exclusively, write all, fsync. What failed is removed."""
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """The whole file. CorruptCheckpointError if it is longer than ``max_bytes``."""
+        """The whole file. MismatchError, before memory is taken, if it is longer than ``max_bytes``."""
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         """Create a directory; it must not exist. With ``parents`` it may, and all that are made are durable."""
@@ -271,7 +271,7 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > max_bytes:
-            raise CorruptCheckpointError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")
+            raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")
         return file.read(nbytes)
 
 

@@ -19,7 +19,7 @@ import torch
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.items import TensorSpec
 
-__all__ = ["StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
+__all__ = ["STORAGE_ELEMENT_BYTES", "StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
 
 _V2_STORAGES = {
     "float64": "DoubleStorage",
@@ -49,6 +49,11 @@ def _known_dtypes(names: Sequence[str]) -> dict[str, torch.dtype]:
 
 _V2_DTYPES = _known_dtypes(tuple(_V2_STORAGES))
 _V3_DTYPES = _known_dtypes(_V3_NAMES)
+STORAGE_ELEMENT_BYTES: dict[str, int] = {
+    "torch.storage.UntypedStorage": 1,
+    **{f"torch.{_V2_STORAGES[name]}": dtype.itemsize for name, dtype in _V2_DTYPES.items()},
+}
+"""Bytes of one slot by the full name of the storage's class."""
 _STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
 
 
@@ -177,17 +182,21 @@ class _TensorUnpickler(pickle.Unpickler):
         raise TypeError("no storage")
 
 
+def _check_opcodes(data: bytes) -> None:
+    for opcode, _, _ in pickletools.genops(data):
+        if opcode.code not in _OPCODES:
+            raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
+
+
 def read_pickle(data: bytes) -> TensorView:
     """The tensor that ``data.pkl`` describes."""
     try:
-        for opcode, _, _ in pickletools.genops(data):
-            if opcode.code not in _OPCODES:
-                raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
+        _check_opcodes(data)
         view = _TensorUnpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as exc:
-        if isinstance(exc, UnsupportedLeafError):  # it refines TypeError
-            raise
-        raise CorruptCheckpointError(f"a tensor item is damaged: its pickle is malformed ({exc})") from exc
+    except (UnsupportedLeafError, MemoryError):
+        raise
+    except Exception as exc:  # crafted bytes can raise anything, down to OverflowError from the length of a frame
+        raise CorruptCheckpointError(f"its torch.save zip is damaged: its pickle is malformed ({exc})") from exc
     if not isinstance(view, TensorView):
         raise UnsupportedLeafError("an item holds something else than one tensor")
     return view

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
 from aio_ckpt.contents import Slot, StoredObject
+from aio_ckpt.envelope import fill_crc, render
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
 from aio_ckpt.files import Files, bounce_buffers
-from aio_ckpt.items import PAGE_BYTES, align_up
+from aio_ckpt.items import PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.manifest import (
     METADATA_FILE,
     ROOT_MANIFEST,
@@ -68,13 +69,19 @@ class _Span(NamedTuple):
 
 
 async def verify_checkpoint(
-    storage: Storage, path: Path, *, executor: Executor, readers: int, on_progress: Callable[[int], None]
+    storage: Storage,
+    path: Path,
+    *,
+    step: int | None = None,
+    executor: Executor,
+    readers: int,
+    on_progress: Callable[[int], None],
 ) -> tuple[Fault, ...]:
     """All faults of the checkpoint at ``path``; none if every byte is as it was written.
 
     Checked of ours: the small files against each other, the CRC32 of each data file, block and object, and each item's
-    zip against manifest and ``.metadata``. Of plain DCP: the CRC32 of each zip record. ``on_progress`` is given the
-    bytes read since the last call.
+    zip against manifest and ``.metadata``. Of plain DCP: the CRC32 of each zip record. ``step`` is the one that the
+    directory is named for, if it is. ``on_progress`` is given the bytes read since the last call.
 
     Raises:
         CheckpointNotFoundError: no ``.metadata``, so no checkpoint.
@@ -83,6 +90,9 @@ async def verify_checkpoint(
     faults: list[Fault] = []
     checkpoint = await _open(storage, path, executor, faults)
     if checkpoint is not None:
+        if step is not None and checkpoint.step not in (None, step):
+            message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
+            faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=message))
         async with Files(storage, path, readers=readers) as files:
             run = _Verification(files, executor, readers, on_progress, faults)
             await (run.ours if checkpoint.root else run.plain)(checkpoint)
@@ -97,21 +107,22 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
         raise
     except CorruptCheckpointError as error:
         first = error
-    data = await read_small_file(storage, path / METADATA_FILE)
+    metadata = await read_small_file(storage, path / METADATA_FILE)
     root_data = await read_small_file(storage, path / ROOT_MANIFEST)
     try:
         root = decode_root(root_data or b"", name=ROOT_MANIFEST)
     except CorruptCheckpointError:
         faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=str(first)))
         return None
-    wrong = check_metadata(root, data or b"")
+    wrong = check_metadata(root, metadata or b"")
     if wrong:
         faults.append(Fault(file=METADATA_FILE, tensor=None, message=wrong))
     ranks = []
     for rank, entry in enumerate(root.ranks):
         with _noting(faults, entry.name):
-            ranks.append(check_rank(root, rank, await read_small_file(storage, path / entry.name)))
-    metadata_bytes = b"" if wrong or data is None else data
+            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
+            ranks.append(check_rank(root, rank, data))
+    metadata_bytes = b"" if wrong or metadata is None else metadata
     return Checkpoint(path=path, step=root.step, metadata_bytes=metadata_bytes, root=root, ranks=tuple(ranks))
 
 
@@ -173,12 +184,14 @@ class _Verification:
         await self.files.measure([file.name], {file.name: file.nbytes})
         known = len(self.faults)
         crc32 = await self._sum_file(file.name, _spans_of(manifest))
-        # A block that does not match explains it, and names the tensor.
-        if crc32 not in (None, file.crc32) and len(self.faults) == known:
-            self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
         slots = [_slot_of(entry, file.name) for entry in manifest.tensors]
         ends = await read_ends(self.files, slots, executor=self.executor, readers=self.readers)
         await run_blocking(self.executor, self._compare_items, manifest, slots, ends)
+        # A block or an item that does not match explains it, and names the tensor.
+        if crc32 not in (None, file.crc32) and len(self.faults) == known:
+            await run_blocking(self.executor, self._compare_envelopes, manifest, slots, ends)
+        if crc32 not in (None, file.crc32) and len(self.faults) == known:
+            self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
 
     def _compare_items(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
         for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
@@ -187,10 +200,19 @@ class _Verification:
                 place = item.raw_offset, item.raw_bytes, item.stride, item.storage_offset
                 if place != (entry.raw_offset, entry.raw_bytes, entry.stride, 0):
                     self._note(slot.file, slot.name, f"the manifest and the item's zip disagree: {place}")
-                lengths = [manifest.block_bytes] * len(sums)
-                lengths[-1:] = [entry.raw_bytes - manifest.block_bytes * (len(sums) - 1)] * bool(sums)
+                lengths = _block_lengths(entry, manifest)
                 if item.record_crc32 not in (None, _combine_all(zip(sums, lengths, strict=True))):
                     self._note(slot.file, slot.name, "the CRC32 in the item's zip is not that of its blocks")
+
+    def _compare_envelopes(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
+        """Name the item whose header or trailer is not as we render it; one of another version may differ soundly."""
+        for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
+            head, tail = ends[id(slot)]
+            wanted = render(TensorSpec(slot.dtype, entry.shape, entry.stride))
+            trailer = bytearray(wanted.trailer)
+            fill_crc(trailer, wanted, _combine_all(zip(sums, _block_lengths(entry, manifest), strict=True)))
+            if not (head.startswith(wanted.header) and tail.endswith(trailer)):
+                self._note(slot.file, slot.name, "the file does not match its CRC32: the item's zip is not as written")
 
     def _compare_metadata(self, checkpoint: Checkpoint, places: Mapping[MetadataIndex, _Place]) -> None:
         stored = checkpoint.metadata.storage_data or {}
@@ -296,6 +318,10 @@ def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
         for name in stored.fqns:
             places[MetadataIndex(name)] = file, stored.offset, stored.nbytes
     return places
+
+
+def _block_lengths(entry: TensorEntry, manifest: RankManifest) -> list[int]:
+    return [min(manifest.block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, manifest.block_bytes)]
 
 
 def _slot_of(entry: TensorEntry, file: str) -> Slot:

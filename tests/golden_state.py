@@ -1,7 +1,8 @@
 """The state that the golden checkpoints hold, and how one is written: ``python tests/golden_state.py ROOT``.
 
-``tests/golden/v<major>/`` keeps a checkpoint of each format version for ever. A new one is written once, when
-``FORMAT_MAJOR`` changes, from a root of a neutral name (it stands in ``.metadata``); an old one is never written again.
+``tests/golden/v<major>.<minor>/`` (``v1`` is 1.0) keeps a checkpoint of each format version for ever. A new one is
+written once, when the version changes, from a root of a neutral name (it stands in ``.metadata``); an old one is never
+written again.
 """
 
 from __future__ import annotations
@@ -42,4 +43,4 @@ def golden_state() -> dict[str, Any]:
 
 if __name__ == "__main__":
     with SyncCheckpointEngine(sys.argv[1]) as engine:
-        engine.save(golden_state(), STEP).result()
+        engine.save(golden_state(), STEP, metrics={"loss": 0.25, "odd": float("nan")}).result()

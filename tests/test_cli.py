@@ -241,6 +241,20 @@ def test_a_missing_file_is_a_fault_of_its_checkpoint(root, capsys, name):
     assert "step_000000020: good" in out
 
 
+def test_two_directories_that_were_swapped_are_a_fault_of_both_and_a_copy_of_another_name_is_none(root, capsys):
+    one, two = root / "step_000000010", root / "step_000000020"
+    shutil.copytree(one, root / "best")
+    one.rename(root / "aside")
+    two.rename(one)
+    (root / "aside").rename(two)
+    for path, holds in ((one, 20), (two, 10)):
+        code, out, _ = called(capsys, "verify", path)
+        assert code == 1
+        assert f"aio_ckpt.json: holds step {holds}" in out
+    assert called(capsys, "verify", root)[0] == 1
+    assert called(capsys, "verify", root / "best")[0] == 0
+
+
 def test_a_checkpoint_of_a_newer_format_is_a_fault_that_names_it(root, capsys):
     manifest = root / "step_000000020" / "aio_ckpt.json"
     changed = json.loads(manifest.read_text())

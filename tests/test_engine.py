@@ -471,6 +471,33 @@ def test_a_store_that_stands_still_during_the_commit_ends_the_wait_too(root: Pat
         assert 1 + len(engine.steps()) == engine.save(weights(2)).step, "the disk was not looked at again"
 
 
+def test_an_exchange_that_cannot_be_taken_back_keeps_both_checkpoints_and_says_so(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), step=5).result(TIMEOUT)
+        storage.fail("sync_dir", "root", broken())
+        storage.fail("exchange", "step_*", WriteError(errno.EROFS, "read-only", "/y"))
+        ticket = engine.save(weights(2), step=5, overwrite=True)
+        with pytest.raises(WriteError, match="the disk is gone") as caught:
+            ticket.result(TIMEOUT)
+        assert caught.value.in_doubt
+        assert "may still become visible, whole" in caught.value.__notes__[0]
+        assert value(engine, 5) == 2
+        (pending,) = root.glob(".pending-*")
+        assert (pending / ".metadata").exists(), "after a power loss this may be step 5 again"
+
+
+def test_a_rename_that_was_not_durable_is_taken_back_durably_before_its_files_go(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        storage.fail("sync_dir", "root", broken())
+        ticket = engine.save(weights(1))
+        with pytest.raises(WriteError, match="the disk is gone") as caught:
+            ticket.result(TIMEOUT)
+        assert not caught.value.in_doubt
+        assert listing(root) == []
+        names = [(call.name, call.path.name.partition("-")[0]) for call in storage.calls]
+        assert names[-3:] == [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", ".pending")]
+
+
 def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1)).result(TIMEOUT)

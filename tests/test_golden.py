@@ -26,6 +26,7 @@ from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.manifest import FORMAT_MAJOR, FORMAT_MINOR
 from aio_ckpt.portal import Executor
+from aio_ckpt.seal import seal
 from aio_ckpt.storage import LocalStorage
 from aio_ckpt.verify import verify_checkpoint
 
@@ -33,10 +34,10 @@ GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
+@pytest.fixture(params=VERSIONS)
+def root(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A copy, so that no test can harm the original."""
-    return Path(shutil.copytree(GOLDEN / "v1", tmp_path / "v1"))
+    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / "root"))
 
 
 @pytest.fixture
@@ -94,7 +95,8 @@ def blank(value: Any) -> Any:
 
 
 def test_there_is_a_golden_checkpoint_of_every_format_version() -> None:
-    assert [f"v{major}" for major in range(1, FORMAT_MAJOR + 1)] == VERSIONS
+    assert VERSIONS == ["v1", "v1.1"], "v1 is 1.0: a root manifest without a seal"
+    assert VERSIONS[-1] == f"v{FORMAT_MAJOR}.{FORMAT_MINOR}"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -188,8 +190,9 @@ async def test_a_flipped_byte_of_it_is_found(checkpoint: Path, root: Path, name:
 def change_root(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = checkpoint / "aio_ckpt.json"
     fields = json.loads(path.read_bytes())
+    fields.pop("blake2b", None)
     change(fields)
-    path.write_text(json.dumps(fields))
+    path.write_bytes(seal((json.dumps(fields, indent=1) + "\n").encode()))
 
 
 def change_rank(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -246,10 +249,15 @@ def test_without_manifests_it_is_a_plain_dcp_checkpoint(checkpoint: Path, root: 
         assert_same_tensor(target[name], tensor)
 
 
-def test_without_metadata_it_is_no_checkpoint(checkpoint: Path, root: Path) -> None:
+def test_without_metadata_it_is_no_checkpoint_but_a_damaged_one(checkpoint: Path, root: Path) -> None:
     (checkpoint / ".metadata").unlink()
-    with SyncCheckpointEngine(root) as engine, pytest.raises(CheckpointNotFoundError):
-        engine.read()
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == []
+        with pytest.raises(CorruptCheckpointError, match=r"step 7: \.metadata: missing"):
+            engine.read()
+        (checkpoint / "aio_ckpt.json").unlink()
+        with pytest.raises(CheckpointNotFoundError):
+            engine.read()
 
 
 def test_an_object_is_a_torch_save_of_its_own(checkpoint: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt import manifest, metadata
-from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import (
     FORMAT_MAJOR,
@@ -29,6 +29,7 @@ from aio_ckpt.manifest import (
     encode_static,
     rank_manifest_name,
 )
+from aio_ckpt.seal import seal
 
 # -- the rank's manifest --------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ def test_any_contiguous_tensors_come_back_as_they_were(drawn):
 # -- the root manifest ----------------------------------------------------------------------------
 
 ROOT = RootManifest(
-    format=(1, 0),
+    format=(1, 1),
     save_id="s",
     step=100,
     world_size=2,
@@ -246,8 +247,37 @@ def test_a_root_manifest_comes_back_as_it_was_and_is_json_with_lines():
 
 
 def test_unknown_fields_of_a_root_manifest_are_ignored():
-    data = json.dumps(json.loads(encode_root(ROOT)) | {"format": [1, 7], "new": [1]}).encode()
-    assert decode_root(data, name="r").step == 100
+    data = changed_root({"format": [1, 7], "new": [1]})
+    assert decode_root(seal(data), name="r").step == 100
+
+
+def changed_root(change: dict) -> bytes:
+    fields = json.loads(encode_root(ROOT)) | change
+    del fields["blake2b"]
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+def test_every_changed_byte_of_a_root_manifest_is_found():
+    data = encode_root(ROOT)
+    for at in range(len(data)):
+        for changed in (data[at] ^ 1, data[at] ^ 0x80, 0, 0x20):
+            if changed != data[at]:
+                with pytest.raises(MismatchError, match=r"r\.json: not what was written"):
+                    decode_root(data[:at] + bytes([changed]) + data[at + 1 :], name="r.json")
+        for damaged in (
+            data[:at],
+            data[:at] + bytes(len(data) - at),
+            data[:at] + data[at + 1 :],
+            data + data[: at + 1],
+        ):
+            with pytest.raises(CorruptCheckpointError, match=r"r\.json: not what was written"):
+                decode_root(damaged, name="r.json")
+
+
+def test_a_root_manifest_of_1_0_has_no_seal_and_one_of_1_1_must_have_one():
+    assert decode_root(changed_root({"format": [1, 0]}), name="r").step == 100
+    with pytest.raises(MismatchError, match="its own sum is missing"):
+        decode_root(changed_root({"format": [1, 1]}), name="r")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +303,7 @@ def test_unknown_fields_of_a_root_manifest_are_ignored():
     ],
 )
 def test_every_field_of_a_root_manifest_is_checked(change):
-    data = json.dumps(json.loads(encode_root(ROOT)) | change).encode()
+    data = seal(changed_root(change))
     with pytest.raises(CorruptCheckpointError, match=r"r\.json"):
         decode_root(data, name="r.json")
 

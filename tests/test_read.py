@@ -27,6 +27,7 @@ from aio_ckpt import tree
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    MismatchError,
     MissingNameError,
     TemplateMismatchError,
     UnexpectedNameError,
@@ -368,9 +369,12 @@ async def test_only_selects_names_and_what_lies_below_them(storage, tmp_path):
         await read(storage, path, only=["model", "nothing"])
 
 
-async def test_no_metadata_is_no_checkpoint(storage, tmp_path):
+async def test_no_metadata_is_a_damaged_checkpoint_and_no_manifest_either_is_none(storage, tmp_path):
     path = save_state(tmp_path / "c", {"t": torch.ones(4)})
     (path / ".metadata").unlink()
+    with pytest.raises(MismatchError, match=r"\.metadata: missing"):
+        await opened(storage, path)
+    (path / "aio_ckpt.json").unlink()
     with pytest.raises(CheckpointNotFoundError, match="metadata"):
         await opened(storage, path)
 

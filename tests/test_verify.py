@@ -84,7 +84,7 @@ async def test_a_flipped_bit_anywhere_in_a_data_file_is_found(executor, tmp_path
     flip(file, offset, 1 << bit)
     faults = await verify(executor, path)
     rank = manifest.decode_rank((path / "aio_ckpt.0.bin").read_bytes(), name="m")
-    inside = [e.fqns[0] for e in rank.tensors if e.raw_offset <= offset < e.raw_offset + e.raw_bytes]
+    inside = [e.fqns[0] for e in rank.tensors if e.item_offset <= offset < e.item_offset + e.item_bytes]
     inside += [e.fqns[0] for e in rank.objects if e.offset <= offset < e.offset + e.nbytes]
     assert {fault.file for fault in faults} == {"__0_0.distcp"}
     assert faults[0].tensor == (inside[0] if inside else None)

@@ -200,16 +200,12 @@ class Verdict:
         if self._was_durable:
             return [f"the save failed, though it was durable: {explain(error)}"]
         found = [*self._wrong_error(error), *self._retried()]
-        if self._may_show() and self._shows():
-            self._ground.keep(self._outcome)
+        if isinstance(error, AioCkptError) and error.in_doubt:  # documented: it may become visible, whole
+            self.leftovers += (".pending-",)
             self.strays = frozenset({OWNER_FILE})
+            if self._shows():
+                self._ground.keep(self._outcome)
         return found
-
-    def _may_show(self) -> bool:
-        """Documented: a commit that stalled, or whose undoing failed too, may become visible, whole."""
-        error = self._outcome.error
-        in_commit = isinstance(error, AioCkptError) and error.stage == "commit"
-        return in_commit and (self._fault.is_slow or self._fault.is_lasting)
 
     def _shows(self) -> bool:
         """Whether the step holds what was saved, whole."""
@@ -247,7 +243,9 @@ class Verdict:
     def _retried(self) -> Iterator[str]:
         """After a failed fsync its pages may be gone though the next one succeeds: never again on the same file."""
         hit, begun = self._hit, self._ground.storage.begun
-        if self._fault.code and hit.name in ("sync", "write_file", "sync_dir") and begun.count(hit) > 1:
+        later = begun[begun.index(hit) + 1 :]
+        undone = next((index for index, call in enumerate(later) if call.name in _RENAMES), len(later))
+        if self._fault.code and hit.name in SYNCS and hit in later[:undone]:  # an undone rename is synced anew
             yield f"{hit} was tried again"
 
 

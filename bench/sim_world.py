@@ -1,0 +1,439 @@
+"""What a simulated save runs on: a virtual clock, threads that end in a drawn order, a disk that knows what is durable.
+
+The loop is asyncio's own over a selector that never sleeps. Two libraries were looked at: ``aiotools.VirtualClock``
+spins for ever where nothing is scheduled any more, which here must be found; ``looptime`` waits in real time for
+executors, and theirs are simulated here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import selectors
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+from unittest import mock
+
+from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
+from aio_ckpt.items import WriteMode
+from aio_ckpt.lifetime import POISON
+from aio_ckpt.portal import ON_SUBMIT, Executor, run_blocking
+from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock
+
+__all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_POISON = bytes([POISON]) * 64
+HANG_SECS = 50_000.0
+"""A call that hangs ends after so long: no wait of a save is as patient."""
+
+
+class DeadlockError(AssertionError):
+    """Every task waits for something that nobody will do."""
+
+
+class _NoSleep(selectors.SelectSelector):
+    """Moves the clock instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready:
+            if timeout is None:
+                raise DeadlockError
+            self.now += max(timeout, 0.0)
+        return ready
+
+
+@contextlib.contextmanager
+def virtual_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop on a clock of its own, which ``time.monotonic`` and ``time.perf_counter`` show too."""
+    selector = _NoSleep()
+    loop = asyncio.SelectorEventLoop(selector)
+    with mock.patch("time.monotonic", selector.time), mock.patch("time.perf_counter", selector.time):
+        try:
+            yield loop
+        finally:
+            loop.close()
+
+
+# -- threads ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """How often what goes wrong in one run."""
+
+    fails: float = 0.0
+    """A call of the storage raises."""
+    hangs: float = 0.0
+    """A call of the storage takes ``HANG_SECS``."""
+    slow: float = 0.0
+    """A call takes a hundred times as long."""
+
+
+class SimThreads(Executor):
+    """The engine's threads: work begins in the order of submission and ends after a drawn time, when it takes effect.
+
+    Work that has begun goes on when its await was cancelled, as that of a thread does.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, threads: int, chances: Chances) -> None:
+        # Not the base class's: it would start threads.
+        self._loop = loop
+        self._rng = rng
+        self._free = threads
+        self._chances = chances
+        self._queue: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self.has_hung = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue ``fn`` and tell the context's watcher."""
+        future: Future[T] = Future()
+        self._queue.append((future, lambda: fn(*args, **kwargs)))
+        watcher = ON_SUBMIT.get()
+        if watcher is not None:
+            watcher(future)
+        self._begin()
+        return future
+
+    def map(self, fn: Callable[..., T], *iterables: Any, **_: Any) -> Iterator[T]:
+        """At once: whoever maps waits for it."""
+        return map(fn, *iterables)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether nothing is queued and nothing runs."""
+        return not self._queue and self._busy == 0
+
+    _busy = 0
+
+    def _begin(self) -> None:
+        while self._queue and self._free:
+            future, work = self._queue.pop(0)
+            if future.set_running_or_notify_cancel():
+                self._free -= 1
+                self._busy += 1
+                self._loop.call_later(self._secs(), self._end, future, work)
+
+    def _secs(self) -> float:
+        draw = self._rng.random()
+        if draw < self._chances.hangs:
+            self.has_hung = True
+            return HANG_SECS
+        secs = self._rng.expovariate(100.0)
+        return secs * 100 if draw < self._chances.hangs + self._chances.slow else secs
+
+    def _end(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        self._free += 1
+        self._busy -= 1
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - the waiter's, as in any executor
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        self._begin()
+
+
+# -- the disk ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class File:
+    """A file: what reads see, and what a power loss leaves for certain."""
+
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytes | None = None
+
+    def after_loss(self, rng: random.Random) -> File:
+        """One of the things that a power loss may leave."""
+        now = bytes(self.data)
+        torn = now[: rng.randrange(len(now) + 1)] + bytes(len(now))
+        choices = [now] if self.durable == now else [now, self.durable or b"", torn[: len(now)]]
+        data = rng.choice(choices)
+        return File(bytearray(data), data)
+
+
+@dataclass(eq=False)
+class Directory:
+    """A directory: for each name all that it may be after a power loss; the last is what it is now."""
+
+    names: dict[str, list[Node]] = field(default_factory=dict)
+
+    def now(self, name: str) -> Node:
+        """What the name means, or None."""
+        return self.names.get(name, [None])[-1]
+
+    def put(self, name: str, node: Node) -> None:
+        """Change the name."""
+        self.names.setdefault(name, [None]).append(node)
+
+    def sync(self) -> None:
+        """What the names are is durable."""
+        self.names = {name: nodes[-1:] for name, nodes in self.names.items()}
+
+    def copy(self) -> Directory:
+        """As it is now, as if all were durable."""
+        copied = Directory()
+        for name in self.listing():
+            node = self.now(name)
+            if isinstance(node, Directory):
+                copied.names[name] = [node.copy()]
+            elif node is not None:
+                copied.names[name] = [File(bytearray(node.data))]
+        return copied
+
+    def listing(self) -> list[str]:
+        """Names that are there."""
+        return [name for name, nodes in self.names.items() if nodes[-1] is not None]
+
+    def after_loss(self, rng: random.Random) -> Directory:
+        """One of the things that a power loss may leave."""
+        left = Directory()
+        for name, nodes in self.names.items():
+            node = rng.choice(nodes)
+            if node is not None:
+                left.names[name] = [node.after_loss(rng)]
+        return left
+
+
+Node = File | Directory | None
+
+
+class SimStorage:
+    """:class:`~aio_ckpt.storage.Storage` in memory; each call is one piece of work of the threads."""
+
+    def __init__(self, threads: SimThreads, rng: random.Random, chances: Chances, top: Directory, root: Path) -> None:
+        self._threads = threads
+        self._rng = rng
+        self._chances = chances
+        self._top = top
+        self._root = root
+        self.trace: list[str] = []
+        """Every call that took effect, in order."""
+        self.poisoned: list[str] = []
+        """Writes whose bytes had been given back before the thread was done with them."""
+
+    def at(self, path: Path) -> Node:
+        """What is at ``path``."""
+        node: Node = self._top
+        for part in path.relative_to(self._root).parts:
+            node = node.now(part) if isinstance(node, Directory) else None
+        return node
+
+    def directory(self, path: Path) -> Directory:
+        """The directory at ``path``."""
+        node = self.at(path)
+        if not isinstance(node, Directory):
+            raise _system_error(errno.ENOENT, path)
+        return node
+
+    async def run(self, name: str, path: Path, kind: type[WriteError | ReadError], act: Callable[[], T]) -> T:
+        """``act`` in a thread, when its time is over; or an error, before or (an fsync's) after its effect."""
+
+        def work() -> T:
+            if self._rng.random() < self._chances.fails:
+                self.trace.append(f"{name} {path.name} fails")
+                raise _system_error(self._rng.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT)), path)
+            result = act()
+            self.trace.append(f"{name} {path.name}")
+            return result
+
+        try:
+            return await run_blocking(self._threads, work)
+        except OSError as error:
+            raise kind(error.errno, error.strerror, str(path)) from error
+
+    def _new_file(self, path: Path, data: bytes = b"", durable: bytes | None = None) -> File:
+        parent = self.directory(path.parent)
+        if parent.now(path.name) is not None:
+            raise _system_error(errno.EEXIST, path)
+        file = File(bytearray(data), durable)
+        parent.put(path.name, file)
+        return file
+
+    def _file(self, path: Path) -> File:
+        node = self.at(path)
+        if not isinstance(node, File):
+            raise _system_error(errno.ENOENT, path)
+        return node
+
+    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+        """See :class:`~aio_ckpt.storage.Storage`, here and below."""
+        file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
+        return SimDataFile(self, path, file)
+
+    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
+        """Open."""
+        return SimReadFile(self, path, await self.run("open", path, ReadError, lambda: self._file(path)))
+
+    async def write_file(self, path: Path, data: bytes) -> None:
+        """Create, write, fsync."""
+        await self.run("write_file", path, WriteError, lambda: self._new_file(path, data, data))
+
+    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
+        """Read."""
+        data = await self.run("read_file", path, ReadError, lambda: bytes(self._file(path).data))
+        if len(data) > max_bytes:
+            raise CorruptCheckpointError(f"{path}: too long")
+        return data
+
+    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
+        """mkdir."""
+
+        def act() -> None:
+            parent = self.directory(path.parent)
+            if parent.now(path.name) is not None:
+                raise _system_error(errno.EEXIST, path)
+            parent.put(path.name, Directory())
+
+        await self.run("make_dir", path, WriteError, act)
+
+    async def sync_dir(self, path: Path) -> None:
+        """fsync."""
+        await self.run("sync_dir", path, WriteError, lambda: self.directory(path).sync())
+
+    async def list_dir(self, path: Path) -> list[str]:
+        """Names."""
+        return await self.run("list_dir", path, ReadError, lambda: sorted(self.directory(path).listing()))
+
+    async def exists(self, path: Path) -> bool:
+        """Whether it is there."""
+        return await self.run("exists", path, ReadError, lambda: self.at(path) is not None)
+
+    async def status(self, path: Path) -> FileStatus | None:
+        """Nothing here looks at times."""
+
+        def act() -> FileStatus | None:
+            node = self.at(path)
+            return None if node is None else FileStatus(identity=(id(node), 0, 0), modified_unix=0.0)
+
+        return await self.run("status", path, ReadError, act)
+
+    async def touch(self, path: Path) -> None:
+        """There are no times."""
+        await self.run("touch", path, WriteError, lambda: self.at(path))
+
+    async def rename(self, src: Path, dst: Path) -> None:
+        """Never over another."""
+        await self.run("rename", dst, WriteError, lambda: self._move(src, dst, replaces=False))
+
+    async def exchange(self, a: Path, b: Path) -> None:
+        """Both in one step."""
+
+        def act() -> None:
+            first, second = self.at(a), self.at(b)
+            if first is None or second is None:
+                raise _system_error(errno.ENOENT, b)
+            self.directory(a.parent).put(a.name, second)
+            self.directory(b.parent).put(b.name, first)
+
+        await self.run("exchange", b, WriteError, act)
+
+    async def replace(self, src: Path, dst: Path) -> None:
+        """Over another."""
+        await self.run("replace", dst, WriteError, lambda: self._move(src, dst, replaces=True))
+
+    async def remove_file(self, path: Path) -> None:
+        """Nothing if it is not there."""
+        await self.run("remove_file", path, WriteError, lambda: self._remove(path))
+
+    async def remove_tree(self, path: Path) -> None:
+        """All below."""
+        await self.run("remove_tree", path, WriteError, lambda: self._remove(path))
+
+    def lock(self, path: Path) -> RootLock:
+        """There is nobody else."""
+        raise NotImplementedError
+
+    def _move(self, src: Path, dst: Path, *, replaces: bool) -> None:
+        node = self.at(src)
+        if node is None:
+            raise _system_error(errno.ENOENT, src)
+        if not replaces and self.at(dst) is not None:
+            raise _system_error(errno.EEXIST, dst)
+        self.directory(src.parent).put(src.name, None)
+        self.directory(dst.parent).put(dst.name, node)
+
+    def _remove(self, path: Path) -> None:
+        if self.at(path) is not None:
+            self.directory(path.parent).put(path.name, None)
+
+
+class SimDataFile:
+    """A file of :class:`SimStorage` that is written. The bytes are taken when the write ends, as late as can be."""
+
+    mode: WriteMode = "buffered"
+
+    def __init__(self, storage: SimStorage, path: Path, file: File) -> None:
+        self._storage = storage
+        self.path = path
+        self._file = file
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """One range."""
+
+        def act() -> None:
+            if bytes(data[: len(_POISON)]) == _POISON:
+                self._storage.poisoned.append(f"{self.path} at {offset}")
+            self._file.data[offset : offset + len(data)] = data
+
+        await self._storage.run(f"write {offset}", self.path, WriteError, act)
+
+    async def sync(self) -> None:
+        """fdatasync."""
+
+        def act() -> None:
+            self._file.durable = bytes(self._file.data)
+
+        await self._storage.run("sync", self.path, WriteError, act)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class SimReadFile:
+    """A file of :class:`SimStorage` that is read."""
+
+    direct = False
+
+    def __init__(self, storage: SimStorage, path: Path, file: File) -> None:
+        self._storage = storage
+        self.path = path
+        self._file = file
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return len(self._file.data)
+
+    async def read_into(self, offset: int, view: memoryview) -> int:
+        """One range."""
+
+        def act() -> int:
+            data = self._file.data[offset : offset + len(view)]
+            view[: len(data)] = data
+            return len(data)
+
+        return await self._storage.run(f"read {offset}", self.path, ReadError, act)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _system_error(code: int, path: Path) -> OSError:
+    return OSError(code, os.strerror(code), str(path))

@@ -1,0 +1,37 @@
+"""A bounded part of ``python -m bench.soak``: what a process holds does not grow with the saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.soak import Limits, Outcome, soak, verdict
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
+
+
+def test_some_hundred_saves_that_change_and_fail_leave_files_threads_and_disk_flat(tmp_path: Path) -> None:
+    """Coarse bounds: a checkpoint is some 100 KiB, a retention pass in the background may hold a descriptor, and
+    memory settles over the first thousands of saves only, which the command measures."""
+    outcome = soak(tmp_path / "root", 200, every=10, first=40)
+    assert (outcome.committed > 120, outcome.failed > 20, outcome.plan_misses > 25) == (True, True, True)
+    limits = dataclasses.replace(Limits(), rss_bytes=32 << 10, files=0.05, threads=0.01, disk_bytes=4096)
+    assert verdict(outcome, limits) == []
+
+
+def test_what_grows_is_named() -> None:
+    outcome = soak_outcome(rss_bytes=2000.0, files=0.0, threads=0.1, disk_bytes=0.0)
+    assert [fault.split(":")[0] for fault in verdict(outcome, Limits())] == ["rss_bytes", "threads"]
+
+
+def soak_outcome(**slopes: float) -> Outcome:
+    return Outcome(saves=1, committed=1, failed=0, plan_misses=0, wall_secs=0.0, first=0, slopes=slopes, samples=[])
