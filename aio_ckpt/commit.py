@@ -6,11 +6,14 @@ checkpoint is whole or invisible at any instant. For a directory of the caller's
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+import anyio
 
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
@@ -36,6 +39,8 @@ MAX_LOOKS = 32
 MAX_STEP = 1 << 62
 """Largest number that a manifest holds."""
 
+_TIDY_SECS = 60.0
+"""How long a committed save waits for what it replaces to be removed."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -124,9 +129,24 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
     when the new one is durable.
     """
     replaces = overwrite and await storage.exists(final)
-    if replaces and not await storage.exists(final / OWNER_FILE):
-        # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
-        await storage.write_file(final / OWNER_FILE, await read_owner(storage, pending))
+    try:
+        if replaces and not await storage.exists(final / OWNER_FILE):
+            # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
+            await storage.write_file(final / OWNER_FILE, await read_owner(storage, pending))
+        await _make_visible(storage, pending, final, replaces=replaces)
+    except Exception:
+        if replaces:  # the old one stays: it is a checkpoint again and nobody's
+            with contextlib.suppress(AioCkptError, OSError):
+                await storage.remove_file(final / OWNER_FILE)
+        raise
+    # Shielded, with a limit of its own: the step is committed, and no stall from here on may say that it is not.
+    with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
+        await _tidy(storage, pending, final, replaces=replaces)
+    if tidying.cancelled_caught:
+        _log.warning("%s is committed, but what it replaces was not removed within %s s", final, _TIDY_SECS)
+
+
+async def _make_visible(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:
     move = storage.exchange if replaces else storage.rename
     try:
         await move(pending, final)
@@ -137,17 +157,20 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
         await storage.sync_dir(final.parent)
-    except OSError as error:
+    except Exception as error:
         # Visible but maybe not durable: the save fails, so it must not stay listed, and not come back after a power
         # loss without the files that are removed next.
         try:
             await move(final, pending)
             await storage.sync_dir(final.parent)
-        except OSError as undoing:
+        except (AioCkptError, OSError) as undoing:
             error.add_note(f"{final} may still become visible, whole: it could not be taken back: {undoing}")
             if isinstance(error, AioCkptError):
                 error.in_doubt = True
         raise
+
+
+async def _tidy(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:
     try:
         # Not before: without its owner what a crash leaves would be nobody's, and stay.
         await storage.remove_file(final / OWNER_FILE)
@@ -156,7 +179,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
             trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}")
             await storage.rename(pending, trash)
             await storage.remove_tree(trash)
-    except OSError as error:
+    except (AioCkptError, OSError) as error:
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
 
 

@@ -30,11 +30,13 @@ __all__ = [
     "StallError",
     "StepOrderError",
     "TemplateMismatchError",
+    "ThreadDiedError",
     "UnexpectedNameError",
     "UnsafeObjectError",
     "UnsupportedLeafError",
     "WriteError",
     "WrongThreadError",
+    "tell_stage",
 ]
 
 
@@ -42,12 +44,22 @@ class AioCkptError(Exception):
     """Root of the tree.
 
     ``target_modified`` is True when the error came after a load had begun to fill the caller's tensors,
-    so that the template may hold a mix of old and new values.
+    so that the template may hold a mix of old and new values. ``stage`` says where a save failed: ``open`` (the
+    root's lock, what is committed, leftovers), ``capture``, ``write``, ``agree`` or ``commit``; else it is empty.
     """
 
     target_modified: bool = False
+    stage: str = ""
     in_doubt: bool = False
     """True when the save failed in the middle of its last rename: its step may still become visible, whole."""
+
+
+def tell_stage(error: BaseException, stage: str) -> None:
+    """Say on ``error`` at which stage it came, unless it says so; on one that is not ours, by a note."""
+    if not isinstance(error, AioCkptError):
+        error.add_note(f"while saving, stage {stage}")
+    elif not error.stage:
+        error.stage = stage
 
 
 class ConfigError(AioCkptError, ValueError):
@@ -133,6 +145,10 @@ class WrongThreadError(AioCkptError, RuntimeError):
     """A blocking wait on the engine's own thread, which would never end."""
 
 
+class ThreadDiedError(AioCkptError, RuntimeError):
+    """What an I/O thread ran ended with ``SystemExit`` or the like, which is the cause; the engine goes on."""
+
+
 class BusyError(AioCkptError, RuntimeError):
     """``max_in_flight`` saves are pending and ``when_busy="raise"``."""
 
@@ -170,9 +186,7 @@ class RootError(AioCkptError, OSError):
 
 
 class WriteError(AioCkptError, OSError):
-    """Writing failed. Keeps ``errno``, ``strerror`` and ``filename`` of the cause; ``stage`` says where."""
-
-    stage: str = "write"
+    """Writing failed. Keeps ``errno``, ``strerror`` and ``filename`` of the cause."""
 
 
 class ReadError(AioCkptError, OSError):

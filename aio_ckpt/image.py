@@ -100,10 +100,14 @@ def lease_image(
         timeout_secs=timeout_secs,
         limit_secs=limit_secs,
     )
-    return Image(
-        lease=lease,
-        chunks=chunks,
-        chunk_bytes=layout.chunk_bytes,
-        slots=slots,
-        written=tuple(Future() for _ in chunks[slots:]),
-    )
+    try:
+        return Image(
+            lease=lease,
+            chunks=chunks,
+            chunk_bytes=layout.chunk_bytes,
+            slots=slots,
+            written=tuple(Future() for _ in chunks[slots:]),
+        )
+    except BaseException:
+        lease.close()
+        raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from aio_ckpt import commit
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError
+from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, tell_stage
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
@@ -18,7 +18,7 @@ from aio_ckpt.pipeline import PendingSave, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
-from aio_ckpt.snapshot import Copiers, ObjectBytes, capture
+from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["InFlight"]
@@ -29,7 +29,7 @@ _log = logging.getLogger("aio_ckpt")
 class InFlight:
     """The table of pending saves.
 
-    Invariant: a save is in the table from :meth:`add` until :meth:`remove`, and at most ``max_in_flight`` are. A
+    Invariant: a save is in the table from :meth:`start` until it is settled, and at most ``max_in_flight`` are. A
     failure that no waiter has seen stays here until it was raised once.
     """
 
@@ -123,7 +123,7 @@ class InFlight:
         waited_secs: float,
         plan_secs: float,
     ) -> PendingSave:
-        """Make a pending save and enter it in the table; :meth:`start` runs it."""
+        """Make a pending save; :meth:`start` enters it in the table and runs it."""
 
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
@@ -158,7 +158,6 @@ class InFlight:
                 plan_secs=plan_secs,
                 previous=self._pending[-1].settled if self._pending else None,
             )
-            self._pending.append(save)
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
@@ -179,6 +178,8 @@ class InFlight:
             self._portal.post(save.progress.tell, runs)
 
         try:
+            with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
+                self._pending.append(save)
             work = capture(
                 planned,
                 save.image,
@@ -187,11 +188,13 @@ class InFlight:
                 on_captured=captured,
                 stall_timeout_secs=timeout_secs,
             )
+            self._finish(save, work)
         except BaseException as error:
             issued.set_result(None)
             # Ctrl-C is raised here and only here: the pipeline and later saves hear of a cancelled save.
             interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
             cause = error if isinstance(error, Exception) else interrupted
+            tell_stage(cause, "capture")
             if running is None:
                 save.image.lease.close()
                 self._settle(save, failed(cause))
@@ -200,20 +203,26 @@ class InFlight:
             with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
                 self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
             raise
+        issued.set_result(None)
 
-        save.marks = work.marks
-        self.guards.wait_for(work.marks)
+    def _finish(self, save: PendingSave, work: Capture) -> None:
+        """Every copy is issued: ``staged`` is reached once they are done."""
 
         def finish() -> None:
             work.finish()
             save.staged_secs = save.elapsed()
             save.ticket.staged.resolve(None)
 
-        if work.is_done:
-            finish()
-        else:
-            save.image.lease.hold_until(self._portal.executor.submit(finish))
-        issued.set_result(None)
+        try:
+            save.marks = work.marks
+            self.guards.wait_for(work.marks)
+            if work.is_done:
+                finish()
+            else:
+                save.image.lease.hold_until(self._portal.executor.submit(finish))
+        except BaseException:
+            work.finish()  # the arena goes back when this raises: no copy may still be under way
+            raise
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
         """The pipeline ended: leave the table, then tell the ticket."""
@@ -224,7 +233,7 @@ class InFlight:
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
         self._on_settled(save.step, error)
         with self._lock:
-            self._pending.remove(save)
+            self._pending = [other for other in self._pending if other is not save]
             if error is None:
                 self._newest = _later(self._newest, save.step)
                 self._newest_since_read = _later(self._newest_since_read, save.step)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt import commit, retention
-from aio_ckpt.errors import RootError
+from aio_ckpt.errors import RootError, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
 from aio_ckpt.pipeline import Site
@@ -70,15 +70,17 @@ class RootKeeper:
         if self._lock is not None:
             self._lock.renew()
             return
-        site = self._site
-        lock = site.storage.lock(site.root / LOCK_FILE)
-        site.quarantine.is_writer = True
+        site, lock = self._site, None
         try:
+            lock = site.storage.lock(site.root / LOCK_FILE)
+            site.quarantine.is_writer = True
             self._call(site.quarantine.enforce, site.storage, site.root, what="setting damaged checkpoints aside")
             cleared = self._call(self._clear, what="clearing leftovers")
-        except BaseException:
+        except BaseException as error:
+            tell_stage(error, "open")
             site.quarantine.is_writer = False
-            lock.release()
+            if lock is not None:
+                lock.release()
             raise
         self._lock = lock
         if cleared:
@@ -103,7 +105,11 @@ class RootKeeper:
     def steps(self) -> list[int]:
         """Committed steps, ascending, less those that are to be set aside."""
         site = self._site
-        found = self._call(site.quarantine.committed, site.storage, site.root, site.names, what="steps()")
+        try:
+            found = self._call(site.quarantine.committed, site.storage, site.root, site.names, what="steps()")
+        except Exception as error:
+            tell_stage(error, "open")
+            raise
         return [checkpoint.step for checkpoint in found]
 
     def rollback(self, step: int) -> list[int]:

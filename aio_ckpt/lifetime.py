@@ -69,10 +69,14 @@ class Arena:
         self.is_registered = False
         """Whether it is page-locked for CUDA."""
         self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
-        self.memory.madvise(mmap.MADV_DONTFORK)
-        self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.address: int = self.tensor.data_ptr()
-        _populate(self.address, self.capacity, executor)
+        try:
+            self.memory.madvise(mmap.MADV_DONTFORK)
+            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
+            self.address: int = self.tensor.data_ptr()
+            _populate(self.address, self.capacity, executor)
+        except BaseException:
+            self.__dict__.clear()  # whoever keeps the error keeps this frame, and must not keep the memory
+            raise
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
@@ -242,14 +246,13 @@ class LifetimeManager:
             if arena is None:
                 self._reserved_bytes += nbytes
         arena = arena if arena is not None else self._map(nbytes, kind)
-        lease = Lease(arena, self._give_back, waited_secs=waited_secs)
-        if registers and kind != "pageable":
-            try:
+        try:
+            if registers and kind != "pageable":
                 arena.register()
-            except BaseException:
-                lease.close()
-                raise
-        return lease
+            return Lease(arena, self._give_back, waited_secs=waited_secs)
+        except BaseException:
+            self._give_back(arena)
+            raise
 
     def close(self) -> None:
         """Release idle arenas now and lent ones when their leases end."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import anyio
+import anyio.lowlevel
 import msgspec
 from isal import isal_zlib
 
@@ -18,7 +18,7 @@ from aio_ckpt import commit, owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, tell_stage
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
@@ -121,6 +121,8 @@ class PendingSave:
     """Behind every copy from a device."""
     doing: str = "making its directory"
     """What it is doing, for messages."""
+    stage: str = "write"
+    """Where it is: ``write``, ``agree``, ``commit``."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
     is_committing: bool = False
@@ -156,6 +158,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
             return await _watched(site, save)
     except BaseException as error:
         cause = _first_cause(error)
+        tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             await _settle_failure(site, save, cause)
         if cause is error:
@@ -241,7 +244,7 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
     await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
     message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
     save.progress.touch()
-    save.doing = "waiting for the other ranks"
+    save.stage, save.doing = "agree", "waiting for the other ranks"
     results = await site.coordinator.exchange(
         f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
     )
@@ -282,8 +285,9 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 
 
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
-    save.doing = "making its directory durable"
+    save.stage, save.doing = "commit", "making its directory durable"
     await commit.seal(site.storage, pending, root_manifest)
+    await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
     save.is_committing = True
     # Shielded: a rename that was begun is finished or undone.
     with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:

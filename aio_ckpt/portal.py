@@ -1,9 +1,8 @@
 """The only file that starts a thread or a loop: one event loop on one named thread, and its I/O threads.
 
-:class:`Portal` follows anyio's ``BlockingPortal`` (4.16) and differs where that one waits without a deadline:
-``start_task_soon`` blocks its caller for a turn of the loop (a trainer would pay it on every save) and for ever
-if the loop ends meanwhile, a future whose task never ran stays unresolved, and leaving
-``start_blocking_portal`` joins the thread however long that takes.
+:class:`Portal` follows anyio's ``BlockingPortal`` (4.16) and differs where that one waits without a deadline: its
+``start_task_soon`` blocks the caller for a turn of the loop, and for ever if the loop ends meanwhile, a future whose
+task never ran stays unresolved, and leaving it joins the thread however long that takes.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from aio_ckpt.errors import (
     EngineForkedError,
     SaveCancelledError,
     StallError,
+    ThreadDiedError,
     WrongThreadError,
 )
 
@@ -99,13 +99,11 @@ class Executor(ThreadPoolExecutor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``fn`` and report its future to the context's watcher.
 
-        Raises:
-            EngineClosedError: the executor was shut down.
-            EngineForkedError: its threads are those of another process.
+        EngineClosedError: the executor was shut down. EngineForkedError: its threads are another process's.
         """
         _check_process(self._pid, self._name)
         try:
-            future = super().submit(fn, *args, **kwargs)
+            future = super().submit(_survive, fn, *args, **kwargs)
         except RuntimeError as error:
             raise EngineClosedError(f"{self._name}: closed, no more I/O ({error})") from error
         self._unfinished.add(future)
@@ -131,16 +129,21 @@ async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -
 
 
 async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:
-    """Like :func:`run_blocking` for an ``fn`` whose result must be released.
-
-    If the await is cancelled, ``dispose(result)`` runs as soon as the thread has one, in that thread.
-    """
+    """Like :func:`run_blocking`; after a cancelled await ``dispose(result)`` runs once the thread has one, in it."""
     future = executor.submit(fn, *args)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         future.add_done_callback(functools.partial(_dispose_result, dispose))
         raise
+
+
+def _survive(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """``fn(...)``; no SystemExit reaches whoever awaits it: asyncio would end the loop with it."""
+    try:
+        return fn(*args, **kwargs)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
 
 
 def _dispose_result(dispose: Callable[[T], object], future: Future[T]) -> None:
@@ -164,10 +167,7 @@ _exit_registered_by: int | None = None
 
 
 def _register_exit(hook: Callable[[], None], key: object) -> None:
-    """Run ``hook`` while threads still work: ``threading``'s hooks run before the executors' are joined, newest first.
-
-    ``atexit`` runs after that join; only where the private registration is missing is it the next best thing.
-    """
+    """Run ``hook`` while threads still work: before the executors are joined, unlike ``atexit``'s; newest first."""
     global _exit_registered_by
     _exit_hooks[key] = hook
     if _exit_registered_by != os.getpid():

@@ -6,6 +6,7 @@ write them, each as soon as it is prepared.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -134,7 +135,8 @@ async def write_image(
             for chunk in image.chunks:
                 await captured(chunk.index)
                 await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
-                await sender.send(chunk)
+                with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left: what ended them is raised
+                    await sender.send(chunk)
 
     async def write(chunks: MemoryObjectReceiveStream[Chunk]) -> None:
         async with chunks:

@@ -1,0 +1,1 @@
+"""Fail everything once: every call, system call, await and thread of a save or a load, one after the other."""

@@ -1,0 +1,140 @@
+"""Fail everything once: a bounded part of ``python -m bench.faults``, which runs it all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.coordinator import SoloCoordinator
+from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
+from bench.faults import work
+from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, cancel_now, load_points, save_points
+from bench.faults.store import Fault
+from bench.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
+
+FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
+EIO = FAULTS_BY_NAME["EIO"]
+LATER = next(saving for saving in SAVES if saving.name == "later save")
+AT_LEAST = {"fsync fails once": 7, "rename fails": 1}
+"""How many calls of each kind a save has; of all kinds, at least 15."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "aio_ckpt")
+
+
+def assert_survived(points: Iterator[Point], *, at_least: int) -> None:
+    tried = list(points)
+    lost = [f"{point.name}: {'; '.join(point.problems)}" for point in tried if point.problems]
+    assert not lost, f"{len(lost)} of {len(tried)} fault points were not survived:\n" + "\n".join(lost)
+    assert len(tried) >= at_least, "the campaign met fewer calls than there are: it proves nothing"
+
+
+@pytest.mark.parametrize("saving", SAVES, ids=[saving.name for saving in SAVES])
+def test_a_save_whose_nth_call_fails_loses_nothing_and_leaves_nothing(tmp_path: Path, saving: Saving) -> None:
+    assert_survived(save_points(tmp_path, saving, EIO), at_least=15)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != EIO], ids=lambda fault: fault.name)
+def test_whatever_happens_to_the_nth_call_of_a_save_nothing_is_lost(tmp_path: Path, fault: Fault) -> None:
+    assert_survived(save_points(tmp_path, LATER, fault), at_least=AT_LEAST.get(fault.name, 15))
+
+
+@pytest.mark.parametrize("name", ["rename fails", "cancel", "fsync fails once"])
+def test_an_overwrite_that_fails_leaves_the_old_checkpoint(tmp_path: Path, name: str) -> None:
+    fault, overwrite = FAULTS_BY_NAME[name], SAVES[-1]
+    assert overwrite.overwrites
+    assert_survived(save_points(tmp_path, overwrite, fault), at_least=AT_LEAST.get(name, 20))
+
+
+def test_a_store_that_hangs_while_expired_steps_are_deleted_keeps_nobody_waiting_for_ever(tmp_path: Path) -> None:
+    slow, retention = FAULTS_BY_NAME["slow"], SAVES[3]
+    assert dict(retention.config) == {"keep_last": 2}
+    assert_survived(save_points(tmp_path, retention, slow), at_least=20)
+
+
+@pytest.mark.parametrize("loading", LOADS, ids=[loading.name for loading in LOADS])
+def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loading: Loading) -> None:
+    """Neither skipped nor called corrupt: the error of the system comes, and the next load is whole."""
+    assert_survived(load_points(tmp_path, loading, EIO), at_least=8)
+
+
+# -- threads, tasks, memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("points", "at_least"),
+    [
+        (work.short_writes, 6),
+        (work.dying_work, 15),
+        (work.shut_down_executors, 15),
+        (partial(work.cancelled_steps, stride=3), 10),
+        (work.memory_in_growth, 8),
+        (work.memory_in_stages, 8),
+    ],
+    ids=["short writes", "dying work", "no threads", "cancelled steps", "no arena", "no memory"],
+)
+def test_what_happens_to_threads_tasks_and_memory_loses_nothing(
+    tmp_path: Path, points: Callable[[Path], Iterator[Point]], at_least: int
+) -> None:
+    assert_survived(points(tmp_path), at_least=at_least)
+
+
+class CancelsLast(SoloCoordinator):
+    """Cancels the pending saves at the last instant before a commit, where nothing waits any more."""
+
+    engine: CheckpointEngine
+
+    async def exchange(self, topic: str, message: bytes, *, timeout_secs: float) -> tuple[bytes, ...]:
+        self.accepted = cancel_now(self.engine)
+        return await super().exchange(topic, message, timeout_secs=timeout_secs)
+
+
+def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:
+    coordinator = CancelsLast()
+    engine = CheckpointEngine(tmp_path, coordinator=coordinator)
+    coordinator.engine = engine
+    try:
+        error = engine.save({"a": 1}).exception(20)
+        assert coordinator.accepted == [True]
+        assert isinstance(error, SaveCancelledError)
+        assert engine.steps() == []
+    finally:
+        engine.terminate()
+
+
+def test_a_trainer_that_exits_while_its_state_is_loaded_does_not_end_the_engine(tmp_path: Path) -> None:
+    """``load_state_dict`` runs in a thread of the engine; SystemExit in a task would end the engine's loop."""
+
+    class Exits:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise SystemExit(3)
+
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"model": Exits()}).result(20)
+        with pytest.raises(ThreadDiedError, match="SystemExit: 3"):
+            engine.load({"model": Exits()})
+        assert engine.read(1) == {"model": {"a": 1}}
+
+
+@pytest.mark.skipif(strace_refusal() is not None, reason=str(strace_refusal()))
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "overwrite"])
+def test_the_nth_system_call_of_a_real_process_fails_and_nothing_is_lost(tmp_path: Path, overwrite: bool) -> None:
+    chosen = {"write,pwrite64,pwritev,pwritev2 ENOSPC", "fsync,fdatasync EIO", "rename,renameat,renameat2 EIO"}
+    injections = [injection for injection in INJECTIONS if injection.name in chosen]
+    assert len(injections) == 3
+    assert_survived(syscall_points(tmp_path / "save", injections, overwrite=overwrite), at_least=14)
+
+
+def test_no_memory_in_any_call_of_save_keeps_no_later_save_waiting(tmp_path: Path) -> None:
+    """A few of some hundred places; ``python -m bench.faults`` tries more of them."""
+    assert_survived(work.memory_in_save(tmp_path, start=150, stride=9), at_least=3)
