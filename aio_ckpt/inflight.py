@@ -161,7 +161,7 @@ class InFlight:
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Copy, and start the pipeline with the first chunks: they are written while later ones are copied.
+        """Start the pipeline and copy: the first chunks are written while later ones are copied.
 
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
@@ -170,16 +170,21 @@ class InFlight:
         save.image.lease.hold_until(issued)
         running: Future[SaveReport] | None = None
 
-        def captured(runs: Sequence[CapturedRun]) -> None:
+        def begin() -> None:
             nonlocal running
+            running = self._portal.submit(run_save, self._site, save)
+            running.add_done_callback(lambda done: self._settle(save, done))
+
+        def captured(runs: Sequence[CapturedRun]) -> None:
             if running is None:
-                running = self._portal.submit(run_save, self._site, save)
-                running.add_done_callback(lambda done: self._settle(save, done))
+                begin()
             self._portal.post(save.progress.tell, runs)
 
         try:
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
                 self._pending.append(save)
+            if not planned.plan.uses_cuda:  # whose copies are issued before the loop could have woken
+                begin()
             work = capture(
                 planned,
                 save.image,
