@@ -36,6 +36,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
 ) -> None:
     monkeypatch.setattr(plan, "gathers_small", lambda _: True)
     monkeypatch.setattr(routes, "_SPAN_BYTES", 20_000)
+    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     monkeypatch.setattr(gather, "GATHER_BUFFER_BYTES", 50_000)
     state = mixed(200)
     copiers = Copiers()
