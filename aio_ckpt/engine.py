@@ -140,6 +140,8 @@ class CheckpointEngine:
         self._portal.check_thread("save()")
         measured = check_metrics(metrics)
         with self._save_lock:
+            # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+            self._lifetime.close_lost([save.image.lease for save in self._in_flight.pending])
             self._in_flight.raise_unreported()
             # After a preemption there may be no other save to make up for one that was skipped.
             waited_secs = self._in_flight.wait_for_room(
@@ -165,24 +167,20 @@ class CheckpointEngine:
                 timeout_secs=self.config.stall_timeout_secs,
                 limit_secs=deadline.left_secs(MAX_SECS),
             )
-            try:
-                save = self._in_flight.enter(
-                    planned,
-                    objects,
-                    image,
-                    step=step,
-                    requested=flat.names,
-                    overwrite=overwrite,
-                    metrics=measured,
-                    deadline=deadline,
-                    started=started,
-                    waited_secs=waited_secs + image.lease.waited_secs,
-                    plan_secs=plan_secs,
-                )
-                self._in_flight.start(save, planned)
-            except BaseException:
-                image.lease.close()
-                raise
+            save = self._in_flight.enter(
+                planned,
+                objects,
+                image,
+                step=step,
+                requested=flat.names,
+                overwrite=overwrite,
+                metrics=measured,
+                deadline=deadline,
+                started=started,
+                waited_secs=waited_secs + image.lease.waited_secs,
+                plan_secs=plan_secs,
+            )
+            self._in_flight.start(save, planned)
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 

@@ -82,10 +82,10 @@ class RootKeeper:
             if lock is not None:
                 lock.release()
             raise
-        self._lock = lock
         if cleared:
+            learn(self.steps)
+            self._lock = lock
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
-        learn(self.steps)
 
     def release(self) -> None:
         """Let the lock go. Idempotent."""

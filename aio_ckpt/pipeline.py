@@ -123,6 +123,8 @@ class PendingSave:
     """What it is doing, for messages."""
     stage: str = "write"
     """Where it is: ``write``, ``agree``, ``commit``."""
+    has_begun: bool = False
+    """The pipeline runs or has run."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
     is_committing: bool = False
@@ -153,6 +155,9 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
             thread has let go of it.
     """
+    if save.settled.done():
+        raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
+    save.has_begun = True
     try:
         with watch_submissions(save.threads.add):
             return await _watched(site, save)
