@@ -206,9 +206,10 @@ class CheckpointEngine:
             settled.result()
 
     def clear_cache(self) -> None:
-        """Forget the cached plan: the next save plans anew."""
+        """Forget the cached plan and give its gather buffers back: the next save plans anew."""
         with self._save_lock:
             self._cache.clear()
+            self._in_flight.clear_buffers()
 
     @property
     def plan_hits(self) -> int:
@@ -391,6 +392,7 @@ class CheckpointEngine:
 
     def _shut_down(self) -> None:
         self._in_flight.guards.close()
+        self._in_flight.clear_buffers()
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
         self._keeper.release()

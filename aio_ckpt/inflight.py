@@ -95,6 +95,10 @@ class InFlight:
             self._is_closing = True
             self._changed.notify_all()
 
+    def clear_buffers(self) -> None:
+        """Let go of the gather buffers: 64 MiB of each device."""
+        self._copiers.gathers.clear()
+
     @property
     def pending(self) -> tuple[PendingSave, ...]:
         """Saves not settled, oldest first."""
