@@ -192,7 +192,7 @@ async def _watch(site: Site, save: PendingSave) -> None:
     limit = site.config.stall_timeout_secs
     while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
         save.deadline.check(save.step, save.doing)
-        idle_left = save.progress.last_progress + limit - time.monotonic()
+        idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
                 f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
@@ -255,7 +255,8 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
     )
     if save.previous is not None:
         save.doing = "waiting for the commit of the save before"
-        await asyncio.wrap_future(follow(save.previous))
+        with save.progress.paused():
+            await asyncio.wrap_future(follow(save.previous))
     save.progress.touch()
     ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
     return render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.metrics)
