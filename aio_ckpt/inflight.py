@@ -53,7 +53,7 @@ class InFlight:
         self._newest: int | None = None
         self._newest_since_read: int | None = None
         self._knows_steps = False
-        self._condemned_before = 0
+        self._times_condemned = 0
         self._is_closing = False
 
     # -- room -----------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class InFlight:
     @property
     def knows_steps(self) -> bool:
         """Whether the committed steps were read from the disk, and no load found one damaged since."""
-        return self._knows_steps and self._condemned_before == self._site.quarantine.condemned_before
+        return self._knows_steps and self._times_condemned == self._site.quarantine.times_condemned
 
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
         """Take over the newest step on the disk, or what is committed while the disk is read."""
@@ -280,7 +280,7 @@ class InFlight:
             with self._lock:
                 self._newest_since_read = None
                 self._knows_steps = True
-                self._condemned_before = self._site.quarantine.condemned_before
+                self._times_condemned = self._site.quarantine.times_condemned
             found = max(read_steps(), default=None)
         except BaseException:
             self._knows_steps = False

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
 from aio_ckpt import commit, retention
-from aio_ckpt.errors import RootError, tell_stage
+from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
 from aio_ckpt.pipeline import Site
@@ -54,7 +55,14 @@ class RootKeeper:
         self._portal = portal
         config = site.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
-        self._retention = retention.Retention(site.storage, site.root, site.names, policy, must_wait=must_wait)
+        self._retention = retention.Retention(
+            site.storage,
+            site.root,
+            policy,
+            committed=lambda: site.quarantine.committed(site.storage, site.root, site.names),
+            renames=site.quarantine.renames,
+            must_wait=must_wait,
+        )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
 
@@ -76,6 +84,8 @@ class RootKeeper:
             site.quarantine.is_writer = True
             self._call(site.quarantine.enforce, site.storage, site.root, what="setting damaged checkpoints aside")
             cleared = self._call(self._clear, what="clearing leftovers")
+            learn(self.steps)
+            self._lock = lock
         except BaseException as error:
             tell_stage(error, "open")
             site.quarantine.is_writer = False
@@ -83,8 +93,6 @@ class RootKeeper:
                 lock.release()
             raise
         if cleared:
-            learn(self.steps)
-            self._lock = lock
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 
     def release(self) -> None:
@@ -117,9 +125,17 @@ class RootKeeper:
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
+            StallError: steps are still being deleted.
         """
-        site, tag = self._site, str(time.time_ns())
-        return self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
+        # What a pass has listed as expired may be ``step``: gone after all later ones were abandoned.
+        if wait(self._passes, self._site.config.stall_timeout_secs).not_done:
+            raise StallError(f"rollback({step}): the deletion of expired steps under {self._site.root} does not end")
+        return self._call(self._abandon_after, step, what="rollback()")
+
+    async def _abandon_after(self, step: int) -> list[int]:
+        site = self._site
+        async with site.quarantine.renames:
+            return await commit.abandon_after(site.storage, site.root, site.names, step, str(time.time_ns()))
 
     # -- retention ------------------------------------------------------------------------------------
 
@@ -150,7 +166,8 @@ class RootKeeper:
         """Step ``good`` is committed: begin to delete, in the background, what expires by it."""
         self._passes = [done for done in self._passes if not done.done()]
         if self._retention.is_enabled:
-            self._passes.append(self._portal.submit(self._enforce, good))
+            with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
+                self._passes.append(self._portal.submit(self._enforce, good))
 
     @property
     def passes(self) -> tuple[Future[None], ...]:

@@ -293,11 +293,12 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
     save.stage, save.doing = "commit", "making its directory durable"
     await commit.seal(site.storage, pending, root_manifest)
-    await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
-    save.is_committing = True
-    # Shielded: a rename that was begun is finished or undone.
-    with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-        async with site.quarantine.commits:
+    save.doing = "waiting while other checkpoints are renamed"
+    async with site.quarantine.renames:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
+        save.is_committing = True
+        # Shielded: a rename that was begun is finished or undone.
+        with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
             await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
     if scope.cancelled_caught:
         stalled = StallError(
