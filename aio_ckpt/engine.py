@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import os
 import signal
 import time
@@ -31,7 +31,7 @@ from aio_ckpt.pipeline import Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.preemption import Preemption
-from aio_ckpt.progress import Deadline, follow
+from aio_ckpt.progress import NO_DEADLINE, Deadline, follow
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.snapshot import ObjectEncoder
@@ -39,8 +39,6 @@ from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
-
-_log = logging.getLogger("aio_ckpt")
 
 _HOUSEKEEPING_THREADS = 4
 """I/O threads beside the ``workers`` that write: sums, device copies, manifests, discovery."""
@@ -138,7 +136,7 @@ class CheckpointEngine:
         """
         started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
-        measured = check_metrics(metrics)
+        measured, read_steps = check_metrics(metrics), functools.partial(self._keeper.steps, deadline)
         with self._save_lock:
             # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
             self._lifetime.close_lost([save.image.lease for save in self._in_flight.pending])
@@ -148,17 +146,17 @@ class CheckpointEngine:
                 step, "wait" if self.preempted else self.config.when_busy, deadline
             )
             if not self._in_flight.knows_steps:
-                self._in_flight.learn_steps(self._keeper.steps)
+                self._in_flight.learn_steps(read_steps)
             if waited_secs is None:
                 skipped_step = (self._in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
+            self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
             plan_secs = time.perf_counter() - started - waited_secs
             objects = self._encoder.encode(planned.objects)
-            self._keeper.become_writer(self._in_flight.learn_steps)
-            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
+            self._keeper.become_writer(self._in_flight.learn_steps, deadline)
+            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
             image = lease_image(
                 planned,
                 len(objects.region),
@@ -303,7 +301,7 @@ class CheckpointEngine:
         with self._save_lock:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._keeper.become_writer(self._in_flight.learn_steps)
+            self._keeper.become_writer(self._in_flight.learn_steps, NO_DEADLINE)
             steps = self._keeper.rollback(step)
             self._in_flight.learn_steps(self._keeper.steps)
             return steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,6 +19,7 @@ from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
 from aio_ckpt.pipeline import Site
 from aio_ckpt.portal import Portal
+from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.rootlock import RootLock
 from aio_ckpt.storage import make_dirs
 
@@ -68,12 +70,13 @@ class RootKeeper:
 
     # -- the lock -------------------------------------------------------------------------------------
 
-    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None]) -> None:
+    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None], deadline: Deadline) -> None:
         """Before the first change under the root: take its lock, set aside what loads proved damaged, clear leftovers,
         let ``learn`` read the steps.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
+            StallError: the deadline of the save passed; the next one begins anew.
         """
         if self._lock is not None:
             self._lock.renew()
@@ -82,9 +85,10 @@ class RootKeeper:
         try:
             lock = site.storage.lock(site.root / LOCK_FILE)
             site.quarantine.is_writer = True
-            self._call(site.quarantine.enforce, site.storage, site.root, what="setting damaged checkpoints aside")
-            cleared = self._call(self._clear, what="clearing leftovers")
-            learn(self.steps)
+            what = "setting damaged checkpoints aside"
+            self._call(site.quarantine.enforce, site.storage, site.root, what=what, deadline=deadline)
+            cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
+            learn(functools.partial(self.steps, deadline))
             self._lock = lock
         except BaseException as error:
             tell_stage(error, "open")
@@ -110,11 +114,12 @@ class RootKeeper:
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """Committed steps, ascending, less those that are to be set aside."""
+    def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
+        """Committed steps, ascending, less those that are to be set aside; read by the deadline of a save."""
         site = self._site
+        arguments = site.storage, site.root, site.names
         try:
-            found = self._call(site.quarantine.committed, site.storage, site.root, site.names, what="steps()")
+            found = self._call(site.quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
         except Exception as error:
             tell_stage(error, "open")
             raise
@@ -181,5 +186,16 @@ class RootKeeper:
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._site.root, limit)
 
-    def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
-        return self._portal.call(async_fn, *args, timeout=self._site.config.stall_timeout_secs, what=what)
+    def _call(
+        self,
+        async_fn: Callable[[*Ts], Coroutine[Any, Any, T]],
+        *args: *Ts,
+        what: str,
+        deadline: Deadline = NO_DEADLINE,
+    ) -> T:
+        timeout_secs = deadline.left_secs(self._site.config.stall_timeout_secs)
+        try:
+            return self._portal.call(async_fn, *args, timeout=timeout_secs, what=what)
+        except StallError:
+            deadline.check(None, what)
+            raise

@@ -15,7 +15,7 @@ from aio_ckpt.device import Mark
 from aio_ckpt.errors import StallError
 from aio_ckpt.portal import Executor, run_blocking
 
-__all__ = ["CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
+__all__ = ["NO_DEADLINE", "CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
 
 
 CapturedRun: TypeAlias = tuple[Sequence[int], tuple[Mark, ...]]
@@ -49,6 +49,10 @@ class Deadline:
         if self.secs is not None and not self.left_secs(1.0):
             which = "the next step" if step is None else f"step {step}"
             raise StallError(f"the save of {which} did not end within deadline_secs={self.secs}: it was {stage}")
+
+
+NO_DEADLINE = Deadline(secs=None, began=0.0)
+"""Never over."""
 
 
 class CaptureProgress:

@@ -100,6 +100,27 @@ def test_a_deadline_ends_the_wait_for_a_buffer_that_an_earlier_save_keeps(root: 
         assert engine.save(weights(3)).result(TIMEOUT).step == 2
 
 
+@pytest.mark.parametrize(
+    ("call", "doing"), [("remove_tree", "clearing leftovers"), ("rename", "setting damaged checkpoints aside")]
+)
+def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, call: str, doing: str) -> None:
+    with gated_engine(root) as (engine, _):
+        for number in (1, 2):
+            engine.save(weights(number)).result(TIMEOUT)
+    file = root / "step_000000002" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(weights(2)["w"].numpy().tobytes(), weights(9)["w"].numpy().tobytes()))
+    (root / ".trash-old").mkdir()
+    with gated_engine(root, stall_timeout_secs=TIMEOUT) as (engine, storage):
+        loading = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)
+        assert loading.result(TIMEOUT).step == 1
+        gate = storage.hold(call)
+        with pytest.raises(StallError, match=rf"did not end within deadline_secs=0.2: it was {doing}"):
+            engine.save(weights(3), deadline_secs=0.2)
+        gate.open()
+        assert engine.save(weights(3)).result(TIMEOUT).step == 2
+        assert value(engine) == 3
+
+
 def test_a_deadline_that_passes_while_save_captures_is_raised_by_save(root: Path) -> None:
     """The budget holds five chunks of six: the capture of the last waits until the first was written."""
     state = {str(number): torch.ones(MIB) for number in range(5)}
