@@ -80,9 +80,16 @@ class Arena:
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
-        if not self.is_registered:
+        if self.is_registered:
+            return
+        try:
             device.register_host_memory(self.address, self.capacity)
             self.is_registered = True
+        except KeyboardInterrupt:  # before or behind the driver's work: memory cannot be registered twice
+            self.is_registered = False
+            with contextlib.suppress(RuntimeError):
+                device.unregister_host_memory(self.address)
+            raise
 
     def poison(self) -> None:
         """Overwrite everything, so that a use after release shows in the data."""

@@ -406,6 +406,31 @@ def test_an_arena_that_the_driver_does_not_register_is_given_back(
     manager.acquire(MIB, "pinned", registers=False, timeout_secs=TIMEOUT)
 
 
+def test_an_arena_that_ctrl_c_left_registered_is_registered_again(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: set[int] = set()
+
+    def register(address: int, nbytes: int) -> None:
+        if address in registered:
+            raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+        registered.add(address)
+        if not interrupts:
+            interrupts.append(address)
+            raise KeyboardInterrupt
+
+    interrupts: list[int] = []
+    monkeypatch.setattr(lifetime.device, "register_host_memory", register)
+    monkeypatch.setattr(lifetime.device, "unregister_host_memory", registered.remove)
+    with pytest.raises(KeyboardInterrupt):
+        manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+    lease = manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+    assert [lease.arena.address] == list(registered) == interrupts
+    lease.close()
+    manager.close()
+    assert registered == set()
+
+
 def test_the_default_budget_is_shared_among_the_ranks_of_a_host() -> None:
     available = psutil.virtual_memory().available
     alone = default_budget_bytes(ranks_on_host=1)
