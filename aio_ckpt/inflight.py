@@ -166,24 +166,29 @@ class InFlight:
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Copy, and start the pipeline with the first chunks: they are written while later ones are copied.
+        """Start the pipeline and copy: the first chunks are written while later ones are copied.
 
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
         work: Capture | None = None
         is_running = False
 
-        def captured(runs: Sequence[CapturedRun]) -> None:
+        def begin() -> None:
             nonlocal is_running
+            self._portal.submit(run_save, self._site, save, on_done=lambda done: self._settle(save, done))
+            is_running = True
+
+        def captured(runs: Sequence[CapturedRun]) -> None:
             if not is_running:
-                self._portal.submit(run_save, self._site, save, on_done=lambda done: self._settle(save, done))
-                is_running = True
+                begin()
             self._portal.post(save.progress.tell, runs)
 
         try:
             save.image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
                 self._pending.append(save)
+            if not planned.plan.uses_cuda:  # whose copies are issued before the loop could have woken
+                begin()
             work = capture(
                 planned,
                 save.image,

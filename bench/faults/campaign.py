@@ -225,17 +225,19 @@ class Verdict:
         if not isinstance(error, WriteError | ReadError | RootError):
             yield f"type: {explain(error)}"
             return
-        if (error.errno, error.filename) != (fault.code, str(hit.path)):
+        named = [call for call in self._ground.storage.struck if error.filename == str(call.path)]
+        if error.errno != fault.code or not named:
             yield f"errno and path: {explain(error)}, not {fault.code} and {hit.path}"
+            return
         if not isinstance(error.__cause__, OSError) or error.__cause__.errno != fault.code:
             yield f"its cause is lost: {error.__cause__!r}"
-        if error.stage != self._stage():
-            yield f"stage: {explain(error)}, not {self._stage()!r}"
+        if error.stage not in [self._stage(call) for call in named]:
+            yield f"stage: {explain(error)}, not that of {named[0]}"
 
-    def _stage(self) -> str:
+    def _stage(self, failed: Call) -> str:
         """By what had been called: the pending directory is made at the start, the root manifest begins the commit."""
         begun = self._ground.storage.begun
-        before = begun[: begun.index(self._hit) + 1]
+        before = begun[: begun.index(failed) + 1]
         if any(call.name == "write_file" and call.path.name == "aio_ckpt.json" for call in before):
             return "commit"
         return "write" if any(call.name == "make_dir" for call in before) else "open"
@@ -298,7 +300,7 @@ def load_points(folder: Path, loading: Loading, fault: Fault) -> Iterator[Point]
             try:
                 state = loading.run(ground)
             except Exception as error:  # noqa: BLE001 - to be judged
-                problems += _wrong_read_error(error, ground.storage.hit, fault)
+                problems += _wrong_read_error(error, ground.storage.struck, fault)
             else:
                 hit = ground.storage.hit
                 if hit is not None and hit.name != "close_read":
@@ -315,10 +317,8 @@ def load_points(folder: Path, loading: Loading, fault: Fault) -> Iterator[Point]
             yield Point(name=f"{loading.name}, {fault.name}, {number}: {hit}", problems=tuple(problems))
 
 
-def _wrong_read_error(error: Exception, hit: Call | None, fault: Fault) -> Iterator[str]:
-    if hit is None or not isinstance(error, ReadError):
+def _wrong_read_error(error: Exception, struck: Sequence[Call], fault: Fault) -> Iterator[str]:
+    if not isinstance(error, ReadError):
         yield f"type: {explain(error)}"
-    elif (error.errno, error.filename) != (fault.code, str(hit.path)):
+    elif error.errno != fault.code or error.filename not in [str(call.path) for call in struck]:
         yield f"errno and path: {explain(error)}"
-    elif hit.name == "read_into" and not error.target_modified and "load" in fault.name:
-        yield "target_modified is not told"

@@ -79,6 +79,8 @@ class FaultStorage:
         self._on_hit: Callable[[], object] = _nothing
         self.hit: Call | None = None
         """The call that failed."""
+        self.struck: list[Call] = []
+        """All that failed: more than one where a fault lasts."""
         self.done_at_hit = 0
         """How many of ``done`` had ended by then."""
         self.begun: list[Call] = []
@@ -89,7 +91,7 @@ class FaultStorage:
     def arm(self, fault: Fault, number: int, on_hit: Callable[[], object] | None = None) -> None:
         """Let the call ``number`` (from 1) fail; ``on_hit`` is called just before."""
         self.begun, self.done = [], []
-        self.hit, self.done_at_hit = None, 0
+        self.hit, self.struck, self.done_at_hit = None, [], 0
         self._fault, self._left, self._on_hit = fault, number, on_hit or _nothing
 
     def disarm(self) -> Call | None:
@@ -105,6 +107,7 @@ class FaultStorage:
         self._left -= 1
         if self._left and not (fault.is_lasting and self._left < 0):
             return None
+        self.struck.append(call)
         if self.hit is None:
             self.hit, self.done_at_hit = call, len(self.done)
             self._on_hit()
