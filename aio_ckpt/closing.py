@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
+from aio_ckpt.errors import StallError
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.progress import follow
 
@@ -61,11 +62,14 @@ class Closing:
         self._in_flight.raise_unreported()
 
     def abandon(self, timeout_secs: float) -> None:
-        """Cancel what is pending, release."""
+        """Cancel what is pending, release; what does not end in time is left behind, and logged."""
         self._begin()
         for save in self._in_flight.pending:
-            save.ticket.cancel()
-            save.ticket.exception(timeout_secs)
+            try:
+                save.ticket.cancel()
+                save.ticket.exception(timeout_secs)
+            except StallError as error:
+                _log.error("terminate(): the save of step %d does not end: %s", save.step, error)
         self._release()
 
     def drain(self, timeout_secs: float) -> None:

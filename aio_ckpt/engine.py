@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import os
 import signal
 import time
@@ -31,7 +31,7 @@ from aio_ckpt.pipeline import Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.preemption import Preemption
-from aio_ckpt.progress import Deadline, follow
+from aio_ckpt.progress import NO_DEADLINE, Deadline, follow
 from aio_ckpt.restore import LoadOptions, load_state, read_tree
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.snapshot import ObjectEncoder
@@ -39,8 +39,6 @@ from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CheckpointEngine"]
-
-_log = logging.getLogger("aio_ckpt")
 
 _HOUSEKEEPING_THREADS = 4
 """I/O threads beside the ``workers`` that write: sums, device copies, manifests, discovery."""
@@ -138,25 +136,27 @@ class CheckpointEngine:
         """
         started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
-        measured = check_metrics(metrics)
+        measured, read_steps = check_metrics(metrics), functools.partial(self._keeper.steps, deadline)
         with self._save_lock:
+            # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+            self._lifetime.close_lost([save.image.lease for save in self._in_flight.pending])
             self._in_flight.raise_unreported()
             # After a preemption there may be no other save to make up for one that was skipped.
             waited_secs = self._in_flight.wait_for_room(
                 step, "wait" if self.preempted else self.config.when_busy, deadline
             )
             if not self._in_flight.knows_steps:
-                self._in_flight.learn_steps(self._keeper.steps)
+                self._in_flight.learn_steps(read_steps)
             if waited_secs is None:
                 skipped_step = (self._in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
+            self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
             plan_secs = time.perf_counter() - started - waited_secs
             objects = self._encoder.encode(planned.objects)
-            self._keeper.become_writer(self._in_flight.learn_steps)
-            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=self._keeper.steps)
+            self._keeper.become_writer(self._in_flight.learn_steps, deadline)
+            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
             image = lease_image(
                 planned,
                 len(objects.region),
@@ -165,24 +165,20 @@ class CheckpointEngine:
                 timeout_secs=self.config.stall_timeout_secs,
                 limit_secs=deadline.left_secs(MAX_SECS),
             )
-            try:
-                save = self._in_flight.enter(
-                    planned,
-                    objects,
-                    image,
-                    step=step,
-                    requested=flat.names,
-                    overwrite=overwrite,
-                    metrics=measured,
-                    deadline=deadline,
-                    started=started,
-                    waited_secs=waited_secs + image.lease.waited_secs,
-                    plan_secs=plan_secs,
-                )
-                self._in_flight.start(save, planned)
-            except BaseException:
-                image.lease.close()
-                raise
+            save = self._in_flight.enter(
+                planned,
+                objects,
+                image,
+                step=step,
+                requested=flat.names,
+                overwrite=overwrite,
+                metrics=measured,
+                deadline=deadline,
+                started=started,
+                waited_secs=waited_secs + image.lease.waited_secs,
+                plan_secs=plan_secs,
+            )
+            self._in_flight.start(save, planned)
             save.blocked_secs = time.perf_counter() - started
             return save.ticket
 
@@ -208,9 +204,10 @@ class CheckpointEngine:
             settled.result()
 
     def clear_cache(self) -> None:
-        """Forget the cached plan: the next save plans anew."""
+        """Forget the cached plan and give its gather buffers back: the next save plans anew."""
         with self._save_lock:
             self._cache.clear()
+            self._in_flight.clear_buffers()
 
     @property
     def plan_hits(self) -> int:
@@ -304,7 +301,7 @@ class CheckpointEngine:
         with self._save_lock:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._keeper.become_writer(self._in_flight.learn_steps)
+            self._keeper.become_writer(self._in_flight.learn_steps, NO_DEADLINE)
             steps = self._keeper.rollback(step)
             self._in_flight.learn_steps(self._keeper.steps)
             return steps
@@ -393,6 +390,7 @@ class CheckpointEngine:
 
     def _shut_down(self) -> None:
         self._in_flight.guards.close()
+        self._in_flight.clear_buffers()
         self._portal.close(_STOP_SECS)
         self._lifetime.close()
         self._keeper.release()

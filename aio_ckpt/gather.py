@@ -42,10 +42,15 @@ class GatherBuffers:
         """Where ``span`` of ``plan`` is gathered; None if device memory for it cannot be had."""
         if self._layout is not plan.layout:
             self._layout, self._lines = plan.layout, {}
-        if span.device not in self._lines:
-            self._lines[span.device] = _lay_out(plan, span.device, copies)
-        lines = self._lines[span.device]
+        found = self._lines
+        if span.device not in found:
+            found[span.device] = _lay_out(plan, span.device, copies)
+        lines = found[span.device]
         return None if lines is None else lines[span]
+
+    def clear(self) -> None:
+        """Let go of the memory: the next save asks for it again. What was issued is done first, by stream order."""
+        self._layout, self._lines = None, {}
 
 
 def _lay_out(plan: Plan, device: torch.device, copies: Copies) -> dict[Span, Line] | None:

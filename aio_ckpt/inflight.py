@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from aio_ckpt import commit
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, tell_stage
+from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, StallError, tell_stage
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
@@ -52,7 +53,7 @@ class InFlight:
         self._newest: int | None = None
         self._newest_since_read: int | None = None
         self._knows_steps = False
-        self._condemned_before = 0
+        self._times_condemned = 0
         self._is_closing = False
 
     # -- room -----------------------------------------------------------------------------------------
@@ -93,6 +94,10 @@ class InFlight:
         with self._lock:
             self._is_closing = True
             self._changed.notify_all()
+
+    def clear_buffers(self) -> None:
+        """Let go of the gather buffers: 64 MiB of each device."""
+        self._copiers.gathers.clear()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -165,22 +170,21 @@ class InFlight:
 
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
-        timeout_secs = self._site.config.stall_timeout_secs
-        issued: Future[object] = Future()
-        save.image.lease.hold_until(issued)
-        running: Future[SaveReport] | None = None
+        work: Capture | None = None
+        is_running = False
 
         def begin() -> None:
-            nonlocal running
-            running = self._portal.submit(run_save, self._site, save)
-            running.add_done_callback(lambda done: self._settle(save, done))
+            nonlocal is_running
+            self._portal.submit(run_save, self._site, save, on_done=lambda done: self._settle(save, done))
+            is_running = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:
-            if running is None:
+            if not is_running:
                 begin()
             self._portal.post(save.progress.tell, runs)
 
         try:
+            save.image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
                 self._pending.append(save)
             if not planned.plan.uses_cuda:  # whose copies are issued before the loop could have woken
@@ -191,24 +195,15 @@ class InFlight:
                 self._copiers,
                 guarded=self.guards.leaves(planned.tensors),
                 on_captured=captured,
-                stall_timeout_secs=timeout_secs,
+                stall_timeout_secs=self._site.config.stall_timeout_secs,
             )
             self._finish(save, work)
         except BaseException as error:
-            issued.set_result(None)
-            # Ctrl-C is raised here and only here: the pipeline and later saves hear of a cancelled save.
-            interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
-            cause = error if isinstance(error, Exception) else interrupted
-            tell_stage(cause, "capture")
-            if running is None:
-                save.image.lease.close()
-                self._settle(save, failed(cause))
-            self._portal.post(save.progress.fail, cause)
-            save.ticket.exception(timeout_secs)
-            with self._lock:  # raised here; kept, its traceback would keep the caller's state alive
-                self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
+            if work is not None:
+                work.finish()  # the arena goes back: no copy may still be under way
+            save.image.lease.let_go(save.ticket.staged)
+            self._give_up(save, error)
             raise
-        issued.set_result(None)
 
     def _finish(self, save: PendingSave, work: Capture) -> None:
         """Every copy is issued: ``staged`` is reached once they are done."""
@@ -218,19 +213,42 @@ class InFlight:
             save.staged_secs = save.elapsed()
             save.ticket.staged.resolve(None)
 
+        save.marks = work.marks
+        self.guards.wait_for(work.marks)
+        lease, staged = save.image.lease, save.ticket.staged
+        if work.is_done:
+            finish()
+            lease.let_go(staged)
+        else:
+            self._portal.executor.submit(finish).add_done_callback(lambda _: lease.let_go(staged))
+
+    def _give_up(self, save: PendingSave, error: BaseException) -> None:
+        """``save()`` is about to raise ``error``: the save ends with it first, however far it has come."""
+        timeout_secs = self._site.config.stall_timeout_secs
+        # Ctrl-C is raised by save() and only there: the pipeline and later saves hear of a cancelled save.
+        interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
+        cause = error if isinstance(error, Exception) else interrupted
+        tell_stage(cause, "capture")
         try:
-            save.marks = work.marks
-            self.guards.wait_for(work.marks)
-            if work.is_done:
-                finish()
-            else:
-                save.image.lease.hold_until(self._portal.executor.submit(finish))
-        except BaseException:
-            work.finish()  # the arena goes back when this raises: no copy may still be under way
-            raise
+            self._portal.call(self._stop, save, cause, timeout=timeout_secs, what="save()")
+        except (EngineClosedError, StallError):  # no pipeline runs any more
+            self._settle(save, failed(cause))
+        with contextlib.suppress(StallError):
+            save.ticket.exception(timeout_secs)
+        with self._lock:  # raised by save(); kept, its traceback would keep the caller's state alive
+            self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
+
+    async def _stop(self, save: PendingSave, cause: Exception) -> None:
+        """On the loop, where alone it is certain whether the pipeline has begun; it settles the save if it has."""
+        save.progress.fail(cause)
+        if not save.has_begun:
+            save.image.lease.close()
+            self._settle(save, failed(cause))
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
-        """The pipeline ended: leave the table, then tell the ticket."""
+        """The pipeline ended or will never begin: leave the table, then tell the ticket. The first call counts."""
+        if save.settled.done():
+            return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
         is_cancelled = isinstance(error, SaveCancelledError)
         if error is not None and not is_cancelled:
@@ -259,15 +277,15 @@ class InFlight:
     @property
     def knows_steps(self) -> bool:
         """Whether the committed steps were read from the disk, and no load found one damaged since."""
-        return self._knows_steps and self._condemned_before == self._site.quarantine.condemned_before
+        return self._knows_steps and self._times_condemned == self._site.quarantine.times_condemned
 
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
         """Take over the newest step on the disk, or what is committed while the disk is read."""
-        with self._lock:
-            self._newest_since_read = None
-            self._knows_steps = True
-            self._condemned_before = self._site.quarantine.condemned_before
         try:
+            with self._lock:
+                self._newest_since_read = None
+                self._knows_steps = True
+                self._times_condemned = self._site.quarantine.times_condemned
             found = max(read_steps(), default=None)
         except BaseException:
             self._knows_steps = False

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
 from aio_ckpt import commit, retention
-from aio_ckpt.errors import RootError, tell_stage
+from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
 from aio_ckpt.pipeline import Site
 from aio_ckpt.portal import Portal
+from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.rootlock import RootLock
 from aio_ckpt.storage import make_dirs
 
@@ -54,18 +57,26 @@ class RootKeeper:
         self._portal = portal
         config = site.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
-        self._retention = retention.Retention(site.storage, site.root, site.names, policy, must_wait=must_wait)
+        self._retention = retention.Retention(
+            site.storage,
+            site.root,
+            policy,
+            committed=lambda: site.quarantine.committed(site.storage, site.root, site.names),
+            renames=site.quarantine.renames,
+            must_wait=must_wait,
+        )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
 
     # -- the lock -------------------------------------------------------------------------------------
 
-    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None]) -> None:
+    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None], deadline: Deadline) -> None:
         """Before the first change under the root: take its lock, set aside what loads proved damaged, clear leftovers,
         let ``learn`` read the steps.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
+            StallError: the deadline of the save passed; the next one begins anew.
         """
         if self._lock is not None:
             self._lock.renew()
@@ -74,18 +85,19 @@ class RootKeeper:
         try:
             lock = site.storage.lock(site.root / LOCK_FILE)
             site.quarantine.is_writer = True
-            self._call(site.quarantine.enforce, site.storage, site.root, what="setting damaged checkpoints aside")
-            cleared = self._call(self._clear, what="clearing leftovers")
+            what = "setting damaged checkpoints aside"
+            self._call(site.quarantine.enforce, site.storage, site.root, what=what, deadline=deadline)
+            cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
+            learn(functools.partial(self.steps, deadline))
+            self._lock = lock
         except BaseException as error:
             tell_stage(error, "open")
             site.quarantine.is_writer = False
             if lock is not None:
                 lock.release()
             raise
-        self._lock = lock
         if cleared:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
-        learn(self.steps)
 
     def release(self) -> None:
         """Let the lock go. Idempotent."""
@@ -102,11 +114,12 @@ class RootKeeper:
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """Committed steps, ascending, less those that are to be set aside."""
+    def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
+        """Committed steps, ascending, less those that are to be set aside; read by the deadline of a save."""
         site = self._site
+        arguments = site.storage, site.root, site.names
         try:
-            found = self._call(site.quarantine.committed, site.storage, site.root, site.names, what="steps()")
+            found = self._call(site.quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
         except Exception as error:
             tell_stage(error, "open")
             raise
@@ -117,9 +130,17 @@ class RootKeeper:
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
+            StallError: steps are still being deleted.
         """
-        site, tag = self._site, str(time.time_ns())
-        return self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
+        # What a pass has listed as expired may be ``step``: gone after all later ones were abandoned.
+        if wait(self._passes, self._site.config.stall_timeout_secs).not_done:
+            raise StallError(f"rollback({step}): the deletion of expired steps under {self._site.root} does not end")
+        return self._call(self._abandon_after, step, what="rollback()")
+
+    async def _abandon_after(self, step: int) -> list[int]:
+        site = self._site
+        async with site.quarantine.renames:
+            return await commit.abandon_after(site.storage, site.root, site.names, step, str(time.time_ns()))
 
     # -- retention ------------------------------------------------------------------------------------
 
@@ -150,7 +171,8 @@ class RootKeeper:
         """Step ``good`` is committed: begin to delete, in the background, what expires by it."""
         self._passes = [done for done in self._passes if not done.done()]
         if self._retention.is_enabled:
-            self._passes.append(self._portal.submit(self._enforce, good))
+            with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
+                self._passes.append(self._portal.submit(self._enforce, good))
 
     @property
     def passes(self) -> tuple[Future[None], ...]:
@@ -164,5 +186,16 @@ class RootKeeper:
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._site.root, limit)
 
-    def _call(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, what: str) -> T:
-        return self._portal.call(async_fn, *args, timeout=self._site.config.stall_timeout_secs, what=what)
+    def _call(
+        self,
+        async_fn: Callable[[*Ts], Coroutine[Any, Any, T]],
+        *args: *Ts,
+        what: str,
+        deadline: Deadline = NO_DEADLINE,
+    ) -> T:
+        timeout_secs = deadline.left_secs(self._site.config.stall_timeout_secs)
+        try:
+            return self._portal.call(async_fn, *args, timeout=timeout_secs, what=what)
+        except StallError:
+            deadline.check(None, what)
+            raise

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +80,16 @@ class Arena:
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
-        if not self.is_registered:
+        if self.is_registered:
+            return
+        try:
             device.register_host_memory(self.address, self.capacity)
             self.is_registered = True
+        except KeyboardInterrupt:  # before or behind the driver's work: memory cannot be registered twice
+            self.is_registered = False
+            with contextlib.suppress(RuntimeError):
+                device.unregister_host_memory(self.address)
+            raise
 
     def poison(self) -> None:
         """Overwrite everything, so that a use after release shows in the data."""
@@ -144,9 +151,12 @@ class LifetimeStats:
 
 
 class Lease:
-    """The right of one save over one arena; ends exactly once, when closed and its last held future resolved."""
+    """The right of one save over one arena; ends exactly once, when closed and let go of by all who held it.
 
-    def __init__(self, arena: Arena, ended: Callable[[Arena], None], *, waited_secs: float) -> None:
+    What Ctrl-C interrupts here is finished by the next call of :meth:`close` or :meth:`let_go`.
+    """
+
+    def __init__(self, arena: Arena, ended: Callable[[Lease], None], *, waited_secs: float) -> None:
         self.arena = arena
         self.waited_secs = waited_secs
         """How long ``acquire`` waited for earlier leases."""
@@ -154,45 +164,46 @@ class Lease:
         """Resolved when the lease has ended."""
         self._ended = ended
         self._lock = Lock()
-        self._holds = 0
+        self._holders: set[object] = set()
         self._is_closed = False
 
     def hold_until(self, future: Future[object]) -> None:
         """Keep the bytes until ``future``, the thread's own, has resolved."""
+        self.hold(future)
+        future.add_done_callback(self.let_go)
+
+    def hold(self, holder: object) -> None:
+        """Keep the bytes until :meth:`let_go` of the same holder."""
         with self._lock:
-            if self._is_closed and not self._holds:
+            if self._is_closed and not self._holders:
                 raise EngineClosedError("the lease has ended: its bytes may belong to another save")
-            self._holds += 1
-        future.add_done_callback(self._let_go)
+            self._holders.add(holder)
+
+    def let_go(self, holder: object) -> None:
+        """``holder`` touches the bytes no more. Idempotent."""
+        with self._lock:
+            self._holders.discard(holder)
+            self.arena.last_used = time.monotonic()
+            self._end_if_unused()
 
     def close(self) -> None:
         """Nothing new will touch the bytes. Idempotent."""
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
-            ends_now = not self._holds
-        if ends_now:
-            self._end()
+            self._end_if_unused()
 
-    def _let_go(self, _: Future[object]) -> None:
-        with self._lock:
-            self._holds -= 1
-            self.arena.last_used = time.monotonic()
-            ends_now = self._is_closed and not self._holds
-        if ends_now:
-            self._end()
-
-    def _end(self) -> None:
-        self._ended(self.arena)
-        self.settled.set_result(None)
+    def _end_if_unused(self) -> None:
+        if self._is_closed and not self._holders and not self.settled.done():
+            self._ended(self)
+            self.settled.set_result(None)
 
 
 class LifetimeManager:
     """Lends arenas within a byte budget.
 
     Invariant: an arena is either idle here or lent to exactly one lease; ``budget_bytes`` bounds the capacity
-    of all arenas together. Idle arenas that fit no more are released, never kept for later.
+    of all arenas together. Idle arenas that fit no more are released, never kept for later. An arena changes hands
+    in one assignment, so that Ctrl-C in :meth:`acquire` may lose a lease but never an arena: see :meth:`close_lost`.
     """
 
     def __init__(self, *, budget_bytes: int, executor: Executor, debug: bool) -> None:
@@ -201,8 +212,7 @@ class LifetimeManager:
         self._debug = debug
         self._lock = Lock()
         self._changed = Condition(self._lock)
-        self._idle: list[Arena] = []
-        self._lent: list[Arena] = []
+        self._arenas: dict[Arena, Lease | None] = {}
         self._reserved_bytes = 0
         self._is_closed = False
 
@@ -210,9 +220,10 @@ class LifetimeManager:
     def stats(self) -> LifetimeStats:
         """Arenas and leases at this moment."""
         with self._lock:
-            arenas = self._idle + self._lent
             return LifetimeStats(
-                arenas=len(arenas), arena_bytes=sum(arena.capacity for arena in arenas), leases=len(self._lent)
+                arenas=len(self._arenas),
+                arena_bytes=sum(arena.capacity for arena in self._arenas),
+                leases=len(self._leases),
             )
 
     def acquire(
@@ -233,8 +244,8 @@ class LifetimeManager:
             )
         began = time.monotonic()
         with self._lock:
-            while (arena := self._try_take(nbytes, kind)) is None and not self._may_map(nbytes):
-                last_used = max([began, *(lent.last_used for lent in self._lent)])
+            while (lease := self._try_take(nbytes, kind, began)) is None and not self._may_map(nbytes):
+                last_used = max([began, *(lent.arena.last_used for lent in self._leases)])
                 left = last_used + timeout_secs - time.monotonic()
                 if left <= 0:
                     raise StallError(f"an earlier save keeps its arena and made no progress for {timeout_secs} s")
@@ -243,47 +254,73 @@ class LifetimeManager:
                     raise StallError(f"an earlier save kept its arena, this one had {limit_secs:.1f} s left")
                 self._changed.wait(min(left, limit_left))
             waited_secs = time.monotonic() - began
-            if arena is None:
+            if lease is None:
                 self._reserved_bytes += nbytes
-        arena = arena if arena is not None else self._map(nbytes, kind)
+        if lease is None:
+            lease = self._map(nbytes, kind, waited_secs)
         try:
             if registers and kind != "pageable":
-                arena.register()
-            return Lease(arena, self._give_back, waited_secs=waited_secs)
+                lease.arena.register()
         except BaseException:
-            self._give_back(arena)
+            lease.close()
             raise
+        return lease
+
+    def close_lost(self, known: Collection[Lease]) -> None:
+        """Close the leases that nobody has, as Ctrl-C in :meth:`acquire` or behind it leaves them.
+
+        For whoever knows them all, and that no thread is in :meth:`acquire`.
+        """
+        with self._lock:
+            self._reserved_bytes = 0
+            lost = [lease for lease in self._leases if lease not in known]
+        for lease in lost:
+            lease.close()
 
     def close(self) -> None:
-        """Release idle arenas now and lent ones when their leases end."""
+        """Release idle arenas now and lent ones when the last thread has let go of them."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle, leases = self._idle, self._leases
+            for arena in idle:
+                del self._arenas[arena]
             self._changed.notify_all()
         for arena in idle:
             arena.release()
+        for lease in leases:
+            lease.close()
 
-    def _try_take(self, nbytes: int, kind: ArenaKind) -> Arena | None:
+    @property
+    def _idle(self) -> list[Arena]:
+        return [arena for arena, lease in self._arenas.items() if lease is None]
+
+    @property
+    def _leases(self) -> list[Lease]:
+        return [lease for lease in self._arenas.values() if lease is not None]
+
+    def _try_take(self, nbytes: int, kind: ArenaKind, began: float) -> Lease | None:
         if self._is_closed:
             raise EngineClosedError("the engine was closed")
-        fitting = [a for a in self._idle if a.kind == kind and nbytes <= a.capacity <= nbytes + _slack(nbytes)]
+        idle = self._idle
+        fitting = [a for a in idle if a.kind == kind and nbytes <= a.capacity <= nbytes + _slack(nbytes)]
         chosen = min(fitting, key=lambda arena: arena.capacity, default=None)
-        for arena in [arena for arena in self._idle if arena not in fitting]:
-            self._idle.remove(arena)
-            arena.release()
-        if chosen is not None:
-            self._idle.remove(chosen)
-            self._lent.append(chosen)
-        return chosen
+        for arena in idle:
+            if arena not in fitting:
+                del self._arenas[arena]
+                arena.release()
+        if chosen is None:
+            return None
+        self._arenas[chosen] = lease = Lease(chosen, self._give_back, waited_secs=time.monotonic() - began)
+        return lease
 
     def _may_map(self, nbytes: int) -> bool:
-        held = sum(arena.capacity for arena in self._idle + self._lent) + self._reserved_bytes
-        return (not self._lent and not self._reserved_bytes) or held + nbytes <= self.budget_bytes
+        held = sum(arena.capacity for arena in self._arenas) + self._reserved_bytes
+        return (not self._leases and not self._reserved_bytes) or held + nbytes <= self.budget_bytes
 
-    def _map(self, nbytes: int, kind: ArenaKind) -> Arena:
-        arena = None
+    def _map(self, nbytes: int, kind: ArenaKind, waited_secs: float) -> Lease:
+        lease = None
         try:
-            arena = Arena(nbytes, kind, self._executor)
+            lease = Lease(Arena(nbytes, kind, self._executor), self._give_back, waited_secs=waited_secs)
         except OSError as error:
             raise BudgetExceededError(
                 f"cannot map {nbytes} bytes for an image ({error}): lower budget_bytes"
@@ -291,20 +328,24 @@ class LifetimeManager:
         finally:
             with self._lock:
                 self._reserved_bytes -= nbytes
-                if arena is not None:
-                    self._lent.append(arena)
+                if lease is not None:
+                    self._arenas[lease.arena] = lease
                 self._changed.notify_all()
-        return arena
+        return lease
 
-    def _give_back(self, arena: Arena) -> None:
+    def _give_back(self, lease: Lease) -> None:
+        arena = lease.arena
+        if self._arenas.get(arena) is not lease:
+            return  # told once more, after Ctrl-C
         if self._debug:
             arena.poison()
         with self._lock:
-            self._lent.remove(arena)
-            if not self._is_closed:
-                self._idle.append(arena)
-            self._changed.notify_all()
             is_closed = self._is_closed
+            if is_closed:
+                del self._arenas[arena]
+            else:
+                self._arenas[arena] = None
+            self._changed.notify_all()
         if is_closed:
             arena.release()
 

@@ -123,6 +123,8 @@ class PendingSave:
     """What it is doing, for messages."""
     stage: str = "write"
     """Where it is: ``write``, ``agree``, ``commit``."""
+    has_begun: bool = False
+    """The pipeline runs or has run."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
     is_committing: bool = False
@@ -153,6 +155,9 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
             thread has let go of it.
     """
+    if save.settled.done():
+        raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
+    save.has_begun = True
     try:
         with watch_submissions(save.threads.add):
             return await _watched(site, save)
@@ -187,7 +192,7 @@ async def _watch(site: Site, save: PendingSave) -> None:
     limit = site.config.stall_timeout_secs
     while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
         save.deadline.check(save.step, save.doing)
-        idle_left = save.progress.last_progress + limit - time.monotonic()
+        idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
                 f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
@@ -250,7 +255,8 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
     )
     if save.previous is not None:
         save.doing = "waiting for the commit of the save before"
-        await asyncio.wrap_future(follow(save.previous))
+        with save.progress.paused():
+            await asyncio.wrap_future(follow(save.previous))
     save.progress.touch()
     ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
     return render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.metrics)
@@ -287,11 +293,12 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
     save.stage, save.doing = "commit", "making its directory durable"
     await commit.seal(site.storage, pending, root_manifest)
-    await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
-    save.is_committing = True
-    # Shielded: a rename that was begun is finished or undone.
-    with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-        async with site.quarantine.commits:
+    save.doing = "waiting while other checkpoints are renamed"
+    async with site.quarantine.renames:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
+        save.is_committing = True
+        # Shielded: a rename that was begun is finished or undone.
+        with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
             await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
     if scope.cancelled_caught:
         stalled = StallError(

@@ -125,7 +125,8 @@ class PlanCache:
         """
         try:
             leaves = Leaves.of(flat)
-            cached = self._plan if self._plan is not None and self._plan.structure.is_of(flat, leaves) else None
+            plan = self._plan  # read once: a save that fails in the background clears it
+            cached = plan if plan is not None and plan.structure.is_of(flat, leaves) else None
             structure = Structure.of(flat, leaves) if cached is None else cached.structure
         except (RuntimeError, TypeError, NotImplementedError):
             tree.check_leaves(flat)

@@ -245,14 +245,18 @@ class Portal:
                 f"{what} on the engine's own thread {threading.current_thread().name!r} would wait for itself"
             )
 
-    def submit(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts) -> Future[T]:
+    def submit(
+        self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, on_done: Watcher | None = None
+    ) -> Future[T]:
         """Start ``async_fn(*args)`` on the loop, from any thread; does not wait for the loop.
 
         Cancelling the future cancels the task. :class:`EngineClosedError` if the portal is closed, and in the
-        future if it closes first.
+        future if it closes first. ``on_done`` is told of the future, also where Ctrl-C keeps it from the caller.
         """
         _check_process(self._pid, self.name)
         future: Future[T] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
         # Added before it is scheduled: a loop that ends in between finds it here and resolves it.
         self._unresolved.add(future)
         if self.is_closed or not self._schedule(self._spawn, async_fn, args, future):
@@ -274,7 +278,7 @@ class Portal:
             WrongThreadError: called on a thread of this portal.
             EngineClosedError: the portal is closed, or closed meanwhile.
         """
-        what = what or _name_of(async_fn)
+        what = what or str(getattr(async_fn, "__qualname__", async_fn))
         self.check_thread(what)
         future = self.submit(async_fn, *args)
         try:
@@ -356,7 +360,7 @@ class Portal:
 
     def _spawn(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], args: tuple[*Ts], future: Future[T]) -> None:
         if self._group is not None and not self._is_closing:  # else resolved when the loop has ended
-            self._group.start_soon(self._run_task, async_fn, args, future, name=_name_of(async_fn))
+            self._group.start_soon(self._run_task, async_fn, args, future, name=getattr(async_fn, "__qualname__", None))
 
     async def _run_task(
         self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], args: tuple[*Ts], future: Future[T]
@@ -393,7 +397,3 @@ class Portal:
         except KeyError:
             return False
         return future.set_running_or_notify_cancel()
-
-
-def _name_of(fn: Callable[..., object]) -> str:
-    return str(getattr(fn, "__qualname__", repr(fn)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ from aio_ckpt.device import Mark
 from aio_ckpt.errors import StallError
 from aio_ckpt.portal import Executor, run_blocking
 
-__all__ = ["CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
+__all__ = ["NO_DEADLINE", "CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
 
 
 CapturedRun: TypeAlias = tuple[Sequence[int], tuple[Mark, ...]]
@@ -50,6 +51,10 @@ class Deadline:
             raise StallError(f"the save of {which} did not end within deadline_secs={self.secs}: it was {stage}")
 
 
+NO_DEADLINE = Deadline(secs=None, began=0.0)
+"""Never over."""
+
+
 class CaptureProgress:
     """Which chunks the caller's thread has captured; told and awaited on the loop."""
 
@@ -58,12 +63,26 @@ class CaptureProgress:
         self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
         self._error: Exception | None = None
         self._ended_early = asyncio.Event()
-        self.last_progress = time.monotonic()
-        """When a byte or a message last moved, by ``time.monotonic``."""
+        self._last_progress = time.monotonic()
+        self._is_paused = False
 
     def touch(self) -> None:
-        """Something moved."""
-        self.last_progress = time.monotonic()
+        """A byte or a message moved."""
+        self._last_progress = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is awaited inside is another save, which has limits of its own and may take as long as it moves."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self.touch()
+
+    def idle_left_secs(self, limit_secs: float) -> float:
+        """How much longer nothing may move if ``limit_secs`` are allowed."""
+        return limit_secs if self._is_paused else self._last_progress + limit_secs - time.monotonic()
 
     def tell(self, runs: Sequence[CapturedRun]) -> None:
         """The chunks of each run are captured once its marks are reached."""

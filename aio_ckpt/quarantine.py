@@ -39,18 +39,19 @@ class Condemned:
 class Quarantine:
     """What loads of one engine condemned.
 
-    Invariant: a directory is renamed only while the writer's lock is held and no commit of this engine runs, and only
-    if it still is the checkpoint that was read.
+    Invariant: a directory is renamed only while the writer's lock and :attr:`renames` are held, and only if it still is
+    the checkpoint that was read.
     """
 
     def __init__(self) -> None:
         self._condemned: dict[Path, Condemned] = {}
         self.is_writer = False
         """Whether the engine holds the writer's lock; told by its holder."""
-        self.condemned_before = 0
-        """How often something was condemned: what was learned of the steps before holds no more."""
-        self.commits = anyio.Lock()
-        """Held by each commit: between a look at a directory and its rename, none may be exchanged."""
+        self.times_condemned = 0
+        """What was learned of the steps before this last rose holds no more."""
+        self.renames = anyio.Lock()
+        """Held by whoever renames a step (a commit, retention, a rollback, this): between a look at a directory and its
+        rename no other may take its place."""
 
     async def condemn(self, storage: Storage, root: Path, found: Iterable[Condemned]) -> dict[Path, Path]:
         """Set these aside, now if this engine is the writer, else once it is; old -> new path of what was moved."""
@@ -59,7 +60,7 @@ class Quarantine:
             return {}
         self._condemned |= new
         moved = await self.enforce(storage, root) if self.is_writer else {}
-        self.condemned_before += 1
+        self.times_condemned += 1
         return moved
 
     async def enforce(self, storage: Storage, root: Path) -> dict[Path, Path]:
@@ -67,7 +68,7 @@ class Quarantine:
         moved: dict[Path, Path] = {}
         if self._condemned:
             with anyio.CancelScope(shield=True):
-                async with self.commits:
+                async with self.renames:
                     for entry in tuple(self._condemned.values()):
                         target = await self._set_aside(storage, root, entry)
                         if target is not None:

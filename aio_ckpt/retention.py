@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit import Committed, check_step_number, discover
+from aio_ckpt.commit import Committed, check_step_number, discover, is_unchanged
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
@@ -162,13 +162,24 @@ class Retention:
     """
 
     def __init__(
-        self, storage: Storage, root: Path, names: StepNames, policy: Policy, *, must_wait: Callable[[], bool]
+        self,
+        storage: Storage,
+        root: Path,
+        policy: Policy,
+        *,
+        committed: Callable[[], Awaitable[Sequence[Committed]]],
+        renames: anyio.Lock,
+        must_wait: Callable[[], bool],
     ) -> None:
-        """Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it."""
+        """``committed`` lists the steps that count; ``renames`` is held by whoever renames one.
+
+        Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it.
+        """
         self._storage = storage
         self._root = root
-        self._names = names
         self._policy = policy
+        self._committed = committed
+        self._renames = renames
         self._must_wait = must_wait
         self._one_at_a_time = anyio.Lock()
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
@@ -209,7 +220,7 @@ class Retention:
             return removed
 
     async def _leaving(self) -> list[Committed]:
-        committed = await discover(self._storage, self._root, self._names)
+        committed = await self._committed()
         protected = await protected_steps(self._storage, self._root)
         metrics = await self._read_metrics(committed) if self._policy.keep_best is not None else None
         return expired(committed, self._policy, good=self._good, protected=protected, metrics=metrics)
@@ -217,10 +228,13 @@ class Retention:
     async def _expire(self, checkpoint: Committed, undeleted: dict[int, str]) -> bool:
         trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
         try:
-            await self._storage.rename(checkpoint.path, trash)
-            if await self._storage.exists(self._root / protected_name(checkpoint.step)):
-                await self._storage.rename(trash, checkpoint.path)  # protected since it was listed
-                return False
+            async with self._renames:
+                if not await is_unchanged(self._storage, checkpoint):
+                    return False  # overwritten since it was listed
+                await self._storage.rename(checkpoint.path, trash)
+                if await self._storage.exists(self._root / protected_name(checkpoint.step)):
+                    await self._storage.rename(trash, checkpoint.path)  # protected since it was listed
+                    return False
             await self._storage.sync_dir(self._root)
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import socket
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,9 +19,9 @@ __all__ = ["RootLock"]
 _logger = logging.getLogger("aio_ckpt")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
-_held: dict[str, tuple[int, object]] = {}
-"""Real path -> (pid, token) of the locks of this process. fcntl locks belong to the process: a second one would
-be granted, and closing it would drop the first."""
+_held: dict[str, tuple[int, weakref.ref[RootLock]]] = {}
+"""Real path -> (pid, holder) of the locks of this process. fcntl locks belong to the process: a second one would
+be granted, and closing it would drop the first. A holder that is gone was lost by Ctrl-C and holds nothing."""
 
 
 class RootLock:
@@ -40,11 +41,12 @@ class RootLock:
         self._pid = os.getpid()
         self._key = os.path.realpath(path)
         self._descriptor: int | None = None
-        self._claim()
+        self._mine = (self._pid, weakref.ref(self))
         try:
+            self._claim()
             self._descriptor = _open_locked(path)
         except BaseException:
-            _held.pop(self._key, None)
+            self._unclaim()
             raise
 
     def __enter__(self) -> Self:
@@ -77,14 +79,17 @@ class RootLock:
         if descriptor is not None:
             os.close(descriptor)
             if os.getpid() == self._pid:
-                _held.pop(self._key, None)
+                self._unclaim()
 
     def _claim(self) -> None:
-        token = object()
-        while (holder := _held.setdefault(self._key, (self._pid, token)))[1] is not token:
-            if holder[0] == self._pid:
+        while (holder := _held.setdefault(self._key, self._mine)) is not self._mine:
+            if holder[0] == self._pid and holder[1]() is not None:
                 raise RootError(errno.EBUSY, "another engine of this process writes here", str(self.path))
-            _held.pop(self._key, None)  # copied by fork: the parent's
+            _held.pop(self._key, None)  # lost, or copied by fork: the parent's
+
+    def _unclaim(self) -> None:
+        if _held.get(self._key) is self._mine:
+            del _held[self._key]
 
 
 def _open_locked(path: Path) -> int:

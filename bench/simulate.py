@@ -31,7 +31,7 @@ from aio_ckpt.coordinator import SoloCoordinator
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
-from aio_ckpt.lifetime import Arena, LifetimeManager
+from aio_ckpt.lifetime import Lease, LifetimeManager
 from aio_ckpt.owner import Owner
 from aio_ckpt.pipeline import PendingSave, Site
 from aio_ckpt.plan import PlanCache
@@ -119,9 +119,9 @@ class CountingLifetime(LifetimeManager):
         super().__init__(budget_bytes=_BUDGET_BYTES, executor=threads, debug=True)
         self.ended = 0
 
-    def _give_back(self, arena: Arena) -> None:
+    def _give_back(self, lease: Lease) -> None:
         self.ended += 1
-        super()._give_back(arena)
+        super()._give_back(lease)
 
 
 class World:

@@ -100,6 +100,27 @@ def test_a_deadline_ends_the_wait_for_a_buffer_that_an_earlier_save_keeps(root: 
         assert engine.save(weights(3)).result(TIMEOUT).step == 2
 
 
+@pytest.mark.parametrize(
+    ("call", "doing"), [("remove_tree", "clearing leftovers"), ("rename", "setting damaged checkpoints aside")]
+)
+def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, call: str, doing: str) -> None:
+    with gated_engine(root) as (engine, _):
+        for number in (1, 2):
+            engine.save(weights(number)).result(TIMEOUT)
+    file = root / "step_000000002" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(weights(2)["w"].numpy().tobytes(), weights(9)["w"].numpy().tobytes()))
+    (root / ".trash-old").mkdir()
+    with gated_engine(root, stall_timeout_secs=TIMEOUT) as (engine, storage):
+        loading = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)
+        assert loading.result(TIMEOUT).step == 1
+        gate = storage.hold(call)
+        with pytest.raises(StallError, match=rf"did not end within deadline_secs=0.2: it was {doing}"):
+            engine.save(weights(3), deadline_secs=0.2)
+        gate.open()
+        assert engine.save(weights(3)).result(TIMEOUT).step == 2
+        assert value(engine) == 3
+
+
 def test_a_deadline_that_passes_while_save_captures_is_raised_by_save(root: Path) -> None:
     """The budget holds five chunks of six: the capture of the last waits until the first was written."""
     state = {str(number): torch.ones(MIB) for number in range(5)}
@@ -111,3 +132,25 @@ def test_a_deadline_that_passes_while_save_captures_is_raised_by_save(root: Path
         assert engine.lifetime.leases == 0
         gate.open()
         assert engine.save(state, deadline_secs=TIMEOUT).result(TIMEOUT).step == 1
+
+
+def test_a_save_that_waits_for_a_slow_one_before_it_is_not_stalled(root: Path) -> None:
+    """Five writes of half the stall timeout each: no longer than that without progress, but in all."""
+    state = {str(number): torch.ones(MIB) for number in range(5)}
+    with gated_engine(root, max_in_flight=2, workers=1, stall_timeout_secs=1.0) as (engine, storage):
+        storage.slow("write", secs=0.5)
+        first, second = engine.save(state), engine.save(weights(2))
+        assert first.result(TIMEOUT).step == 1
+        assert second.result(TIMEOUT).step == 2
+
+
+def test_a_deadline_ends_the_wait_for_a_rename_beside_it_and_nothing_is_in_doubt(root: Path) -> None:
+    with gated_engine(root) as (engine, _):
+        engine.save(weights(1)).result(TIMEOUT)
+        renames = engine._site.quarantine.renames
+        engine._portal.call(renames.acquire, timeout=TIMEOUT)
+        ticket = engine.save(weights(2), deadline_secs=0.5)
+        with pytest.raises(StallError, match="it was waiting while other checkpoints are renamed") as caught:
+            ticket.result(TIMEOUT)
+        assert not caught.value.in_doubt
+        assert listing(root) == ["step_000000001"]

@@ -19,7 +19,7 @@ import torch
 from child_python import child_environment, python
 from gated_storage import TIMEOUT, Gate, gated_engine
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, pipeline
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.names import LOCK_FILE
 
@@ -198,6 +198,20 @@ def test_terminate_lets_a_commit_that_has_begun_finish(root: Path) -> None:
         terminating.result(TIMEOUT)
         assert ticket.result(0).step == 1
     assert listing(root) == ["step_000000001"]
+
+
+def test_terminate_releases_the_engine_though_a_save_does_not_end(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline, "_SETTLE_SECS", 1.0)
+    with gated_engine(root, stall_timeout_secs=0.2) as (engine, storage):
+        storage.hold("sync", "*.distcp")
+        storage.hold("remove_tree", ".pending-*")
+        engine.save(weights(1))
+        engine.terminate()
+        assert "step 1 does not end" in caplog.text
+        with SyncCheckpointEngine(root) as other:
+            assert other.save(weights(2), 2).result(TIMEOUT).step == 2
 
 
 # -- other processes ------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from rings import TIMEOUT, image_of, plan_of
 
-from aio_ckpt import gather, plan, routes
+from aio_ckpt import SyncCheckpointEngine, gather, plan, routes
 from aio_ckpt.device import HostCopies
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.portal import Executor
@@ -80,3 +83,27 @@ def test_without_device_memory_each_tensor_is_copied_alone(
 )
 def test_spans_take_turns_in_the_buffer(lengths: list[int], starts: list[int], end: int) -> None:
     assert gather._turns(lengths, 2048) == (starts, end)
+
+
+def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_when_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    make = HostCopies.buffer
+
+    def remembered(self: HostCopies, nbytes: int) -> torch.Tensor | None:
+        memory = make(self, nbytes)
+        assert memory is not None
+        buffers.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    monkeypatch.setattr(HostCopies, "buffer", remembered)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(mixed(50)).result(TIMEOUT)
+        engine.clear_cache()
+        gc.collect()
+        assert [buffer() for buffer in buffers] == [None]
+        engine.save(mixed(50)).result(TIMEOUT)
+    gc.collect()
+    assert [buffer() for buffer in buffers] == [None, None]

@@ -22,7 +22,7 @@ from watched_writes import TIMEOUT, WatchedCondition
 from aio_ckpt import lifetime
 from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
 from aio_ckpt.items import PAGE_BYTES
-from aio_ckpt.lifetime import HUGE_PAGE_BYTES, POISON, Arena, ArenaKind, Lease, LifetimeManager, default_budget_bytes
+from aio_ckpt.lifetime import HUGE_PAGE_BYTES, POISON, ArenaKind, Lease, LifetimeManager, default_budget_bytes
 from aio_ckpt.portal import Executor
 
 KIB = 1 << 10
@@ -59,12 +59,12 @@ class Ends:
     """Counts how often the arena was given back."""
 
     def __init__(self, manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arenas: list[Arena] = []
+        self.leases: list[Lease] = []
         give_back = manager._give_back
 
-        def counted(arena: Arena) -> None:
-            self.arenas.append(arena)
-            give_back(arena)
+        def counted(lease: Lease) -> None:
+            self.leases.append(lease)
+            give_back(lease)
 
         monkeypatch.setattr(manager, "_give_back", counted)
 
@@ -125,7 +125,7 @@ def test_whatever_the_order_a_lease_ends_exactly_once_and_never_while_held(
         held: list[Future[object]] = []
         is_closed = False
         for step in [*steps, "close", *["resolve"] * len(steps)]:
-            if step == "hold" and not ends.arenas:
+            if step == "hold" and not ends.leases:
                 lease.hold_until(future := Future())
                 held.append(future)
             elif step == "resolve" and held:
@@ -133,7 +133,7 @@ def test_whatever_the_order_a_lease_ends_exactly_once_and_never_while_held(
             elif step == "close":
                 lease.close()
                 is_closed = True
-            assert len(ends.arenas) == (is_closed and not held)
+            assert len(ends.leases) == (is_closed and not held)
         assert lease.settled.done()
     manager.close()
 
@@ -156,7 +156,7 @@ def test_threads_that_let_go_while_the_lease_is_closed_end_it_once(
             for act in (lease.close, lambda f=first: f.set_result(None), lambda f=second: f.set_result(None)):
                 threads.submit(race, act)
             lease.settled.result(TIMEOUT)
-    assert len(ends.arenas) == 200
+    assert len(ends.leases) == 200
     assert manager.stats.leases == 0
 
 
@@ -404,6 +404,31 @@ def test_an_arena_that_the_driver_does_not_register_is_given_back(
     assert (manager.stats.arenas, manager.stats.leases) == (1, 0)
     manager.acquire(MIB, "pageable", registers=True, timeout_secs=TIMEOUT)
     manager.acquire(MIB, "pinned", registers=False, timeout_secs=TIMEOUT)
+
+
+def test_an_arena_that_ctrl_c_left_registered_is_registered_again(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: set[int] = set()
+
+    def register(address: int, nbytes: int) -> None:
+        if address in registered:
+            raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+        registered.add(address)
+        if not interrupts:
+            interrupts.append(address)
+            raise KeyboardInterrupt
+
+    interrupts: list[int] = []
+    monkeypatch.setattr(lifetime.device, "register_host_memory", register)
+    monkeypatch.setattr(lifetime.device, "unregister_host_memory", registered.remove)
+    with pytest.raises(KeyboardInterrupt):
+        manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+    lease = manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+    assert [lease.arena.address] == list(registered) == interrupts
+    lease.close()
+    manager.close()
+    assert registered == set()
 
 
 def test_the_default_budget_is_shared_among_the_ranks_of_a_host() -> None:

@@ -266,6 +266,24 @@ def rich_state() -> dict[str, object]:
     }
 
 
+class ClearedAtEachLook(PlanCache):
+    """A save that fails in the background clears the cache between any two steps of a trainer's thread."""
+
+    def __getattribute__(self, name: str) -> object:
+        value = super().__getattribute__(name)
+        if name == "_plan":
+            self._plan = None
+        return value
+
+
+def test_a_cache_that_is_cleared_meanwhile_is_a_hit_or_a_miss_and_no_error():
+    cache = ClearedAtEachLook(rank=0)
+    state = {"a": torch.ones(3)}
+    for _ in range(3):
+        assert resolve(cache, state).plan.stored_names == {"a"}
+        cache.__dict__["_plan"] = resolve(PlanCache(rank=0), state).plan
+
+
 def assert_holds_no_data(plan: Plan) -> None:
     found = list(reachable(plan))
     assert len(found) > 100  # it did look

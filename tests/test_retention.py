@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +289,55 @@ def test_a_deletion_that_hangs_ends_by_its_deadline_and_closing_does_not_wait_lo
         engine.close_blocking()
         assert time.monotonic() - began < TIMEOUT, "far above the deadline: no measure of speed"
     assert "did not end within 0.5 s" in caplog.text
+
+
+def test_a_step_that_is_overwritten_while_a_pass_deletes_others_stays(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        gate = storage.hold("remove_tree", ".trash*")
+        engine.save(weights(3), 3).result(TIMEOUT)
+        gate.wait_reached()  # the pass has listed both
+        storage.release(gate)
+        engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
+        gate.open()
+    assert committed(root) == [2, 3]
+
+
+def test_a_rollback_to_a_step_that_is_being_deleted_leaves_the_later_ones(root: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        gate = storage.hold("rename", "step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        gate.wait_reached()
+        rolling = pool.submit(engine.rollback, 1)
+        wait([rolling], 0.5)  # it must not end before the deletion does
+        gate.open()
+        with pytest.raises(CheckpointNotFoundError):
+            rolling.result(TIMEOUT)
+        assert engine.steps() == [2]
+
+
+def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2, 3)
+    file = root / "step_000000003" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(weights(3)["w"].numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    with gated_engine(root, keep_last=2) as (engine, storage):
+        report = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
+        assert report.step == 2
+        storage.fail("rename", "step_000000003", WriteError(errno.EACCES, "no", "step_000000003"))
+        engine.save(weights(4), 4).result(TIMEOUT)
+    assert committed(root) == [2, 3, 4]
+
+
+def test_a_save_that_ends_while_the_engine_closes_settles_all_the_same(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, _):
+        engine.save(weights(1), 1).result(TIMEOUT)
+    engine._after(1, None)
+    assert engine._keeper.passes == ()
 
 
 def test_steps_that_expired_no_longer_stand_in_the_way(root: Path) -> None:

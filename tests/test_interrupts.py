@@ -1,0 +1,123 @@
+"""Ctrl-C at every place of ``save()`` where the interpreter looks for signals."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, engine, image, inflight, keeper, lifetime, portal, rootlock
+
+TIMEOUT = 30.0
+TRACED = {module.__file__ for module in (engine, image, inflight, keeper, lifetime, portal, rootlock)}
+LOOKS_BEHIND = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the ``at``-th place of this thread's calls where a signal could come."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+        self._last: dict[FrameType, int] = {}
+
+    def run(self, call: Callable[[], object]) -> None:
+        """``call()``, then no more tracing."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+            self._last.clear()
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            last, self._last[frame] = self._last.get(frame), frame.f_lasti
+            if last is not None and is_place(frame.f_code, last, frame.f_lasti):
+                self.left -= 1
+                if self.left == 0:
+                    self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                    raise KeyboardInterrupt
+        return self._step
+
+
+def is_place(code: CodeType, last: int, offset: int) -> bool:
+    """Whether a signal is looked for behind ``last``: raised there, it is caught by what guards ``last``."""
+    name = dis.opname[code.co_code[last]]
+    return name in LOOKS_BEHIND and guard_of(code, last) == guard_of(code, offset)
+
+
+def guard_of(code: CodeType, offset: int) -> int | None:
+    """Where an exception at ``offset`` is handled in its function."""
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    return next((entry.target for entry in entries if entry.start <= offset < entry.end), None)
+
+
+def check_intact(saver: SyncCheckpointEngine, interrupt: Interrupt) -> None:
+    """Nothing stays pending, leased or locked: the next save commits."""
+    inside = saver._engine
+    for save in inside._in_flight.pending:
+        save.settled.result(TIMEOUT)
+    assert inside._in_flight.pending == (), interrupt.where
+    report = saver.save({"a": torch.full((5000,), 7.0)}).result(TIMEOUT)
+    assert report is not None
+    assert (inside.lifetime.leases, inside._lifetime._reserved_bytes) == (0, 0), interrupt.where
+    assert saver.latest_step() == report.step
+
+
+def interrupted_saves(saver: SyncCheckpointEngine, at: int) -> Interrupt:
+    interrupt = Interrupt(at)
+    state = {"a": torch.arange(5000.0), "note": "n"}
+    try:
+        interrupt.run(lambda: saver.save(state))
+    except KeyboardInterrupt:
+        assert interrupt.left == 0, "raised twice"
+    return interrupt
+
+
+def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(tmp_path: Path) -> None:
+    config = EngineConfig(stall_timeout_secs=5.0, workers=1, keep_last=1)
+    with SyncCheckpointEngine(tmp_path, config) as saver:
+        saver.save({"a": torch.zeros(5000)}).result(TIMEOUT)
+        at = 0
+        while (interrupt := interrupted_saves(saver, at := at + 1)).left == 0:
+            check_intact(saver, interrupt)
+    assert at > 100
+
+
+def test_wherever_ctrl_c_comes_in_the_first_save_the_root_and_the_memory_are_free(tmp_path: Path) -> None:
+    config = EngineConfig(stall_timeout_secs=5.0, workers=1)
+    at, is_over = 0, False
+    while not is_over:
+        at += 1
+        with SyncCheckpointEngine(tmp_path / str(at), config) as saver:
+            interrupt = interrupted_saves(saver, at)
+            is_over = interrupt.left > 0
+            check_intact(saver, interrupt)
+    assert at > 100
+
+
+def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with SyncCheckpointEngine(tmp_path) as saver:
+        monkeypatch.setattr(inflight.InFlight, "enter", lost)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save({"a": torch.zeros(5000)})
+        stats = saver._engine._lifetime
+        assert stats.stats.leases == 1
+    assert (stats.stats.leases, stats.stats.arenas) == (0, 0)
