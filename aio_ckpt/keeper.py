@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
-from aio_ckpt import commit, retention
+from aio_ckpt import retention
 from aio_ckpt.errors import RootError, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
@@ -54,7 +54,9 @@ class RootKeeper:
         self._portal = portal
         config = site.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
-        self._retention = retention.Retention(site.storage, site.root, site.names, policy, must_wait=must_wait)
+        self._retention = retention.Retention(
+            site.storage, site.root, site.names, policy, commits=site.quarantine.commits, must_wait=must_wait
+        )
         self._passes: list[Future[None]] = []
         self._lock: RootLock | None = None
 
@@ -118,8 +120,7 @@ class RootKeeper:
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
         """
-        site, tag = self._site, str(time.time_ns())
-        return self._call(commit.abandon_after, site.storage, site.root, site.names, step, tag, what="rollback()")
+        return self._call(self._retention.rollback, step, str(time.time_ns()), what="rollback()")
 
     # -- retention ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit import Committed, check_step_number, discover
+from aio_ckpt.commit import Committed, abandon_after, check_step_number, discover, is_unchanged
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
@@ -132,15 +132,18 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     """
     step = check_step_number(step)
     mark = root / protected_name(step)
+    is_new = True
     try:
         await storage.write_file(mark, b"")
     except WriteError as error:
         if error.errno != errno.EEXIST:
             raise
+        is_new = False
     await storage.sync_dir(root)
     steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
     if step not in steps:
-        await storage.remove_file(mark)
+        if is_new:  # else somebody was told that the step is protected: a pass that renamed it is to see the mark
+            await storage.remove_file(mark)
         raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
 
 
@@ -162,13 +165,21 @@ class Retention:
     """
 
     def __init__(
-        self, storage: Storage, root: Path, names: StepNames, policy: Policy, *, must_wait: Callable[[], bool]
+        self,
+        storage: Storage,
+        root: Path,
+        names: StepNames,
+        policy: Policy,
+        *,
+        commits: anyio.Lock,
+        must_wait: Callable[[], bool],
     ) -> None:
-        """Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it."""
+        """Each commit holds ``commits``. Nothing more is deleted while ``must_wait()``: the next pass deletes it."""
         self._storage = storage
         self._root = root
         self._names = names
         self._policy = policy
+        self._commits = commits
         self._must_wait = must_wait
         self._one_at_a_time = anyio.Lock()
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
@@ -208,6 +219,11 @@ class Retention:
             self.undeleted = undeleted
             return removed
 
+    async def rollback(self, step: int, tag: str) -> list[int]:
+        """``abandon_after`` between two passes: one that listed the steps before would delete what is gone back to."""
+        async with self._one_at_a_time:
+            return await abandon_after(self._storage, self._root, self._names, step, tag)
+
     async def _leaving(self) -> list[Committed]:
         committed = await discover(self._storage, self._root, self._names)
         protected = await protected_steps(self._storage, self._root)
@@ -217,20 +233,30 @@ class Retention:
     async def _expire(self, checkpoint: Committed, undeleted: dict[int, str]) -> bool:
         trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
         try:
-            await self._storage.rename(checkpoint.path, trash)
-            if await self._storage.exists(self._root / protected_name(checkpoint.step)):
-                await self._storage.rename(trash, checkpoint.path)  # protected since it was listed
-                return False
-            await self._storage.sync_dir(self._root)
+            async with self._commits:
+                if not await is_unchanged(self._storage, checkpoint):
+                    return False  # overwritten since it was listed, by a save that was told that it is durable
+                await self._storage.rename(checkpoint.path, trash)
+                if await self._is_protected(checkpoint.step, undeleted):
+                    await self._storage.rename(trash, checkpoint.path)  # since it was listed
+                    return False
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)
             return False
         await self._empty(trash, checkpoint.step, undeleted)
         return True
 
+    async def _is_protected(self, step: int, undeleted: dict[int, str]) -> bool:
+        try:
+            return await self._storage.exists(self._root / protected_name(step))
+        except OSError as error:
+            self._tell(step, error, undeleted)
+            return True  # for all that is known
+
     async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
         self._trash[trash] = step
         try:
+            await self._storage.sync_dir(self._root)
             await self._storage.remove_tree(trash)
         except OSError as error:
             self._tell(step, error, undeleted)
