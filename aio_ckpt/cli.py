@@ -18,7 +18,7 @@ import msgspec
 
 from aio_ckpt._version import __version__
 from aio_ckpt.commit import MAX_LOOKS, MAX_STEP
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import MAX_WORKERS, EngineConfig
 from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
@@ -156,20 +156,30 @@ _STEP = click.IntRange(0, MAX_STEP)
 @click.argument("root", type=_DIRECTORY)
 @click.argument("step", type=_STEP)
 @_step_dir_option
-def protect_command(root: Path, step: int, step_dir: str) -> None:
+@_json_option
+def protect_command(root: Path, step: int, step_dir: str, *, as_json: bool) -> None:
     """Never let retention delete STEP under ROOT. Works beside a trainer that saves there."""
     names = _names(step_dir)
     _call(lambda storage, _: protect(storage, root.absolute(), names, step))
-    Screen(as_json=False).line(f"step {step} is protected")
+    _tell_protection(step, is_protected=True, as_json=as_json)
 
 
 @commands.command("unprotect")
 @click.argument("root", type=_DIRECTORY)
 @click.argument("step", type=_STEP)
-def unprotect_command(root: Path, step: int) -> None:
+@_json_option
+def unprotect_command(root: Path, step: int, *, as_json: bool) -> None:
     """Let STEP under ROOT expire again."""
     _call(lambda storage, _: unprotect(storage, root.absolute(), step))
-    Screen(as_json=False).line(f"step {step} is not protected")
+    _tell_protection(step, is_protected=False, as_json=as_json)
+
+
+def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
+    screen = Screen(as_json=as_json)
+    if as_json:
+        screen.json({"step": step, "is_protected": is_protected})
+    else:
+        screen.line(f"step {step} is {'protected' if is_protected else 'not protected'}")
 
 
 # -- inspect ----------------------------------------------------------------------------------------
@@ -236,7 +246,9 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
 
 @commands.command("verify")
 @click.argument("path", type=_DIRECTORY)
-@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Reads in flight at once.")
+@click.option(
+    "--workers", type=click.IntRange(1, MAX_WORKERS), default=4, show_default=True, help="Reads in flight at once."
+)
 @_step_dir_option
 @_json_option
 def verify_command(path: Path, workers: int, step_dir: str, *, as_json: bool) -> int:

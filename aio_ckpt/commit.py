@@ -95,7 +95,7 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> l
         has_vanished = False
         for name in await storage.list_dir(root):
             step = names.step(name)
-            if step is None:
+            if step is None or step > MAX_STEP:
                 continue
             status = await storage.status(root / name / METADATA_FILE)
             if status is not None:
@@ -128,7 +128,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
     It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
     when the new one is durable.
     """
-    replaces = overwrite and await storage.exists(final)
+    replaces = overwrite and await _holds_checkpoint(storage, final)  # else it would go without ever being one
     try:
         if replaces and not await storage.exists(final / OWNER_FILE):
             # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
@@ -144,6 +144,11 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
         await _tidy(storage, pending, final, replaces=replaces)
     if tidying.cancelled_caught:
         _log.warning("%s is committed, but what it replaces was not removed within %s s", final, _TIDY_SECS)
+
+
+async def _holds_checkpoint(storage: Storage, path: Path) -> bool:
+    """Whether it is a checkpoint, or was one of ours before it lost its ``.metadata``."""
+    return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
 
 
 async def _make_visible(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:
@@ -211,7 +216,7 @@ def check_step(step: object, *, newest: int | None, committed: Collection[int], 
         StepOrderError: no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
     """
     if step is None:
-        return 1 if newest is None else newest + 1
+        return 1 if newest is None else check_step_number(newest + 1)
     step = check_step_number(step)
     if newest is None or step > newest or (overwrite and step in committed):
         return step

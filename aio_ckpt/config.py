@@ -10,6 +10,7 @@ from aio_ckpt.errors import ConfigError
 
 __all__ = [
     "MAX_SECS",
+    "MAX_WORKERS",
     "BusyPolicy",
     "DirectIO",
     "EngineConfig",

@@ -31,8 +31,8 @@ from aio_ckpt.pipeline import Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.preemption import Preemption
-from aio_ckpt.progress import NO_DEADLINE, Deadline, follow
-from aio_ckpt.restore import LoadOptions, load_state, read_tree
+from aio_ckpt.progress import NO_DEADLINE, Deadline, follow, outcome
+from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.snapshot import ObjectEncoder
 from aio_ckpt.storage import LocalStorage, Storage
@@ -235,7 +235,7 @@ class CheckpointEngine:
         allow_missing: bool = False,
         fallback: bool = True,
     ) -> LoadReport:
-        """Fill ``state`` in place from a checkpoint.
+        """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
 
         Tensors are filled as they are read and verified; objects, modules, optimizers and other Stateful values
         are set only after everything was verified. What becomes of damaged checkpoints: :mod:`aio_ckpt.quarantine`.
@@ -252,17 +252,17 @@ class CheckpointEngine:
             CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
         """
-        loading = self.submit_load(state, step, strict=strict, allow_missing=allow_missing, fallback=fallback)
-        return await asyncio.wrap_future(loading)
+        given_up: Future[None] = Future()
+        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
+        return await outcome(self.submit_load(state, step, given_up, **options), given_up)
 
     def submit_load(
-        self, state: object, step: int | None, *, strict: bool, allow_missing: bool, fallback: bool
+        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: bool
     ) -> Future[LoadReport]:
-        """:meth:`load` for a caller without a loop: its future."""
+        """:meth:`load` for a caller without a loop: its future. Once ``given_up`` is done it ends early."""
         self._portal.check_thread("load()")
         step = None if step is None else commit.check_step_number(step)
-        options = LoadOptions(strict=strict, allow_missing=allow_missing, fallback=fallback)
-        return self._portal.submit(load_state, self._site, state, step, options)
+        return self._portal.submit(load_state, self._site, state, step, LoadOptions(**options), given_up or Future())
 
     async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
         """The nested state of a checkpoint, without a template.
@@ -280,7 +280,7 @@ class CheckpointEngine:
         """:meth:`read` for a caller without a loop: its future."""
         self._portal.check_thread("read()")
         step = None if step is None else commit.check_step_number(step)
-        return self._portal.submit(read_tree, self._site, step, [only] if isinstance(only, str) else only)
+        return self._portal.submit(read_tree, self._site, step, selection(only))
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
@@ -302,9 +302,8 @@ class CheckpointEngine:
             if self._in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
             self._keeper.become_writer(self._in_flight.learn_steps, NO_DEADLINE)
-            steps = self._keeper.rollback(step)
-            self._in_flight.learn_steps(self._keeper.steps)
-            return steps
+            self._in_flight.forget_steps()  # one that fails midway has renamed some
+            return self._keeper.rollback(step)
 
     def protect(self, step: int) -> None:
         """Never delete ``step``, durably. Any process may ask for it, also beside a writer.

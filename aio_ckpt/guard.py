@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt.device import Mark, is_capturing_graph
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import ConfigError, EngineClosedError
 
 __all__ = ["Guards"]
 
@@ -26,13 +26,17 @@ class Guards:
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
         self._marks: tuple[Mark, ...] = ()
+        self._is_closed = False
 
     def add(self, guarded: object) -> None:
         """Guard an object with ``step`` and ``param_groups``; twice is once.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: it has none, or none that can be guarded.
+            EngineClosedError: nobody would take the guard off.
         """
+        if self._is_closed:
+            raise EngineClosedError("the engine was closed: open a new one")
         if not callable(getattr(guarded, "step", None)) or not hasattr(guarded, "param_groups"):
             raise ConfigError(
                 f"guard({type(guarded).__name__}): needs an optimizer, with step() and param_groups; other tensors "
@@ -40,7 +44,14 @@ class Guards:
             )
         if any(known is guarded for known in self._objects):
             return
-        self._removers.append(_before_each_step(guarded, self._await_copies))
+        try:
+            list(_tensors_of(guarded))
+            self._removers.append(_before_each_step(guarded, self._await_copies))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"guard({type(guarded).__name__}): no param_groups like an optimizer's, or a step that cannot be "
+                f"replaced ({error!r})"
+            ) from error
         self._objects.append(guarded)
 
     def leaves(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -60,6 +71,7 @@ class Guards:
 
     def close(self) -> None:
         """Take every guard off; what was issued is still awaited by a last wait of the caller's current stream."""
+        self._is_closed = True
         for mark in self._marks:
             mark.fence()
         for remove in self._removers:
@@ -81,7 +93,7 @@ def _before_each_step(guarded: Any, wait: Callable[[], None]) -> Callable[[], No
     """Call ``wait`` before each ``step``; what takes that back."""
     if isinstance(guarded, torch.optim.Optimizer):
         return guarded.register_step_pre_hook(lambda *_: wait()).remove
-    step = guarded.step
+    step, own = guarded.step, vars(guarded).get("step")
 
     def guarded_step(*args: object, **kwargs: object) -> object:
         wait()
@@ -91,9 +103,10 @@ def _before_each_step(guarded: Any, wait: Callable[[], None]) -> Callable[[], No
 
     def remove() -> None:
         if vars(guarded).get("step") is guarded_step:
-            del guarded.step
-            if guarded.step != step:
-                guarded.step = step
+            if own is None:
+                del guarded.step
+            else:
+                guarded.step = own
 
     return remove
 

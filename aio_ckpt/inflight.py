@@ -283,6 +283,10 @@ class InFlight:
         """Whether the committed steps were read from the disk, and no load found one damaged since."""
         return self._knows_steps and self._times_condemned == self._site.quarantine.times_condemned
 
+    def forget_steps(self) -> None:
+        """The steps on the disk are about to change: the next save reads them anew."""
+        self._knows_steps = False
+
     def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
         """Take over the newest step on the disk, or what is committed while the disk is read."""
         try:

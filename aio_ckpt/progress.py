@@ -6,17 +6,27 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from aio_ckpt.config import check_seconds
 from aio_ckpt.device import Mark
 from aio_ckpt.errors import StallError
 from aio_ckpt.portal import Executor, run_blocking
 
-__all__ = ["NO_DEADLINE", "CaptureProgress", "CapturedRun", "Deadline", "Threads", "follow"]
+__all__ = [
+    "NO_DEADLINE",
+    "CaptureProgress",
+    "CapturedRun",
+    "Deadline",
+    "Threads",
+    "follow",
+    "outcome",
+    "outcome_blocking",
+]
 
+T = TypeVar("T")
 
 CapturedRun: TypeAlias = tuple[Sequence[int], tuple[Mark, ...]]
 """(chunks, marks): the chunks are captured once the marks are reached."""
@@ -131,6 +141,26 @@ class Threads:
     def are_idle(self) -> bool:
         """Whether all are done."""
         return not self._busy
+
+
+async def outcome(work: Future[T], given_up: Future[None]) -> T:
+    """What ``work`` gives. A cancelled wait sets ``given_up`` and still waits until ``work`` has ended."""
+    try:
+        await asyncio.wrap_future(follow(work))
+    except asyncio.CancelledError:
+        given_up.set_result(None)
+        await asyncio.wrap_future(follow(work))
+        raise
+    return work.result()
+
+
+def outcome_blocking(work: Future[T], given_up: Future[None]) -> T:
+    """:func:`outcome` for a caller without a loop; here Ctrl-C gives up."""
+    try:
+        return work.result()
+    finally:
+        given_up.set_result(None)
+        wait([work])
 
 
 def follow(future: Future[Any]) -> Future[None]:

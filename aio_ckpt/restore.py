@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import anyio
 
 from aio_ckpt import commit
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError, ReadError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    MismatchError,
+    ReadError,
+    SaveCancelledError,
+)
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
+from aio_ckpt.portal import watch_submissions
+from aio_ckpt.progress import Threads
 from aio_ckpt.quarantine import Condemned
 from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_state
 
-__all__ = ["LoadOptions", "load_state", "read_tree"]
+__all__ = ["LoadOptions", "load_state", "read_tree", "selection"]
 
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
@@ -32,9 +47,30 @@ class LoadOptions:
     """Without a step: walk back past what does not verify."""
 
 
-async def load_state(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:
-    """Fill ``state`` from ``step``, or from the newest checkpoint that verifies."""
+async def load_state(
+    site: Site, state: object, step: int | None, options: LoadOptions, given_up: Future[None]
+) -> LoadReport:
+    """Fill ``state`` from ``step``, or from the newest checkpoint that verifies; no longer once ``given_up`` is done.
 
+    However it ends, no thread touches ``state`` any more: whoever gave up may fill it by other means.
+    """
+    threads, loop = Threads(), asyncio.get_running_loop()
+    try:
+        with anyio.CancelScope() as scope, watch_submissions(threads.add):
+            given_up.add_done_callback(lambda _: _cancel(loop, scope))
+            return await _load(site, state, step, options)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await threads.wait()
+    raise SaveCancelledError("the load was given up")
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: the load has ended
+        loop.call_soon_threadsafe(scope.cancel)
+
+
+async def _load(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:
     async def fill(checkpoint: Checkpoint) -> LoadReport:
         outcome = await load_checkpoint(
             site.storage,
@@ -68,6 +104,20 @@ async def load_state(site: Site, state: object, step: int | None, options: LoadO
         bytes_read=report.bytes_read,
         verified=report.verified,
     )
+
+
+def selection(only: Any) -> list[str] | None:
+    """The names given to ``read(only=)``, one or several; None: all.
+
+    Raises:
+        ConfigError: no names.
+    """
+    if only is None:
+        return None
+    names = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"only={only!r}: give the name of a leaf or branch, or several")
+    return names
 
 
 async def read_tree(site: Site, step: int | None, only: Collection[str] | None) -> object:

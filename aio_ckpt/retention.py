@@ -132,15 +132,18 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     """
     step = check_step_number(step)
     mark = root / protected_name(step)
+    is_new = True
     try:
         await storage.write_file(mark, b"")
     except WriteError as error:
         if error.errno != errno.EEXIST:
             raise
+        is_new = False
     await storage.sync_dir(root)
     steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
     if step not in steps:
-        await storage.remove_file(mark)
+        if is_new:  # else somebody was told that the step is protected: a pass that renamed it is to see the mark
+            await storage.remove_file(mark)
         raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
 
 
@@ -230,21 +233,28 @@ class Retention:
         try:
             async with self._renames:
                 if not await is_unchanged(self._storage, checkpoint):
-                    return False  # overwritten since it was listed
+                    return False  # overwritten since it was listed, by a save that was told that it is durable
                 await self._storage.rename(checkpoint.path, trash)
-                if await self._storage.exists(self._root / protected_name(checkpoint.step)):
-                    await self._storage.rename(trash, checkpoint.path)  # protected since it was listed
+                if await self._is_protected(checkpoint.step, undeleted):
+                    await self._storage.rename(trash, checkpoint.path)  # since it was listed
                     return False
-            await self._storage.sync_dir(self._root)
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)
             return False
         await self._empty(trash, checkpoint.step, undeleted)
         return True
 
+    async def _is_protected(self, step: int, undeleted: dict[int, str]) -> bool:
+        try:
+            return await self._storage.exists(self._root / protected_name(step))
+        except OSError as error:
+            self._tell(step, error, undeleted)
+            return True  # for all that is known
+
     async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
         self._trash[trash] = step
         try:
+            await self._storage.sync_dir(self._root)
             await self._storage.remove_tree(trash)
         except OSError as error:
             self._tell(step, error, undeleted)

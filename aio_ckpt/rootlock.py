@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -100,8 +101,9 @@ def _open_locked(path: Path) -> int:
         raise RootError(exc.errno, message, str(path)) from exc
     try:
         if _lock(descriptor, path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
+            with contextlib.suppress(OSError):  # for people only; whoever clears a full disk needs the lock first
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, RootError):

@@ -24,7 +24,8 @@ SMALL_TRANSFER_BYTES = 1 << 20
 GATHER_BUFFER_BYTES = 64 << 20
 """Device memory to gather in."""
 
-_GATHER_PAYS_ITEMS = 4
+_GATHER_PAYS_ITEMS = 32
+"""Fewer are issued one by one: the buffer, which stays for the next save, is not worth it."""
 _SPAN_BYTES = GATHER_BUFFER_BYTES // 4
 """Most bytes of a span: a few fit the buffer at once, so that one is gathered while another is transferred."""
 

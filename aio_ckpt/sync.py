@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -14,6 +15,7 @@ from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeStats
+from aio_ckpt.progress import outcome_blocking
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
 
@@ -92,9 +94,9 @@ class SyncCheckpointEngine:
         fallback: bool = True,
     ) -> LoadReport:
         """See :meth:`CheckpointEngine.load`."""
-        return self._engine.submit_load(
-            state, step, strict=strict, allow_missing=allow_missing, fallback=fallback
-        ).result()
+        given_up: Future[None] = Future()
+        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
+        return outcome_blocking(self._engine.submit_load(state, step, given_up, **options), given_up)
 
     def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
         """See :meth:`CheckpointEngine.read`."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import SaveCancelledError, StallError
 from aio_ckpt.items import SaveReport
 
@@ -115,7 +116,8 @@ class Milestone(Generic[T]):
             return
         self._check(f"waiting for {self.name}")
         try:
-            self._future.exception(timeout)  # does not raise the failure: a TimeoutError from here is the wait's own
+            # Does not raise the failure: a TimeoutError from here is the wait's own. No system waits beyond MAX_SECS.
+            self._future.exception(None if timeout is None or timeout > MAX_SECS else timeout)
         except TimeoutError:
             raise StallError(f"{self.name}: not reached within {timeout} s; the save goes on") from None
 

@@ -340,6 +340,15 @@ def test_a_template_that_does_not_match_is_refused_and_left_as_it_was(root: Path
         assert torch.equal(good["w"], stored["w"])
 
 
+@pytest.mark.parametrize("only", [5, [5], b"w", ["w", None]])
+def test_a_selection_that_is_no_name_is_refused(root: Path, only: Any) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.ones(3)}).result()
+        with pytest.raises(ConfigError, match="only="):
+            engine.read(only=only)
+        assert engine.read(only=(name for name in ["w"]))["w"].sum() == 3
+
+
 def test_loading_a_step_that_is_not_there_says_which_are(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         engine.save({"w": torch.ones(2)}, 4).result(TIMEOUT)

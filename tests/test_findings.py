@@ -12,6 +12,7 @@ import torch
 from gated_storage import gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine, inflight
+from aio_ckpt.commit import MAX_STEP
 from aio_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -122,6 +123,18 @@ def test_a_step_that_no_manifest_holds_is_refused(tmp_path: Path, step: int) -> 
             with pytest.raises(StepOrderError, match="at most"):
                 call()
         assert os.listdir(tmp_path) == []
+
+
+def test_the_step_after_the_largest_is_refused_and_directories_beyond_it_are_no_steps(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"w": torch.ones(3)}, MAX_STEP).result()
+        (tmp_path / f"step_{MAX_STEP}").rename(tmp_path / f"step_{MAX_STEP}0")
+        assert engine.steps() == []
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert engine.save({"w": torch.ones(3)}).result().step == 1
+        engine.save({"w": torch.ones(3)}, MAX_STEP).result()
+        with pytest.raises(StepOrderError, match="at most"):
+            engine.save({"w": torch.ones(3)})
 
 
 def test_directories_that_changed_their_names_are_found_out(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     monkeypatch.setattr(routes, "_SPAN_BYTES", 20_000)
     monkeypatch.setattr(gather, "GATHER_BUFFER_BYTES", 50_000)
     state = mixed(200)
@@ -63,6 +64,7 @@ def test_without_device_memory_each_tensor_is_copied_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     monkeypatch.setattr(HostCopies, "buffer", lambda *_: None)
     state = mixed(50)
     planned = plan_of(state)
@@ -88,6 +90,7 @@ def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     buffers: list[weakref.ref[torch.Tensor]] = []
     make = HostCopies.buffer
 

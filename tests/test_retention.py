@@ -556,6 +556,57 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
                 assert listing(root) == ["step_000000002"]
 
 
+def test_a_mark_that_was_there_stays_when_another_asks_while_the_step_is_being_deleted(root: Path) -> None:
+    """The first was told that the step is protected: the second, to whom it is gone, must not take the mark away."""
+    with gated_engine(root, keep_last=1) as (engine, storage), SyncCheckpointEngine(root) as other:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        reached = storage.hold("rename", "step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        reached.wait_reached()
+        other.protect(1)
+        back = storage.hold("rename", ".trash-*")
+        reached.open()
+        back.wait_reached()
+        with pytest.raises(CheckpointNotFoundError):
+            other.protect(1)
+        back.open()
+        engine._keeper.passes[-1].result(TIMEOUT)
+        assert (engine.steps(), engine.protected_steps()) == ([1, 2], [1])
+
+
+def test_what_a_rollback_goes_back_to_is_not_deleted_by_a_pass_that_listed_the_later_steps(root: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, gated_engine(root, keep_last=2) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        engine.save(weights(2), 2).result(TIMEOUT)
+        reached = storage.hold("rename", "step_000000001")
+        engine.save(weights(3), 3).result(TIMEOUT)
+        reached.wait_reached()
+        rollback = pool.submit(engine.rollback, 1)
+        with pytest.raises(TimeoutError):
+            rollback.result(0.3)
+        reached.open()
+        with pytest.raises(CheckpointNotFoundError, match=r"rollback\(1\).*committed are \[2, 3\]"):
+            rollback.result(TIMEOUT)
+        assert engine.steps() == [2, 3], "the later steps stay while there is nothing to go back to"
+
+
+def test_a_deletion_whose_rename_could_not_be_made_durable_is_told_and_tried_again(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        reached = storage.hold("rename", "step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        reached.wait_reached()
+        storage.fail("sync_dir", "root", WriteError(errno.EIO, "Input/output error"))
+        reached.open()
+        engine._keeper.passes[-1].result(TIMEOUT)
+        assert list(engine.undeleted_steps) == [1]
+        assert ".trash-step_000000001" in listing(root)
+        engine.save(weights(3), 3).result(TIMEOUT)
+        for done in engine._keeper.passes:
+            done.result(TIMEOUT)
+        assert (listing(root), engine.undeleted_steps) == (["step_000000003"], {})
+
+
 PROTECTOR = """
     import sys
     from aio_ckpt import SyncCheckpointEngine
@@ -588,6 +639,9 @@ def test_the_command_line_protects_and_shows_it(root: Path, capsys: pytest.Captu
     assert cli.run(["ls", str(root), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["metrics"], row["is_protected"]) for row in rows] == [({"loss": 1.25}, True), ({"loss": None}, False)]
+    for command, is_protected in (("protect", True), ("unprotect", False)):
+        assert cli.run([command, str(root), "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"step": 1, "is_protected": is_protected}
     assert cli.run(["unprotect", str(root), "1"]) == 0
     assert cli.run(["protect", str(root), "9"]) == 2
     assert "no such committed step" in capsys.readouterr().err

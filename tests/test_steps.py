@@ -182,6 +182,15 @@ def test_overwrite_replaces_that_step_only(engine: SyncCheckpointEngine, root: P
     assert len(listing(root)) == 3
 
 
+def test_overwrite_replaces_no_directory_that_never_was_a_checkpoint(engine: SyncCheckpointEngine, root: Path) -> None:
+    save(engine, 1)
+    (root / "step_000000005").mkdir()
+    (root / "step_000000005" / "notes").write_text("mine")
+    with pytest.raises(WriteError, match="holds no checkpoint"):
+        engine.save(weights(5), 5, overwrite=True).result(TIMEOUT)
+    assert (root / "step_000000005" / "notes").read_text() == "mine"
+
+
 def test_overwrite_of_a_step_that_is_not_there_needs_the_order_too(engine: SyncCheckpointEngine) -> None:
     save(engine, 3)
     with pytest.raises(StepOrderError, match=r"rollback\(2\)"):
@@ -213,6 +222,17 @@ def test_rollback_to_the_newest_step_changes_nothing(engine: SyncCheckpointEngin
     before = listing(root)
     assert engine.rollback(2) == []
     assert listing(root) == before
+
+
+def test_after_a_rollback_that_failed_midway_the_steps_are_read_anew(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        for step in range(1, 6):
+            engine.save(weights(step), step).result(TIMEOUT)
+        storage.fail("rename", "step_000000003", WriteError(errno.EIO, "Input/output error"))
+        with pytest.raises(WriteError):
+            engine.rollback(1)
+        assert engine.steps() == [1, 2, 3]
+        assert engine.save(weights(4)).result(TIMEOUT).step == 4
 
 
 def test_rollback_while_a_save_is_pending_is_refused(root: Path) -> None:

@@ -876,6 +876,18 @@ def test_a_lock_that_cannot_be_opened_is_an_error_of_the_root(tmp_path: Path) ->
     RootLock(tmp_path / "missing" / "lock").release()
 
 
+def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder clears what fills the disk; the note who holds it is for people."""
+
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with RootLock(tmp_path / "lock"), run_python(HOLDER, str(tmp_path / "lock")) as other:
+        message, _ = other.communicate(timeout=60)
+    assert "locked by another writer" in message
+
+
 def test_a_file_system_without_locks_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

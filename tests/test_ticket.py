@@ -339,3 +339,12 @@ def test_a_ticket_that_is_kept_does_not_keep_the_saves_state(portal: Portal) -> 
     gc.collect()
     assert alive() is None
     assert ticket.result() is REPORT
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10, 10**30])
+def test_a_timeout_longer_than_the_system_can_wait_is_none(timeout: float) -> None:
+    milestone: Milestone[int] = Milestone("committed", lambda _: None)
+    timer = threading.Timer(0.1, milestone.resolve, [5])
+    timer.start()
+    assert milestone.result(timeout) == 5
+    timer.join()

@@ -1,0 +1,59 @@
+"""What can be guarded, and that the guard goes off again. What it does on a device: ``test_cuda``."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import ConfigError, EngineClosedError
+
+
+class Wrapper:
+    def __init__(self, param_groups: Any = ()) -> None:
+        self.param_groups = param_groups
+
+    def step(self) -> str:
+        return "stepped"
+
+
+class Slots:
+    __slots__ = ("param_groups",)
+
+    def __init__(self) -> None:
+        self.param_groups = []
+
+    def step(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "guarded",
+    [None, torch.nn.Linear(1, 1), Slots(), *map(Wrapper, (None, 5, [None], [{}], [{"params": None}]))],
+)
+def test_what_is_no_optimizer_is_refused_at_once_and_saves_go_on(tmp_path: Path, guarded: Any) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(ConfigError, match="guard"):
+            engine.guard(guarded)
+        assert engine.save({"w": torch.ones(3)}).result().step == 1
+
+
+def test_a_step_of_the_objects_own_is_put_back(tmp_path: Path) -> None:
+    step, wrapper = (lambda: "own"), Wrapper()
+    own = types.SimpleNamespace(step=step, param_groups=[])
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.guard(own)
+        engine.guard(wrapper)
+        assert (own.step(), wrapper.step()) == ("own", "stepped")
+    assert own.step is step
+    assert "step" not in vars(wrapper)
+
+
+def test_a_closed_engine_guards_nothing(tmp_path: Path) -> None:
+    engine = SyncCheckpointEngine(tmp_path)
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.guard(Wrapper())
