@@ -128,7 +128,7 @@ class InFlight:
         waited_secs: float,
         plan_secs: float,
     ) -> PendingSave:
-        """Make a pending save; :meth:`start` enters it in the table and runs it."""
+        """Make a pending save, which has the lease from now on; :meth:`start` enters it in the table and runs it."""
 
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
@@ -138,31 +138,35 @@ class InFlight:
                 mark.fence(stream)
 
         self._entered += 1
-        with self._lock:
-            save = PendingSave(
-                step=step,
-                number=self._entered,
-                requested=requested,
-                plan=planned.plan,
-                plan_hit=planned.plan_hit,
-                fingerprint_hit=planned.fingerprint_hit,
-                objects=objects,
-                image=image,
-                progress=CaptureProgress(len(image.chunks)),
-                ticket=SaveTicket(
+        try:
+            with self._lock:
+                save = PendingSave(
                     step=step,
-                    portal_check=self._portal.check_thread,
-                    cancel=cancel,
-                    fence=fence,
-                    waited_secs=waited_secs,
-                ),
-                overwrite=overwrite,
-                metrics=metrics,
-                deadline=deadline,
-                started=started,
-                plan_secs=plan_secs,
-                previous=self._pending[-1].settled if self._pending else None,
-            )
+                    number=self._entered,
+                    requested=requested,
+                    plan=planned.plan,
+                    plan_hit=planned.plan_hit,
+                    fingerprint_hit=planned.fingerprint_hit,
+                    objects=objects,
+                    image=image,
+                    progress=CaptureProgress(len(image.chunks)),
+                    ticket=SaveTicket(
+                        step=step,
+                        portal_check=self._portal.check_thread,
+                        cancel=cancel,
+                        fence=fence,
+                        waited_secs=waited_secs,
+                    ),
+                    overwrite=overwrite,
+                    metrics=metrics,
+                    deadline=deadline,
+                    started=started,
+                    plan_secs=plan_secs,
+                    previous=self._pending[-1].settled if self._pending else None,
+                )
+        except BaseException:
+            image.lease.close()
+            raise
         return save
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:

@@ -318,9 +318,10 @@ class LifetimeManager:
         return (not self._leases and not self._reserved_bytes) or held + nbytes <= self.budget_bytes
 
     def _map(self, nbytes: int, kind: ArenaKind, waited_secs: float) -> Lease:
-        lease = None
+        arena = lease = None
         try:
-            lease = Lease(Arena(nbytes, kind, self._executor), self._give_back, waited_secs=waited_secs)
+            arena = Arena(nbytes, kind, self._executor)
+            lease = Lease(arena, self._give_back, waited_secs=waited_secs)
         except OSError as error:
             raise BudgetExceededError(
                 f"cannot map {nbytes} bytes for an image ({error}): lower budget_bytes"
@@ -328,8 +329,8 @@ class LifetimeManager:
         finally:
             with self._lock:
                 self._reserved_bytes -= nbytes
-                if lease is not None:
-                    self._arenas[lease.arena] = lease
+                if arena is not None:
+                    self._arenas[arena] = lease
                 self._changed.notify_all()
         return lease
 
