@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -73,11 +72,10 @@ class CheckpointEngine:
         coordinator: Coordinator | None = None,
         storage: Storage | None = None,
     ) -> None:
-        self.root = Path(root).absolute()
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-        make_root(self.root)
+        self.root = make_root(root)
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()

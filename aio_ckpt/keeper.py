@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
@@ -30,18 +32,24 @@ Ts = TypeVarTuple("Ts")
 _log = logging.getLogger("aio_ckpt")
 
 
-def make_root(root: Path) -> None:
-    """Make the directory of the checkpoints and its parents, durably; it may be there.
+def make_root(root: str | os.PathLike[str]) -> Path:
+    """Make the directory of the checkpoints and its parents, durably; it may be there. Its absolute path.
 
     Raises:
-        RootError: it is a file or cannot be made.
+        RootError: it is empty text, a file, or cannot be made.
     """
+    if not os.fspath(root):
+        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
+    path = Path(root).absolute()
     try:
-        make_dirs(root)
+        make_dirs(path)
     except OSError as error:
         raise RootError(
-            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(root)
+            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(path)
         ) from error
+    except ValueError as error:  # a NUL, a lone surrogate
+        raise RootError(errno.EINVAL, f"no file system can hold this name ({error})", ascii(str(path))) from error
+    return path
 
 
 class RootKeeper:

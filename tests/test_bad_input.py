@@ -270,6 +270,14 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(root)], check=True)
 
 
+@pytest.mark.parametrize("root", ["", "a\0b", "a\ud800b"], ids=["empty", "NUL", "surrogate"])
+def test_a_root_that_is_no_name_is_refused(tmp_path: Path, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RootError):
+        SyncCheckpointEngine(root)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_root_that_cannot_be_written_is_refused_at_the_first_save(read_only: Path) -> None:
     with SyncCheckpointEngine(read_only) as engine:
         assert engine.steps() == []
