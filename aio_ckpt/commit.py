@@ -23,7 +23,6 @@ from aio_ckpt.storage import Storage
 
 __all__ = [
     "Committed",
-    "StepNames",
     "abandon_after",
     "check_step",
     "check_step_number",

@@ -117,14 +117,15 @@ class Capture:
     def issue_first(self) -> None:
         """What nobody guards, on devices: the caller's stream waits for these copies alone."""
         if self._guarded:
-            self._issue_device(self._image.chunks, is_guarded=False)
+            self._issue_device(self._image.chunks[: len(self._planned.plan.routes)], is_guarded=False)
             for copies in self._copies.values():
                 copies.mark().fence()
 
     def issue(self, run: Sequence[Chunk]) -> None:
         """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
         plan = self._planned.plan
-        for chunk in run[: max(len(plan.routes) - run[0].index, 0)]:
+        run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
+        for chunk in run:
             self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
             copied = plan.routes[chunk.index].copied
             self._copy(chunk, [piece for piece in copied if self._device_of(piece).type == "cpu"])
@@ -165,14 +166,17 @@ class Capture:
         self._planned.tensors.clear()
         self._planned.objects.clear()
 
+    def _shift(self, chunk: Chunk) -> int:
+        """From a chunk's image offsets to offsets in the arena."""
+        return self._image.slot_offset(chunk) - chunk.start
+
     def _base(self, chunk: Chunk) -> int:
         """Address that the image's first byte would have."""
-        return self._image.lease.arena.address + self._image.slot_offset(chunk) - chunk.start
+        return self._image.lease.arena.address + self._shift(chunk)
 
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
-        """The chunks of a run lie side by side in the arena as in the image: one base serves all."""
+        """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
         plan, guarded = self._planned.plan, self._guarded
-        run = run[: max(len(plan.routes) - run[0].index, 0)]
         chosen = [
             issue
             for chunk in run
@@ -196,13 +200,13 @@ class Capture:
         if line is None:
             self._copy(chunk, span.pieces)
             return
-        tensors, start = self._planned.tensors, span.start + self._image.slot_offset(chunk) - chunk.start
+        tensors, start = self._planned.tensors, span.start + self._shift(chunk)
         groups = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in line.groups]
         target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
         copies.gather(target, line.memory, groups)
 
     def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
-        shift = self._image.slot_offset(chunk) - chunk.start
+        shift = self._shift(chunk)
         for piece in pieces:
             leaf = self._planned.plan.layout.items[piece.item].leaf
             copies = self._copies_from(self._planned.tensors[leaf].device)
@@ -258,15 +262,14 @@ def capture(
     try:
         try:
             work.issue_first()
-            for run in _cut_runs(image, planned.plan):
-                is_host = not _is_issued(image, planned.plan, run[0].index)
-                if is_host and untold:
+            for run, is_issued in _cut_runs(image, planned.plan):
+                if untold and not is_issued:
                     on_captured(untold)
                     untold = []
                 _await_slot(image, run[0], stall_timeout_secs)
                 work.issue(run)
                 untold.append(([chunk.index for chunk in run], work.take_marks()))
-                if is_host:
+                if not is_issued:
                     on_captured(untold)
                     untold = []
             if untold:
@@ -284,19 +287,19 @@ def capture(
     return work
 
 
-def _cut_runs(image: Image, plan: Plan) -> Iterator[Sequence[Chunk]]:
-    """Chunks that are issued and told of together: one by one from the host and in waves.
+def _cut_runs(image: Image, plan: Plan) -> Iterator[tuple[Sequence[Chunk], bool]]:
+    """Chunks that are issued together, and whether they come from devices: one by one from the host and in waves.
 
     From devices the first alone, so that it is written soon, then more and more: each mark costs the caller
     microseconds, and a transfer is faster than a disk.
     """
     first, length = 0, 1
     while first < len(image.chunks):
-        run = image.chunks[first : first + 1]
-        if _is_issued(image, plan, first):
-            run = image.chunks[first : first + length]
+        is_issued = _is_issued(image, plan, first)
+        run = image.chunks[first : first + (length if is_issued else 1)]
+        if is_issued:
             length = min(2 * length, _MAX_RUN_CHUNKS)
-        yield run
+        yield run, is_issued
         first += len(run)
 
 

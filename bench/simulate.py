@@ -32,6 +32,7 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Lease, LifetimeManager
+from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
 from aio_ckpt.pipeline import PendingSave, Site
 from aio_ckpt.plan import PlanCache
@@ -162,7 +163,7 @@ class World:
         )
         return Site(
             root=_ROOT,
-            names=commit.StepNames(config.step_dir),
+            names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
             coordinator=SoloCoordinator(),
