@@ -5,69 +5,100 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, restore
 
 ELEMENTS = 1000
 
 
+@dataclass(frozen=True)
+class HeldRead:
+    """The next read of a data file, held in its thread."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
+
+
 @pytest.fixture
-def slow_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A checkpoint of ones; set once a thread of a load is about to read, which goes on a moment later."""
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeldRead:
+    """A checkpoint of ones whose first read is held."""
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save({"w": torch.ones(ELEMENTS), "x": 1}).result(TIMEOUT)
-    begun, read = threading.Event(), datafile._read_fully
+    held, read = HeldRead(), datafile._read_fully
 
-    def slowly(*arguments):
-        begun.set()
-        time.sleep(0.3)
+    def reached(*arguments: Any) -> int:
+        held.begun.set()
+        assert held.goes_on.wait(TIMEOUT)
         return read(*arguments)
 
-    monkeypatch.setattr(datafile, "_read_fully", slowly)
-    return begun
+    monkeypatch.setattr(datafile, "_read_fully", reached)
+    return held
 
 
-def check_is_let_alone(state: dict[str, object], wait: Callable[[], object]) -> None:
-    state["w"].zero_()
-    state["x"] = 0
-    wait()
+def empty_state() -> dict[str, Any]:
+    return {"w": torch.zeros(ELEMENTS), "x": 0}
+
+
+def check_is_empty(state: dict[str, Any]) -> None:
     assert not state["w"].any()
     assert state["x"] == 0
 
 
-async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, slow_read: threading.Event) -> None:
-    state = {"w": torch.zeros(ELEMENTS), "x": 0}
+async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, held: HeldRead) -> None:
+    state, other = empty_state(), empty_state()
     async with CheckpointEngine(tmp_path) as engine:
         load = asyncio.ensure_future(engine.load(state))
-        await asyncio.to_thread(slow_read.wait, TIMEOUT)
+        await asyncio.to_thread(held.begun.wait, TIMEOUT)
         load.cancel()
+        for _ in range(10):  # turns of this loop, in which a load that does not wait for its threads would end
+            await asyncio.sleep(0)
+        assert not load.done()
+        held.goes_on.set()
         with pytest.raises(asyncio.CancelledError):
             await load
-        check_is_let_alone(state, lambda: time.sleep(0.6))
+        state["w"].zero_()
+        state["x"] = 0
+        assert (await engine.load(other)).step == 1  # by the same threads: what they still had to do is done
+        check_is_empty(state)
         assert (await engine.load(state)).step == 1
         assert bool(state["w"].all())
 
 
-def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(tmp_path: Path, slow_read: threading.Event) -> None:
-    state = {"w": torch.zeros(ELEMENTS), "x": 0}
+def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
+    tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, other = empty_state(), empty_state()
+    heard, cancel = threading.Event(), restore._cancel
+
+    def hear(*arguments: Any) -> None:
+        cancel(*arguments)
+        heard.set()
+
+    monkeypatch.setattr(restore, "_cancel", hear)
 
     def interrupt() -> None:
-        slow_read.wait(TIMEOUT)
+        held.begun.wait(TIMEOUT)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        if heard.wait(TIMEOUT):  # else the load has returned and its thread is still held
+            held.goes_on.set()
 
     with SyncCheckpointEngine(tmp_path) as engine:
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             engine.load(state)
+        assert held.goes_on.is_set()
         thread.join(TIMEOUT)
-        check_is_let_alone(state, lambda: time.sleep(0.6))
+        state["w"].zero_()
+        state["x"] = 0
+        assert engine.load(other).step == 1
+        check_is_empty(state)
         assert engine.load(state).step == 1
         assert state["x"] == 1
