@@ -1,14 +1,72 @@
-"""Coordinator: agreement between the ranks of one engine. One process needs none: :class:`SoloCoordinator`."""
+"""Coordinator: agreement between the ranks of one engine, over a store of torch.distributed.
+
+Never a collective: training's groups are not ours, and a gloo group is dead after one timeout. Every rank appends one
+message to a value of the store, the leader reads them all, decides, and sets one value that every rank looks for. One
+process needs none of it: :class:`SoloCoordinator`.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import functools
+import hashlib
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Coordinator", "SoloCoordinator"]
+import anyio
+import msgspec
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.portal import Executor, run_blocking
+
+__all__ = ["Coordinator", "SoloCoordinator", "StoreCoordinator", "Verdict", "coordinator_of_job"]
+
+T = TypeVar("T")
+Store: TypeAlias = Any
+"""``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
+
+_POLL_SECS_MIN = 0.001
+_POLL_SECS_MAX = 0.01
+_POLL_SECS_A_RANK = 1e-4
+"""The store is one thread: however many ranks wait, it is asked at most so often a second (1 / this)."""
+
+_BEATS = 4
+"""Signs of life in ``stall_secs``: one may be late."""
+
+_TOPICS_KEPT = 16
+"""A rank may hear of a topic so many topics later; then its keys go."""
+
+_CLOSE_SECS = 5.0
+_LEAVE_SECS = 5.0
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the leader decided."""
+
+    common: bytes = b""
+    """For every rank."""
+    each: tuple[bytes, ...] = ()
+    """By rank, instead of ``common``, where the ranks are told different things."""
+
+    def of(self, rank: int) -> bytes:
+        """What ``rank`` is told."""
+        return self.each[rank] if self.each else self.common
+
+
+Decide = Callable[[tuple[bytes, ...]], Awaitable[Verdict]]
+"""The leader's: from the message of every rank, by rank."""
 
 
 class Coordinator(Protocol):
-    """What the engine asks of the other ranks. Called on the engine's own thread only."""
+    """What the engine asks of the other ranks. Called on the engine's own thread only, but for ``close``."""
 
     @property
     def rank(self) -> int:
@@ -25,12 +83,37 @@ class Coordinator(Protocol):
         """The rank that commits."""
         ...
 
-    async def exchange(self, topic: str, message: bytes, *, timeout_secs: float) -> tuple[bytes, ...]:
-        """Give every rank the message of every rank, by rank.
+    async def open(self, name: str, *, stall_secs: float) -> None:
+        """Before all else: the ranks that open ``name`` meet under keys of their own."""
+        ...
+
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
+        """Give the leader this rank's message; what it decided for this rank. ``decide`` runs on the leader only.
 
         Raises:
-            PeerFailedError: a rank failed or is missing; names it, the stage and the cause.
+            PeerFailedError: a rank failed, or gave no sign of life for ``stall_secs``; names it, stage, cause.
+            Exception: on the leader, what ``decide`` raised; the others hear of it as PeerFailedError.
         """
+        ...
+
+    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
+        """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it."""
+        ...
+
+    async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
+        """What the leader has told of a failure in ``topic``; None if it has told nothing yet, or no failure."""
+        ...
+
+    async def beat(self) -> None:
+        """Give a sign of life: this rank is on its way."""
+        ...
+
+    async def leave(self) -> None:
+        """Before ``close``: nobody takes from the others what they still need. Takes seconds at most."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what ``open`` took. Idempotent, from any thread."""
         ...
 
 
@@ -41,6 +124,370 @@ class SoloCoordinator:
     world_size = 1
     leader = 0
 
-    async def exchange(self, topic: str, message: bytes, *, timeout_secs: float) -> tuple[bytes, ...]:
-        """Return the message."""
-        return (message,)
+    async def open(self, name: str, *, stall_secs: float) -> None:
+        """Nobody to meet."""
+
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
+        """Decide alone."""
+        return (await decide((message,))).of(0)
+
+    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
+        """Nobody to tell."""
+
+    async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
+        """Nobody told anything."""
+        return None
+
+    async def beat(self) -> None:
+        """Nobody to hear it."""
+
+    async def leave(self) -> None:
+        """Nobody needs anything."""
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+# -- messages ---------------------------------------------------------------------------------------
+
+
+class _Failure(msgspec.Struct, frozen=True, array_like=True):
+    rank: int
+    stage: str
+    cause: str
+
+    def error(self, topic: str, here: int) -> PeerFailedError:
+        whom = "this rank" if self.rank == here else f"rank {self.rank}"
+        return PeerFailedError(f"{whom} failed in {topic}: {self.cause}", rank=self.rank, stage=self.stage)
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One message of one rank, appended to the others'."""
+
+    rank: int
+    body: bytes
+    failure: _Failure | None = None
+
+
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What the leader tells all."""
+
+    common: bytes
+    is_each: bool = False
+    failure: _Failure | None = None
+
+
+def _pack(frame: _Frame) -> bytes:
+    data = msgspec.msgpack.encode(frame)
+    return len(data).to_bytes(4, "little") + data
+
+
+def _unpack(data: bytes) -> Iterator[_Frame]:
+    at = 0
+    while at < len(data):
+        stop = at + 4 + int.from_bytes(data[at : at + 4], "little")
+        yield msgspec.msgpack.decode(data[at + 4 : stop], type=_Frame)
+        at = stop
+
+
+def _failure_of(rank: int, stage: str, error: BaseException) -> _Failure:
+    if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
+        return _Failure(error.rank, error.stage, str(error))
+    stage = getattr(error, "stage", "") or stage
+    return _Failure(rank, stage, f"{type(error).__name__}: {error}")
+
+
+# -- over a store -----------------------------------------------------------------------------------
+
+
+class StoreCoordinator:
+    """Ranks that meet in a store of torch.distributed. One coordinator serves one engine.
+
+    Invariant: the store is touched by one thread, through a connection of its own, under a prefix that no other engine
+    has. Nothing here blocks: what is waited for is looked for, the more rarely the more ranks there are.
+
+    Args:
+        store: reachable from every rank; kept alive as long as the engine, so that a process group may be destroyed.
+        rank: this rank, from 0.
+        world_size: number of ranks; rank 0 leads.
+
+    Raises:
+        ConfigError: a rank beyond the world size.
+    """
+
+    leader = 0
+
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+        if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+            raise ConfigError(f"rank={rank!r} of world_size={world_size!r}: give a rank from 0 below the world size")
+        self.rank = rank
+        self.world_size = world_size
+        self._parent = store
+        self._store: Store | None = None
+        self._executor: Executor | None = None
+        self._name = ""
+        self._session = uuid.uuid4().hex[:8]
+        self._is_met = False
+        self._beats = 0
+        self._topics: deque[str] = deque()
+        self.messages_sent = 0
+        """Messages of agreement that this rank sent."""
+        self.bytes_sent = 0
+        """Their bytes, as they stand in the store."""
+        self.bytes_received = 0
+        """Bytes of messages and words that this rank read."""
+
+    # -- opening and ending ---------------------------------------------------------------------------
+
+    async def open(self, name: str, *, stall_secs: float) -> None:
+        """Make a connection; the n-th opening of ``name`` by each rank meets the others' n-th."""
+        self._name = name
+        self._executor = Executor(f"aio_ckpt-ranks-{self._session}", 1)
+        tag = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+
+        def connect() -> Store:
+            # Before torch 2.7 no store can be cloned; what is asked here never blocks, so that sharing costs little.
+            own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
+            store = PrefixStore(f"aio_ckpt/{tag}", own)
+            opening = store.add(f"openings/{self.rank}", 1)
+            return PrefixStore(f"{opening}", store)
+
+        self._store = await self._limited(run_blocking(self._executor, connect), stall_secs, "connecting")
+        await self.beat()
+
+    async def leave(self) -> None:
+        """Before the end: the leader stays until all have left, for it may be the host of the store."""
+        if not self._is_met:
+            return
+        with contextlib.suppress(AioCkptError):
+            left = await self._ask(lambda store: store.add("left", 1), _LEAVE_SECS)
+            with anyio.move_on_after(_LEAVE_SECS):
+                while self.rank == self.leader and left < self.world_size:
+                    await anyio.sleep(_POLL_SECS_MAX)
+                    left = await self._ask(lambda store: store.add("left", 0), _LEAVE_SECS)
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in the store is left behind."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close(_CLOSE_SECS)
+        self._store = None
+
+    # -- agreement ------------------------------------------------------------------------------------
+
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
+        if self.rank != self.leader:
+            await self._send(topic, _Frame(self.rank, message), stall_secs)
+            return await self._hear(topic, stall_secs, stage)
+        try:
+            verdict = await decide(await self._gather(topic, message, stall_secs, stage))
+        except BaseException as error:
+            with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
+                await self.abandon(topic, error, stage=stage, stall_secs=stall_secs)
+            raise
+        await self._tell(topic, verdict, stall_secs)
+        return verdict.of(self.rank)
+
+    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
+        """See :class:`Coordinator`."""
+        failure = _failure_of(self.rank, stage, error)
+        if self.rank == self.leader:
+            word = msgspec.msgpack.encode(_Word(b"", failure=failure))
+            await self._ask(lambda store: store.set(f"{topic}/out", word), stall_secs)
+            await self._retire(topic, stall_secs)
+        else:
+            await self._send(topic, _Frame(self.rank, b"", failure), stall_secs)
+
+    async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
+        """See :class:`Coordinator`."""
+
+        def read(store: Store) -> bytes:
+            return bytes(store.get(f"{topic}/out")) if store.check([f"{topic}/out"]) else b""
+
+        data = await self._ask(read, stall_secs)
+        word = msgspec.msgpack.decode(data, type=_Word) if data else None
+        return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+
+    async def beat(self) -> None:
+        """See :class:`Coordinator`."""
+        self._beats += 1
+        await self._ask(lambda store: store.set(f"alive/{self.rank}", str(self._beats)), None)
+
+    # -- what a rank does -----------------------------------------------------------------------------
+
+    async def _send(self, topic: str, frame: _Frame, stall_secs: float) -> None:
+        data = _pack(frame)
+
+        def send(store: Store) -> None:
+            store.append(f"{topic}/in", data)
+            if store.add(f"{topic}/n", 1) == self.world_size - 1 or frame.failure is not None:
+                store.set(f"{topic}/woken", "1")
+
+        await self._ask(send, stall_secs)
+        self.messages_sent += 1
+        self.bytes_sent += len(data)
+
+    async def _hear(self, topic: str, stall_secs: float, stage: str) -> bytes:
+        patience = _Patience(stall_secs)
+        check = functools.partial(self._check_alive, (self.leader,), patience, topic, stage)
+        await self._look(f"{topic}/out", stall_secs, check)
+        data = await self._ask(lambda store: store.get(f"{topic}/out"), stall_secs)
+        word = msgspec.msgpack.decode(data, type=_Word)
+        self._is_met = True
+        if word.failure is not None:
+            raise word.failure.error(topic, self.rank)
+        if word.is_each:
+            data = await self._ask(functools.partial(_take, key=f"{topic}/out/{self.rank}"), stall_secs)
+            self.bytes_received += len(data)
+            return bytes(data)
+        self.bytes_received += len(word.common)
+        return word.common
+
+    # -- what the leader does -------------------------------------------------------------------------
+
+    async def _gather(self, topic: str, message: bytes, stall_secs: float, stage: str) -> tuple[bytes, ...]:
+        if self.world_size == 1:
+            return (message,)
+        patience = _Patience(stall_secs)
+
+        async def check() -> None:
+            found = {frame.rank for frame in await self._frames(topic, stall_secs)}
+            missing = sorted(set(range(self.world_size)) - found - {self.rank})
+            await self._check_alive(missing, patience, topic, stage)
+
+        await self._look(f"{topic}/woken", stall_secs, check)
+        frames = await self._frames(topic, stall_secs)
+        failures = [frame.failure for frame in frames if frame.failure is not None]
+        if failures:
+            raise failures[0].error(topic, self.rank)
+        self._is_met = True
+        by_rank = {frame.rank: frame.body for frame in frames}
+        return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
+
+    async def _frames(self, topic: str, stall_secs: float) -> list[_Frame]:
+        def read(store: Store) -> bytes:
+            return bytes(store.get(f"{topic}/in")) if store.check([f"{topic}/in"]) else b""
+
+        data = await self._ask(read, stall_secs)
+        self.bytes_received += len(data)
+        return list(_unpack(data))
+
+    async def _tell(self, topic: str, verdict: Verdict, stall_secs: float) -> None:
+        def tell(store: Store) -> None:
+            for rank, data in enumerate(verdict.each):
+                if rank != self.rank:
+                    store.set(f"{topic}/out/{rank}", data)
+            word = msgspec.msgpack.encode(_Word(verdict.common, is_each=bool(verdict.each)))
+            store.set(f"{topic}/out", word)
+
+        if self.world_size > 1:
+            await self._ask(tell, stall_secs)
+            await self._retire(topic, stall_secs)
+
+    async def _retire(self, topic: str, stall_secs: float) -> None:
+        """Delete the keys of a topic that every rank has long heard of."""
+        self._topics.append(topic)
+        if len(self._topics) > _TOPICS_KEPT:
+            old = self._topics.popleft()
+
+            def delete(store: Store) -> None:
+                for key in ("in", "n", "woken", "out"):
+                    store.delete_key(f"{old}/{key}")
+
+            await self._ask(delete, stall_secs)
+
+    # -- waiting --------------------------------------------------------------------------------------
+
+    async def _look(self, key: str, stall_secs: float, check: Callable[[], Awaitable[None]]) -> None:
+        """Look for ``key`` until it is there; a few times in ``stall_secs`` give a sign of life and ``check()``."""
+        pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
+        due = time.monotonic() + stall_secs / _BEATS
+        while not await self._ask(lambda store: store.check([key]), stall_secs):
+            if time.monotonic() >= due:
+                due = time.monotonic() + stall_secs / _BEATS
+                await self.beat()
+                await check()
+            await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
+            pause = min(2 * pause, longest)
+
+    async def _check_alive(self, ranks: Sequence[int], patience: _Patience, topic: str, stage: str) -> None:
+        """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago."""
+
+        def read(store: Store) -> list[bytes]:
+            keys = [f"alive/{rank}" for rank in ranks]
+            if store.has_extended_api() and store.check(keys):
+                return [bytes(value) for value in store.multi_get(keys)]
+            return [bytes(store.get(key)) if store.check([key]) else b"" for key in keys]
+
+        silent = patience.exhausted(ranks, await self._ask(read, patience.stall_secs)) if ranks else []
+        if silent:
+            raise _lost(silent, topic, stage, patience.stall_secs, "" if self._is_met else self._name)
+
+    async def _ask(self, question: Callable[[Store], T], stall_secs: float | None) -> T:
+        """Put a question to the store, in its thread."""
+        executor, store = self._executor, self._store
+        if executor is None or store is None:
+            raise EngineClosedError(f"{self._name}: the engine was closed")
+        return await self._limited(run_blocking(executor, question, store), stall_secs, "answering")
+
+    async def _limited(self, work: Awaitable[T], stall_secs: float | None, what: str) -> T:
+        try:
+            with anyio.fail_after(stall_secs):
+                return await work
+        except TimeoutError as error:
+            raise StallError(f"the store of the ranks was not {what} within {stall_secs} s") from error
+        except AioCkptError:
+            raise
+        except RuntimeError as error:  # what torch's stores raise
+            raise PeerFailedError(
+                f"the store of the ranks cannot be reached, its host may be gone: {type(error).__name__}: {error}",
+                rank=self.leader,
+                stage="agree",
+            ) from error
+
+
+class _Patience:
+    """When each rank was last seen to move."""
+
+    def __init__(self, stall_secs: float) -> None:
+        self.stall_secs = stall_secs
+        self._began = time.monotonic()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def exhausted(self, ranks: Sequence[int], beats: Sequence[bytes]) -> list[int]:
+        """Ranks whose beat has not changed for ``stall_secs``."""
+        now = time.monotonic()
+        for rank, beat in zip(ranks, beats, strict=True):
+            known = self._seen.get(rank)
+            if known is None:
+                self._seen[rank] = (beat, self._began)
+            elif known[0] != beat:
+                self._seen[rank] = (beat, now)
+        return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
+
+
+def _lost(ranks: Sequence[int], topic: str, stage: str, stall_secs: float, unmet: str) -> PeerFailedError:
+    names = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    hint = (
+        f": each rank must open an engine on {unmet} (a rank that saves alone needs coordinator=SoloCoordinator())"
+        if unmet
+        else ": it died, hangs, or never came to this call"
+    )
+    return PeerFailedError(
+        f"rank {names} gave no sign of life in {topic} for {stall_secs} s{hint}", rank=ranks[0], stage=stage
+    )
+
+
+def _take(store: Store, *, key: str) -> bytes:
+    data = bytes(store.get(key))
+    store.delete_key(key)
+    return data
+
+
+def coordinator_of_job() -> Coordinator:
+    """The ranks of torch.distributed's default group if it is initialised and has several, else this process alone."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        return StoreCoordinator(store, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return SoloCoordinator()

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio.lowlevel
-import msgspec
 from isal import isal_zlib
 
 from aio_ckpt import commit, owner
+from aio_ckpt.agreement import Planned, Written, spans_crc32
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.device import Mark
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, tell_stage
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.names import StepNames
-from aio_ckpt.plan import Plan
-from aio_ckpt.portal import Executor, watch_submissions
+from aio_ckpt.narrowing import item_sums, narrowed_image, narrowed_objects
+from aio_ckpt.peers import Peers, SaveRound
+from aio_ckpt.plan import Plan, narrow
+from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.progress import CaptureProgress, Deadline, Threads, follow
 from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.record import (
     MetadataFile,
     object_entries,
+    object_spans,
     render_metadata_file,
     render_rank,
     render_root,
     written_names,
 )
+from aio_ckpt.shares import Share
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
@@ -43,6 +47,8 @@ from aio_ckpt.write import ChunkPreparer, write_image
 __all__ = ["PendingSave", "SaveCall", "Site", "run_save"]
 
 _log = logging.getLogger("aio_ckpt")
+_BEATS = 4
+"""Signs of life to the other ranks in ``stall_timeout_secs``."""
 _SETTLE_SECS = 5.0
 """How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
 
@@ -59,8 +65,8 @@ class Site:
     """Who writes."""
     storage: Storage
     """Where to."""
-    coordinator: Coordinator
-    """The other ranks."""
+    peers: Peers
+    """The ranks."""
     executor: Executor
     """The engine's I/O threads."""
     config: EngineConfig
@@ -109,6 +115,10 @@ class PendingSave:
     """Encoded objects."""
     image: Image
     """The bytes."""
+    round: SaveRound
+    """Its agreement with the other ranks."""
+    adopt: Callable[[Plan], None]
+    """Told of the plan that was agreed."""
     progress: CaptureProgress
     """Of the capture."""
     threads: Threads = field(default_factory=Threads)
@@ -173,6 +183,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         cause = _first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
+            cause = await save.round.end(cause)
             await _settle_failure(site, save, cause)
         if cause is error:
             raise
@@ -187,7 +198,10 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
             scope.cancel()
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, site, save)
-            group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
+            if site.peers.is_leader:
+                group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
+            if site.peers.are_several:
+                group.start_soon(_beat, site, save)
             report = await _stages(site, save)
             group.cancel_scope.cancel()
     if report is None:
@@ -203,29 +217,41 @@ async def _watch(site: Site, save: PendingSave) -> None:
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
-                f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
+                f"the save of step {save.step} (rank {site.peers.coordinator.rank}) made no progress for {limit} s: "
                 f"storage under {site.root} is stalled, it was {save.doing}"
             )
         with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):
             await save.progress.raise_failure()
 
 
+async def _beat(site: Site, save: PendingSave) -> None:
+    """Let the other ranks wait for a rank that is slow but moves."""
+    last = save.progress.last
+    while True:
+        await anyio.sleep(site.config.stall_timeout_secs / _BEATS)
+        if save.progress.last != last or save.progress.is_paused:
+            last = save.progress.last
+            await site.peers.coordinator.beat()
+
+
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, pending = site.storage, _pending(site, save)
     final = site.root / site.names.name(save.step)
-    await storage.make_dir(pending)
-    # On the loop: malloc keeps the megabytes for each thread that ever had them.
-    metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=_save_id(site, save))
+    await _make_pending(site, pending)
+    if site.peers.are_several and not save.plan.share_id:
+        await _narrow(site, save)
+    metadata = _own_metadata(site, save, final)
     async with anyio.create_task_group() as beside:
-        beside.start_soon(owner.write_owner, storage, pending, site.owner)
-        beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
+        if site.peers.is_leader:
+            beside.start_soon(owner.write_owner, storage, pending, site.owner)
+        if metadata is not None:
+            beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
         save.doing = "writing its data"
         result = await _write(site, save, pending)
         save.doing = "writing its .metadata"
         save.image.lease.close()
         written_secs = save.elapsed()
-    root_manifest = await _agree(site, save, pending, metadata, result)
-    await _commit(site, save, pending, final, root_manifest)
+    slowest = await _conclude(site, save, pending, final, metadata, result, written_secs)
     return SaveReport(
         step=save.step,
         path=final,
@@ -242,34 +268,132 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             written_secs=written_secs,
             committed_secs=save.elapsed(),
         ),
+        slowest_rank=slowest,
     )
 
 
-async def _agree(site: Site, save: PendingSave, pending: Path, metadata: MetadataFile, result: WriteResult) -> bytes:
-    """This rank's manifest, durably, then what all ranks wrote: the root manifest."""
+async def _make_pending(site: Site, pending: Path) -> None:
+    try:
+        await site.storage.make_dir(pending)
+    except WriteError as error:
+        if error.errno != errno.EEXIST or not site.peers.are_several:  # another rank was first
+            raise
+
+
+def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | None:
+    """``.metadata``, where it depends on no other rank. On the loop: malloc keeps the megabytes for each thread."""
+    if save.plan.metadata is None:
+        return None
+    spans = object_spans(save.plan, save.objects)
+    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=_save_id(site, save))
+
+
+async def _narrow(site: Site, save: PendingSave) -> None:
+    """A miss: everything is captured; agree on who writes what, and close the image up over what others write."""
+    save.stage, save.doing = "plan", "waiting for its capture"
+    whole, local = save.plan, save.plan.local
+    assert local is not None  # several ranks
+    for chunk in save.image.chunks:
+        await save.progress.wait(chunk.index, site.executor)
+    sums = await run_blocking(site.executor, item_sums, save.image, whole.layout)
+    save.doing = "waiting for the plans of the other ranks"
+    with save.progress.paused():
+        word = await save.round.assign(Planned(save.step, local, sums))
+    share = word.share
+    assert share is not None  # a rank that planned anew has nothing to keep
+    share = Share(tuple((index, names or whole.layout.items[index].fqns) for index, names in share.tensors), share.objects)
+    save.plan = await run_blocking(site.executor, narrow, whole, share, word.share_id)
+    save.objects = narrowed_objects(save.objects, whole.object_names, frozenset(share.objects))
+    region = len(save.objects.region)
+    save.image = await run_blocking(
+        site.executor, narrowed_image, save.image, whole.layout, share, save.plan.layout, region
+    )
+    save.adopt(save.plan)
+    save.stage = "write"
+
+
+async def _conclude(
+    site: Site,
+    save: PendingSave,
+    pending: Path,
+    final: Path,
+    metadata: MetadataFile | None,
+    result: WriteResult,
+    written_secs: float,
+) -> Mapping[str, int]:
+    """This rank's manifest, durably; then what all ranks wrote becomes visible. Per stage, the slowest rank."""
     entries = object_entries(save.plan, save.objects)
-    check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
+    written = written_names(save.plan, entries, result)
+    check_complete(frozenset(save.requested), written | save.plan.elsewhere)
     save.doing = "writing the rank's manifest"
-    rank, world_size, save_id = site.coordinator.rank, site.coordinator.world_size, _save_id(site, save)
+    peers, save_id = site.peers, _save_id(site, save)
+    rank, world_size = peers.coordinator.rank, peers.coordinator.world_size
     manifest = render_rank(
         save.plan, entries, result, step=save.step, save_id=save_id, rank=rank, world_size=world_size
     )
     await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
-    message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
     save.progress.touch()
     save.stage, save.doing = "agree", "waiting for the other ranks"
-    results = await site.coordinator.exchange(
-        f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
+    spans = object_spans(save.plan, save.objects)
+    share_id, is_alone = save.plan.share_id, save.previous is None or save.previous.done()
+    report = Written(
+        save.step,
+        share_id,
+        len(manifest),
+        isal_zlib.crc32(manifest),
+        (save.blocked_secs, save.staged_secs, written_secs),
+        peers.sent.moved(share_id, spans, is_alone=is_alone) if peers.are_several else (),
+        spans_crc32(spans),
+        _places(save.plan) if peers.are_several and peers.sent.is_new(share_id) else None,
     )
+
+    async def publish(all_written: Sequence[Written]) -> None:
+        await _publish(site, save, pending, final, metadata, all_written)
+
+    save.is_committing = not peers.is_leader  # from here on it is the leader's to say
+    with save.progress.paused():
+        word = await save.round.conclude(report, publish)
+        await _previous(save)
+    if peers.are_several:
+        peers.sent.confirm(share_id, spans)
+    return word.slowest if peers.are_several else {}
+
+
+def _places(plan: Plan) -> tuple[tuple[int, int], ...]:
+    return tuple((item.item_offset, item.envelope.item_bytes) for item in plan.layout.items)
+
+
+async def _previous(save: PendingSave) -> None:
+    """Commits keep the order of the calls."""
     if save.previous is not None:
-        save.doing = "waiting for the commit of the save before"
         with save.progress.paused():
             await asyncio.wrap_future(follow(save.previous))
+
+
+async def _publish(
+    site: Site,
+    save: PendingSave,
+    pending: Path,
+    final: Path,
+    metadata: MetadataFile | None,
+    written: Sequence[Written],
+) -> None:
+    """The leader: everything is durable but the names; make it one checkpoint, visible."""
+    save.doing = "waiting for the commit of the save before"
+    await _previous(save)
+    save_id = _save_id(site, save)
+    ranks = [FileEntry(rank_manifest_name(rank), found.nbytes, found.crc32) for rank, found in enumerate(written)]
+    if metadata is None:
+        save.stage, save.doing = "commit", "rendering .metadata"
+        spans = site.peers.book.learn(written)
+        template = await run_blocking(site.executor, site.peers.book.template, written)
+        metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
+        await site.storage.write_file(pending / METADATA_FILE, metadata.data)
     save.progress.touch()
-    ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
-    return render_root(
+    root_manifest = render_root(
         metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.call.metrics
     )
+    await _commit(site, save, pending, final, root_manifest)
 
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
@@ -277,7 +401,7 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
     preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
     arena.rendered = None
-    path = pending / data_file_name(site.coordinator.rank)
+    path = pending / data_file_name(site.peers.coordinator.rank)
     image_bytes = save.image.chunks[-1].stop
     file = await site.storage.create_data_file(path, image_bytes, writers=site.config.workers)
     try:
@@ -320,11 +444,11 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
 
 
 def _pending(site: Site, save: PendingSave) -> Path:
-    return owner.pending_path(site.root, site.owner, save.number)
+    return owner.pending_path(site.root, site.peers.owner, save.number)
 
 
 def _save_id(site: Site, save: PendingSave) -> str:
-    return f"{site.owner.session}-{save.number}"
+    return f"{site.peers.owner.session}-{save.number}"
 
 
 async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -> None:
