@@ -13,8 +13,7 @@ import hashlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import anyio
@@ -23,9 +22,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.frames import Frame, Patience, Verdict, Word, failure_of, lost, pack, unpack
 from aio_ckpt.portal import Executor, run_blocking
 
-__all__ = ["Coordinator", "SoloCoordinator", "StoreCoordinator", "Verdict", "coordinator_of_job"]
+__all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verdict", "default_coordinator"]
 
 T = TypeVar("T")
 Store: TypeAlias = Any
@@ -44,21 +44,6 @@ _TOPICS_KEPT = 16
 
 _CLOSE_SECS = 5.0
 _LEAVE_SECS = 5.0
-_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the leader decided."""
-
-    common: bytes = b""
-    """For every rank."""
-    each: tuple[bytes, ...] = ()
-    """By rank, instead of ``common``, where the ranks are told different things."""
-
-    def of(self, rank: int) -> bytes:
-        """What ``rank`` is told."""
-        return self.each[rank] if self.each else self.common
 
 
 Decide = Callable[[tuple[bytes, ...]], Awaitable[Verdict]]
@@ -148,55 +133,6 @@ class SoloCoordinator:
         """Nothing was taken."""
 
 
-# -- messages ---------------------------------------------------------------------------------------
-
-
-class _Failure(msgspec.Struct, frozen=True, array_like=True):
-    rank: int
-    stage: str
-    cause: str
-
-    def error(self, topic: str, here: int) -> PeerFailedError:
-        whom = "this rank" if self.rank == here else f"rank {self.rank}"
-        return PeerFailedError(f"{whom} failed in {topic}: {self.cause}", rank=self.rank, stage=self.stage)
-
-
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One message of one rank, appended to the others'."""
-
-    rank: int
-    body: bytes
-    failure: _Failure | None = None
-
-
-class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader tells all."""
-
-    common: bytes
-    is_each: bool = False
-    failure: _Failure | None = None
-
-
-def _pack(frame: _Frame) -> bytes:
-    data = msgspec.msgpack.encode(frame)
-    return len(data).to_bytes(4, "little") + data
-
-
-def _unpack(data: bytes) -> Iterator[_Frame]:
-    at = 0
-    while at < len(data):
-        stop = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        yield msgspec.msgpack.decode(data[at + 4 : stop], type=_Frame)
-        at = stop
-
-
-def _failure_of(rank: int, stage: str, error: BaseException) -> _Failure:
-    if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
-        return _Failure(error.rank, error.stage, str(error))
-    stage = getattr(error, "stage", "") or stage
-    return _Failure(rank, stage, f"{type(error).__name__}: {error}")
-
-
 # -- over a store -----------------------------------------------------------------------------------
 
 
@@ -278,7 +214,7 @@ class StoreCoordinator:
     async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         if self.rank != self.leader:
-            await self._send(topic, _Frame(self.rank, message), stall_secs)
+            await self._send(topic, Frame(self.rank, message), stall_secs)
             return await self._hear(topic, stall_secs, stage)
         try:
             verdict = await decide(await self._gather(topic, message, stall_secs, stage))
@@ -291,13 +227,13 @@ class StoreCoordinator:
 
     async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
         """See :class:`Coordinator`."""
-        failure = _failure_of(self.rank, stage, error)
+        failure = failure_of(self.rank, stage, error)
         if self.rank == self.leader:
-            word = msgspec.msgpack.encode(_Word(b"", failure=failure))
+            word = msgspec.msgpack.encode(Word(b"", failure=failure))
             await self._ask(lambda store: store.set(f"{topic}/out", word), stall_secs)
             await self._retire(topic, stall_secs)
         else:
-            await self._send(topic, _Frame(self.rank, b"", failure), stall_secs)
+            await self._send(topic, Frame(self.rank, b"", failure), stall_secs)
 
     async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
@@ -306,7 +242,7 @@ class StoreCoordinator:
             return bytes(store.get(f"{topic}/out")) if store.check([f"{topic}/out"]) else b""
 
         data = await self._ask(read, stall_secs)
-        word = msgspec.msgpack.decode(data, type=_Word) if data else None
+        word = msgspec.msgpack.decode(data, type=Word) if data else None
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
 
     async def beat(self) -> None:
@@ -316,8 +252,8 @@ class StoreCoordinator:
 
     # -- what a rank does -----------------------------------------------------------------------------
 
-    async def _send(self, topic: str, frame: _Frame, stall_secs: float) -> None:
-        data = _pack(frame)
+    async def _send(self, topic: str, frame: Frame, stall_secs: float) -> None:
+        data = pack(frame)
 
         def send(store: Store) -> None:
             store.append(f"{topic}/in", data)
@@ -329,11 +265,11 @@ class StoreCoordinator:
         self.bytes_sent += len(data)
 
     async def _hear(self, topic: str, stall_secs: float, stage: str) -> bytes:
-        patience = _Patience(stall_secs)
+        patience = Patience(stall_secs)
         check = functools.partial(self._check_alive, (self.leader,), patience, topic, stage)
         await self._look(f"{topic}/out", stall_secs, check)
         data = await self._ask(lambda store: store.get(f"{topic}/out"), stall_secs)
-        word = msgspec.msgpack.decode(data, type=_Word)
+        word = msgspec.msgpack.decode(data, type=Word)
         self._is_met = True
         if word.failure is not None:
             raise word.failure.error(topic, self.rank)
@@ -349,7 +285,7 @@ class StoreCoordinator:
     async def _gather(self, topic: str, message: bytes, stall_secs: float, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
-        patience = _Patience(stall_secs)
+        patience = Patience(stall_secs)
 
         async def check() -> None:
             found = {frame.rank for frame in await self._frames(topic, stall_secs)}
@@ -365,20 +301,20 @@ class StoreCoordinator:
         by_rank = {frame.rank: frame.body for frame in frames}
         return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
 
-    async def _frames(self, topic: str, stall_secs: float) -> list[_Frame]:
+    async def _frames(self, topic: str, stall_secs: float) -> list[Frame]:
         def read(store: Store) -> bytes:
             return bytes(store.get(f"{topic}/in")) if store.check([f"{topic}/in"]) else b""
 
         data = await self._ask(read, stall_secs)
         self.bytes_received += len(data)
-        return list(_unpack(data))
+        return list(unpack(data))
 
     async def _tell(self, topic: str, verdict: Verdict, stall_secs: float) -> None:
         def tell(store: Store) -> None:
             for rank, data in enumerate(verdict.each):
                 if rank != self.rank:
                     store.set(f"{topic}/out/{rank}", data)
-            word = msgspec.msgpack.encode(_Word(verdict.common, is_each=bool(verdict.each)))
+            word = msgspec.msgpack.encode(Word(verdict.common, is_each=bool(verdict.each)))
             store.set(f"{topic}/out", word)
 
         if self.world_size > 1:
@@ -411,7 +347,7 @@ class StoreCoordinator:
             await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
             pause = min(2 * pause, longest)
 
-    async def _check_alive(self, ranks: Sequence[int], patience: _Patience, topic: str, stage: str) -> None:
+    async def _check_alive(self, ranks: Sequence[int], patience: Patience, topic: str, stage: str) -> None:
         """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago."""
 
         def read(store: Store) -> list[bytes]:
@@ -422,7 +358,7 @@ class StoreCoordinator:
 
         silent = patience.exhausted(ranks, await self._ask(read, patience.stall_secs)) if ranks else []
         if silent:
-            raise _lost(silent, topic, stage, patience.stall_secs, "" if self._is_met else self._name)
+            raise lost(silent, topic, stage, patience.stall_secs, "" if self._is_met else self._name)
 
     async def _ask(self, question: Callable[[Store], T], stall_secs: float | None) -> T:
         """Put a question to the store, in its thread."""
@@ -447,45 +383,13 @@ class StoreCoordinator:
             ) from error
 
 
-class _Patience:
-    """When each rank was last seen to move."""
-
-    def __init__(self, stall_secs: float) -> None:
-        self.stall_secs = stall_secs
-        self._began = time.monotonic()
-        self._seen: dict[int, tuple[bytes, float]] = {}
-
-    def exhausted(self, ranks: Sequence[int], beats: Sequence[bytes]) -> list[int]:
-        """Ranks whose beat has not changed for ``stall_secs``."""
-        now = time.monotonic()
-        for rank, beat in zip(ranks, beats, strict=True):
-            known = self._seen.get(rank)
-            if known is None:
-                self._seen[rank] = (beat, self._began)
-            elif known[0] != beat:
-                self._seen[rank] = (beat, now)
-        return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
-
-
-def _lost(ranks: Sequence[int], topic: str, stage: str, stall_secs: float, unmet: str) -> PeerFailedError:
-    names = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    hint = (
-        f": each rank must open an engine on {unmet} (a rank that saves alone needs coordinator=SoloCoordinator())"
-        if unmet
-        else ": it died, hangs, or never came to this call"
-    )
-    return PeerFailedError(
-        f"rank {names} gave no sign of life in {topic} for {stall_secs} s{hint}", rank=ranks[0], stage=stage
-    )
-
-
 def _take(store: Store, *, key: str) -> bytes:
     data = bytes(store.get(key))
     store.delete_key(key)
     return data
 
 
-def coordinator_of_job() -> Coordinator:
+def default_coordinator() -> Coordinator:
     """The ranks of torch.distributed's default group if it is initialised and has several, else this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -15,15 +16,16 @@ from typing import Literal, Self
 from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.coordinator import Coordinator, SoloCoordinator
+from aio_ckpt.coordinator import Coordinator, default_coordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import ConfigError, EngineClosedError
+from aio_ckpt.errors import ConfigError, EngineClosedError, StallError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeStats
 from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
-from aio_ckpt.pipeline import SaveCall, Site
+from aio_ckpt.peers import Peers
+from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.preemption import Preemption
 from aio_ckpt.progress import Deadline, follow, outcome
@@ -52,7 +54,8 @@ class CheckpointEngine:
     Args:
         root: directory of the checkpoints; made if it is missing.
         config: settings; the defaults suit a trainer on a local disk.
-        coordinator: agreement with other ranks; none for a single process.
+        coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
+            ``SoloCoordinator()`` for an engine of this process alone.
         storage: where the bytes go; the local file system unless given.
 
     Raises:
@@ -75,12 +78,13 @@ class CheckpointEngine:
         session = uuid.uuid4().hex[:12]
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
+        owner = Owner.of_this_process(session)
         self._site = Site(
             root=self.root,
             names=StepNames(config.step_dir),
-            owner=Owner.of_this_process(session),
+            owner=owner,
             storage=storage or LocalStorage(self._portal.executor, config.direct_io),
-            coordinator=coordinator or SoloCoordinator(),
+            peers=Peers(coordinator or default_coordinator(), owner),
             executor=self._portal.executor,
             config=config,
         )
@@ -91,6 +95,7 @@ class CheckpointEngine:
         )
         self._closing = Closing(self._saver.in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
         self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
+        self._saver.meet()
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -327,7 +332,11 @@ class CheckpointEngine:
 
     def _shut_down(self) -> None:
         self._saver.let_go()
+        coordinator = self._site.peers.coordinator
+        with contextlib.suppress(EngineClosedError, StallError):
+            self._portal.call(coordinator.leave, timeout=_STOP_SECS)
         self._portal.close(_STOP_SECS)
+        coordinator.close()
         self._saver.lifetime.close()
         self._keeper.release()
         self._preemption.restore()

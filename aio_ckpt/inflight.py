@@ -15,8 +15,10 @@ from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, St
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import PendingSave, SaveCall, Site, run_save
-from aio_ckpt.plan import PlannedSave
+from aio_ckpt.peers import SaveRound
+from aio_ckpt.pending import PendingSave, SaveCall, Site
+from aio_ckpt.pipeline import run_save
+from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
 from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
@@ -34,8 +36,16 @@ class InFlight:
     failure that no waiter has seen stays here until it was raised once.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[int, BaseException | None], None]) -> None:
-        """``on_settled`` is told of each step and outcome before the save leaves the table."""
+    def __init__(
+        self,
+        site: Site,
+        portal: Portal,
+        *,
+        on_settled: Callable[[int, BaseException | None], None],
+        adopt: Callable[[Plan], None],
+    ) -> None:
+        """``on_settled`` is told of each outcome before the save leaves the table, ``adopt`` of each agreed plan."""
+        self._adopt = adopt
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
@@ -47,7 +57,7 @@ class InFlight:
         # held for ever.
         self._lock = Lock()
         self._changed = Condition(self._lock)
-        self._entered = 0
+        self._calls = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[SaveTicket] = []
         self._newest: int | None = None
@@ -121,6 +131,7 @@ class InFlight:
         image: Image,
         *,
         step: int,
+        number: int,
         requested: Sequence[str],
         waited_secs: float,
         plan_secs: float,
@@ -134,13 +145,14 @@ class InFlight:
             for mark in save.marks:
                 mark.fence(stream)
 
-        self._entered += 1
         try:
             with self._lock:
                 save = PendingSave(
                     call=call,
                     step=step,
-                    number=self._entered,
+                    number=number,
+                    round=self.round(number, step),
+                    adopt=self._adopt,
                     requested=requested,
                     plan=planned.plan,
                     plan_hit=planned.plan_hit,
@@ -162,6 +174,16 @@ class InFlight:
             image.lease.close()
             raise
         return save
+
+    def next_number(self) -> int:
+        """The number of a call of ``save()``: the same on every rank for the same call."""
+        self._calls += 1
+        return self._calls
+
+    def round(self, number: int, step: int) -> SaveRound:
+        """What this call agrees on with the other ranks."""
+        site = self._site
+        return SaveRound(site.peers, site.executor, number=number, step=step, stall_secs=site.config.stall_timeout_secs)
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
         """Start the pipeline and copy: the first chunks are written while later ones are copied.

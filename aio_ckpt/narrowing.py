@@ -1,4 +1,4 @@
-"""Narrowing: everything of a rank was captured, a share of it is written. The image closes up over what others write."""
+"""Narrowing: all of a rank was captured, a share of it is written. The image closes up over what others write."""
 
 from __future__ import annotations
 

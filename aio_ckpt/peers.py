@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -23,10 +25,12 @@ from aio_ckpt.agreement import (
     decode_word,
     slowest_ranks,
 )
-from aio_ckpt.coordinator import Coordinator, Verdict
+from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError, RootError
+from aio_ckpt.frames import Verdict
 from aio_ckpt.owner import Owner, pending_path
 from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.progress import follow
 from aio_ckpt.storage import Storage
 
 __all__ = ["Peers", "SaveRound"]
@@ -81,6 +85,19 @@ class Peers:
     def are_several(self) -> bool:
         """Whether there is anybody to agree with."""
         return self.coordinator.world_size > 1
+
+    @property
+    def on_host(self) -> int:
+        """Ranks of this host, which share its memory: what the launcher says, else all of them."""
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")
+        world_size = self.coordinator.world_size
+        return min(int(told), world_size) if told.isdigit() and int(told) else world_size
+
+    async def met(self) -> None:
+        """Return when all have met; raise why they did not."""
+        if not self.opened.done():
+            await asyncio.wrap_future(follow(self.opened))
+        self.opened.result()
 
     async def meet(
         self, storage: Storage, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]], *, stall_secs: float

@@ -5,163 +5,32 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio.lowlevel
-from isal import isal_zlib
 
-from aio_ckpt import commit, owner
-from aio_ckpt.agreement import Planned, Written, spans_crc32
-from aio_ckpt.config import EngineConfig
-from aio_ckpt.device import Mark
+from aio_ckpt import owner
+from aio_ckpt.concluding import conclude, narrow_save
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
-from aio_ckpt.image import Image
-from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
-from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
-from aio_ckpt.names import StepNames
-from aio_ckpt.narrowing import item_sums, narrowed_image, narrowed_objects
-from aio_ckpt.peers import Peers, SaveRound
-from aio_ckpt.plan import Plan, narrow
-from aio_ckpt.portal import Executor, run_blocking, watch_submissions
-from aio_ckpt.progress import CaptureProgress, Deadline, Threads, follow
-from aio_ckpt.quarantine import Quarantine
+from aio_ckpt.items import SaveReport, StageTimings, WriteResult
+from aio_ckpt.manifest import METADATA_FILE, data_file_name
+from aio_ckpt.pending import PendingSave, Site, pending_of, save_id_of
+from aio_ckpt.portal import watch_submissions
+from aio_ckpt.progress import follow
 from aio_ckpt.record import (
     MetadataFile,
-    object_entries,
     object_spans,
     render_metadata_file,
-    render_rank,
-    render_root,
-    written_names,
 )
-from aio_ckpt.shares import Share
-from aio_ckpt.snapshot import ObjectBytes
-from aio_ckpt.storage import Storage
-from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write import ChunkPreparer, write_image
 
-__all__ = ["PendingSave", "SaveCall", "Site", "run_save"]
+__all__ = ["run_save"]
 
 _log = logging.getLogger("aio_ckpt")
 _BEATS = 4
 """Signs of life to the other ranks in ``stall_timeout_secs``."""
 _SETTLE_SECS = 5.0
 """How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What all saves of one engine share."""
-
-    root: Path
-    """Checkpoint root."""
-    names: StepNames
-    """Directory names of steps."""
-    owner: owner.Owner
-    """Who writes."""
-    storage: Storage
-    """Where to."""
-    peers: Peers
-    """The ranks."""
-    executor: Executor
-    """The engine's I/O threads."""
-    config: EngineConfig
-    """Settings."""
-    quarantine: Quarantine = field(default_factory=Quarantine)
-    """Checkpoints that loads proved damaged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveCall:
-    """What one call of ``save()`` asks for, beside the state and its step."""
-
-    overwrite: bool
-    """Whether a committed step is replaced."""
-    metrics: Mapping[str, float | None]
-    """What the caller measured."""
-    deadline: Deadline
-    """When it must be committed."""
-    started: float
-    """``time.perf_counter`` at the call."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PendingSave:
-    """One save between ``save()`` and its settlement.
-
-    Written by the caller's thread until it is submitted, then by the loop's; ``blocked_secs`` and ``staged_secs``
-    by whoever measures them.
-    """
-
-    call: SaveCall
-    """What was asked for."""
-    step: int
-    """Its step."""
-    number: int
-    """Its number in the session."""
-    requested: Sequence[str]
-    """Names of the leaves of the state that was given to this very call, not of the cached plan."""
-    plan: Plan
-    """Layout."""
-    plan_hit: bool
-    """Whether it was reused."""
-    fingerprint_hit: bool
-    """Whether the descriptors were reused."""
-    objects: ObjectBytes
-    """Encoded objects."""
-    image: Image
-    """The bytes."""
-    round: SaveRound
-    """Its agreement with the other ranks."""
-    adopt: Callable[[Plan], None]
-    """Told of the plan that was agreed."""
-    progress: CaptureProgress
-    """Of the capture."""
-    threads: Threads = field(default_factory=Threads)
-    """At work for it."""
-    ticket: SaveTicket
-    """What the caller holds."""
-    plan_secs: float
-    """Time to plan."""
-    previous: Future[None] | None
-    """Settlement of the save before: commits keep the order of the calls."""
-    settled: Future[None] = field(default_factory=Future)
-    """Committed or failed, everything cleaned up."""
-    blocked_secs: float = 0.0
-    """Time the caller was kept."""
-    staged_secs: float = 0.0
-    """When everything was copied."""
-    marks: tuple[Mark, ...] = ()
-    """Behind every copy from a device."""
-    doing: str = "making its directory"
-    """What it is doing, for messages."""
-    stage: str = "write"
-    """Where it is: ``write``, ``agree``, ``commit``."""
-    has_begun: bool = False
-    """The pipeline runs or has run."""
-    scope: anyio.CancelScope | None = None
-    """Cancels the pipeline."""
-    is_committing: bool = False
-    """It is being made visible: from here on ``cancel`` and the deadline come too late."""
-    is_cancelled: bool = False
-    """``cancel`` was accepted."""
-
-    def elapsed(self) -> float:
-        """Seconds since the call."""
-        return time.perf_counter() - self.call.started
-
-    async def cancel(self) -> bool:
-        """On the loop: cancel unless it is being made visible."""
-        if self.is_committing or self.settled.done():
-            return False
-        self.is_cancelled = True
-        if self.scope is not None:
-            self.scope.cancel()
-        return True
 
 
 async def run_save(site: Site, save: PendingSave) -> SaveReport:
@@ -199,7 +68,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, site, save)
             if site.peers.is_leader:
-                group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
+                group.start_soon(owner.keep_alive, site.storage, pending_of(site, save), site.config.stale_after_secs)
             if site.peers.are_several:
                 group.start_soon(_beat, site, save)
             report = await _stages(site, save)
@@ -235,11 +104,11 @@ async def _beat(site: Site, save: PendingSave) -> None:
 
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
-    storage, pending = site.storage, _pending(site, save)
+    storage, pending = site.storage, pending_of(site, save)
     final = site.root / site.names.name(save.step)
     await _make_pending(site, pending)
     if site.peers.are_several and not save.plan.share_id:
-        await _narrow(site, save)
+        await narrow_save(site, save)
     metadata = _own_metadata(site, save, final)
     async with anyio.create_task_group() as beside:
         if site.peers.is_leader:
@@ -251,7 +120,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
         save.doing = "writing its .metadata"
         save.image.lease.close()
         written_secs = save.elapsed()
-    slowest = await _conclude(site, save, pending, final, metadata, result, written_secs)
+    slowest = await conclude(site, save, pending, final, metadata, result, written_secs)
     return SaveReport(
         step=save.step,
         path=final,
@@ -285,115 +154,7 @@ def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | 
     if save.plan.metadata is None:
         return None
     spans = object_spans(save.plan, save.objects)
-    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=_save_id(site, save))
-
-
-async def _narrow(site: Site, save: PendingSave) -> None:
-    """A miss: everything is captured; agree on who writes what, and close the image up over what others write."""
-    save.stage, save.doing = "plan", "waiting for its capture"
-    whole, local = save.plan, save.plan.local
-    assert local is not None  # several ranks
-    for chunk in save.image.chunks:
-        await save.progress.wait(chunk.index, site.executor)
-    sums = await run_blocking(site.executor, item_sums, save.image, whole.layout)
-    save.doing = "waiting for the plans of the other ranks"
-    with save.progress.paused():
-        word = await save.round.assign(Planned(save.step, local, sums))
-    share = word.share
-    assert share is not None  # a rank that planned anew has nothing to keep
-    share = Share(tuple((index, names or whole.layout.items[index].fqns) for index, names in share.tensors), share.objects)
-    save.plan = await run_blocking(site.executor, narrow, whole, share, word.share_id)
-    save.objects = narrowed_objects(save.objects, whole.object_names, frozenset(share.objects))
-    region = len(save.objects.region)
-    save.image = await run_blocking(
-        site.executor, narrowed_image, save.image, whole.layout, share, save.plan.layout, region
-    )
-    save.adopt(save.plan)
-    save.stage = "write"
-
-
-async def _conclude(
-    site: Site,
-    save: PendingSave,
-    pending: Path,
-    final: Path,
-    metadata: MetadataFile | None,
-    result: WriteResult,
-    written_secs: float,
-) -> Mapping[str, int]:
-    """This rank's manifest, durably; then what all ranks wrote becomes visible. Per stage, the slowest rank."""
-    entries = object_entries(save.plan, save.objects)
-    written = written_names(save.plan, entries, result)
-    check_complete(frozenset(save.requested), written | save.plan.elsewhere)
-    save.doing = "writing the rank's manifest"
-    peers, save_id = site.peers, _save_id(site, save)
-    rank, world_size = peers.coordinator.rank, peers.coordinator.world_size
-    manifest = render_rank(
-        save.plan, entries, result, step=save.step, save_id=save_id, rank=rank, world_size=world_size
-    )
-    await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
-    save.progress.touch()
-    save.stage, save.doing = "agree", "waiting for the other ranks"
-    spans = object_spans(save.plan, save.objects)
-    share_id, is_alone = save.plan.share_id, save.previous is None or save.previous.done()
-    report = Written(
-        save.step,
-        share_id,
-        len(manifest),
-        isal_zlib.crc32(manifest),
-        (save.blocked_secs, save.staged_secs, written_secs),
-        peers.sent.moved(share_id, spans, is_alone=is_alone) if peers.are_several else (),
-        spans_crc32(spans),
-        _places(save.plan) if peers.are_several and peers.sent.is_new(share_id) else None,
-    )
-
-    async def publish(all_written: Sequence[Written]) -> None:
-        await _publish(site, save, pending, final, metadata, all_written)
-
-    save.is_committing = not peers.is_leader  # from here on it is the leader's to say
-    with save.progress.paused():
-        word = await save.round.conclude(report, publish)
-        await _previous(save)
-    if peers.are_several:
-        peers.sent.confirm(share_id, spans)
-    return word.slowest if peers.are_several else {}
-
-
-def _places(plan: Plan) -> tuple[tuple[int, int], ...]:
-    return tuple((item.item_offset, item.envelope.item_bytes) for item in plan.layout.items)
-
-
-async def _previous(save: PendingSave) -> None:
-    """Commits keep the order of the calls."""
-    if save.previous is not None:
-        with save.progress.paused():
-            await asyncio.wrap_future(follow(save.previous))
-
-
-async def _publish(
-    site: Site,
-    save: PendingSave,
-    pending: Path,
-    final: Path,
-    metadata: MetadataFile | None,
-    written: Sequence[Written],
-) -> None:
-    """The leader: everything is durable but the names; make it one checkpoint, visible."""
-    save.doing = "waiting for the commit of the save before"
-    await _previous(save)
-    save_id = _save_id(site, save)
-    ranks = [FileEntry(rank_manifest_name(rank), found.nbytes, found.crc32) for rank, found in enumerate(written)]
-    if metadata is None:
-        save.stage, save.doing = "commit", "rendering .metadata"
-        spans = site.peers.book.learn(written)
-        template = await run_blocking(site.executor, site.peers.book.template, written)
-        metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
-        await site.storage.write_file(pending / METADATA_FILE, metadata.data)
-    save.progress.touch()
-    root_manifest = render_root(
-        metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.call.metrics
-    )
-    await _commit(site, save, pending, final, root_manifest)
+    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(site, save))
 
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
@@ -424,33 +185,6 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     return result
 
 
-async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
-    save.stage, save.doing = "commit", "making its directory durable"
-    await commit.seal(site.storage, pending, root_manifest)
-    save.doing = "waiting while other checkpoints are renamed"
-    async with site.quarantine.renames:
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
-        save.is_committing = True
-        # Shielded: a rename that was begun is finished or undone.
-        with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-            await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)
-    if scope.cancelled_caught:
-        stalled = StallError(
-            f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "
-            "stalled; the step may still become visible, whole, when it recovers"
-        )
-        stalled.in_doubt = True
-        raise stalled
-
-
-def _pending(site: Site, save: PendingSave) -> Path:
-    return owner.pending_path(site.root, site.peers.owner, save.number)
-
-
-def _save_id(site: Site, save: PendingSave) -> str:
-    return f"{site.peers.owner.session}-{save.number}"
-
-
 async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -> None:
     """Give the buffers back when the last thread let go; leave nothing behind that is listed."""
     for future in save.image.written:
@@ -464,7 +198,7 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
     if not (lease.settled.done() and save.threads.are_idle):
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
-    pending = _pending(site, save)
+    pending = pending_of(site, save)
     if isinstance(cause, AioCkptError) and cause.in_doubt:
         # Its files may be those of a visible step, or those of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)

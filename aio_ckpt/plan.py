@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from aio_ckpt import envelope, tree
+from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
 from aio_ckpt.layout import Placement, lay_out
@@ -87,6 +88,8 @@ class Plan:
     """Whether any source is on a CUDA device."""
     gathers: bool
     """Whether small tensors are gathered on a device."""
+    gather_bytes: int
+    """Most bytes of a gather buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +114,10 @@ class PlanCache:
     One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
     """
 
-    def __init__(self, *, rank: int, world_size: int = 1) -> None:
+    def __init__(self, *, rank: int, world_size: int = 1, gather_bytes: int = GATHER_BYTES) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._gather_bytes = gather_bytes
         self._plan: Plan | None = None
         self._storage_bytes: list[int] = []  # freed and allocated again, one may be shorter at its old address
         self.hits = 0
@@ -173,7 +177,14 @@ class PlanCache:
             check_whole(flat, structure)
         fingerprint = addresses(leaves.tensors)
         self._storage_bytes = check_sources(flat, leaves.tensors, fingerprint)
-        plan = make_plan(flat, structure, fingerprint, rank=self._rank, world_size=self._world_size)
+        plan = make_plan(
+            flat,
+            structure,
+            fingerprint,
+            rank=self._rank,
+            world_size=self._world_size,
+            gather_bytes=self._gather_bytes,
+        )
         self._plan = plan if self._world_size == 1 else None  # else until it is agreed
         self.misses += 1
         return PlannedSave(
@@ -185,7 +196,13 @@ class PlanCache:
 
 
 def make_plan(
-    flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int, world_size: int
+    flat: tree.FlatState,
+    structure: Structure,
+    fingerprint: list[int],
+    *,
+    rank: int,
+    world_size: int,
+    gather_bytes: int,
 ) -> Plan:
     """Plan a new structure: DCP's planner for what is written, our layout for where. With several ranks: all of it."""
     aliases = partition(structure, fingerprint)
@@ -203,7 +220,7 @@ def make_plan(
         for spec in (_spec(structure, leaf),)
     ]
     placements.sort(key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes))
-    plan = _laid_out(structure, aliases, fingerprint, lay_out(placements), object_names, flat.skeleton)
+    plan = _laid_out(structure, aliases, fingerprint, lay_out(placements), object_names, gather_bytes)
     if world_size > 1:
         return replace(plan, local=_local_plan(plan), elsewhere=frozenset(tensor_names) - plan.stored_names)
     _, metadata = planner.create_global_plan([local])
@@ -219,21 +236,24 @@ def _laid_out(
     fingerprint: list[int],
     layout: ImageLayout,
     object_names: tuple[str, ...],
-    skeleton: object,
+    gather_bytes: int,
 ) -> Plan:
-    routes = choose_routes(structure, layout, issues=copies_by_address, gathers=gathers_small)
+    routes = choose_routes(
+        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
+    )
     return Plan(
         structure=structure,
         aliases=aliases,
         digest=structure.digest(aliases),
         layout=layout,
+        gather_bytes=gather_bytes,
         object_names=object_names,
         metadata=None,
         local=None,
         share_id=b"",
         elsewhere=frozenset(),
         tensors_static=encode_static([_entry(item) for item in layout.items]),
-        skeleton=tree.encode_skeleton(skeleton),  # type: ignore[arg-type]
+        skeleton=tree.encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
         routes=routes,
         descriptors=_descriptors(layout, routes, fingerprint),
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
@@ -255,7 +275,7 @@ def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
     ]
     layout = lay_out(placements, chunk_bytes=plan.layout.chunk_bytes)
     narrowed = _laid_out(
-        plan.structure, plan.aliases, plan.descriptors.fingerprint, layout, share.objects, plan.structure.skeleton
+        plan.structure, plan.aliases, plan.descriptors.fingerprint, layout, share.objects, plan.gather_bytes
     )
     others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(share.objects)
     return replace(narrowed, local=plan.local, share_id=share_id, elsewhere=others)

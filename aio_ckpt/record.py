@@ -26,7 +26,15 @@ from aio_ckpt.manifest import (
 from aio_ckpt.plan import Plan
 from aio_ckpt.snapshot import ObjectBytes
 
-__all__ = ["MetadataFile", "object_entries", "object_spans", "render_metadata_file", "render_rank", "render_root", "written_names"]
+__all__ = [
+    "MetadataFile",
+    "object_entries",
+    "object_spans",
+    "render_metadata_file",
+    "render_rank",
+    "render_root",
+    "written_names",
+]
 
 _VERSIONS = {
     "aio_ckpt": __version__,

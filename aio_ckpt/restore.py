@@ -23,7 +23,7 @@ from aio_ckpt.errors import (
     SaveCancelledError,
 )
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
-from aio_ckpt.pipeline import Site
+from aio_ckpt.pending import Site
 from aio_ckpt.portal import watch_submissions
 from aio_ckpt.progress import Threads
 from aio_ckpt.quarantine import Condemned
@@ -58,6 +58,7 @@ async def load_state(
     try:
         with anyio.CancelScope() as scope, watch_submissions(threads.add):
             given_up.add_done_callback(lambda _: _cancel(loop, scope))
+            await site.peers.met()
             return await _load(site, state, step, options)
     finally:
         with anyio.CancelScope(shield=True):
@@ -76,8 +77,8 @@ async def _load(site: Site, state: object, step: int | None, options: LoadOption
             site.storage,
             checkpoint,
             state,
-            rank=site.coordinator.rank,
-            world_size=site.coordinator.world_size,
+            rank=site.peers.coordinator.rank,
+            world_size=site.peers.coordinator.world_size,
             executor=site.executor,
             readers=site.config.workers,
             verify=site.config.verify == "load",
@@ -128,14 +129,15 @@ async def read_tree(site: Site, step: int | None, only: Collection[str] | None) 
             site.storage,
             checkpoint,
             only=only,
-            rank=site.coordinator.rank,
-            world_size=site.coordinator.world_size,
+            rank=site.peers.coordinator.rank,
+            world_size=site.peers.coordinator.world_size,
             executor=site.executor,
             readers=site.config.workers,
             verify=site.config.verify == "load",
             trusted=site.config.trusted_objects,
         )
 
+    await site.peers.met()
     _, _, state = await _newest_good(site, step, read, fallback=True)
     return state
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
 
 from aio_ckpt import tree
 from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import BusyError
+from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.image import Image, lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.keeper import RootKeeper
 from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
-from aio_ckpt.pipeline import SaveCall, Site
+from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
@@ -45,52 +46,112 @@ class Saver:
         self._keeper = keeper
         self._is_urgent = is_urgent
         self._on_committed = on_committed
-        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
+        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=site.peers.on_host)
         self.lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=site.executor, debug=config.debug)
         """Arenas."""
-        self.cache = PlanCache(rank=site.coordinator.rank, world_size=site.coordinator.world_size)
+        self.cache = PlanCache(
+            rank=site.peers.coordinator.rank,
+            world_size=site.peers.coordinator.world_size,
+            gather_bytes=config.gather_bytes,
+        )
         """The plan of the last save."""
-        self.in_flight = InFlight(site, portal, on_settled=self._after)
+        self.in_flight = InFlight(site, portal, on_settled=self._after, adopt=self.cache.adopt)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._lock = Lock()
 
+    def meet(self) -> None:
+        """Begin to wait for the other ranks, in the background."""
+        site, peers = self._site, self._site.peers
+
+        async def read_steps() -> list[int]:
+            found = await site.quarantine.committed(site.storage, site.root, site.names)
+            return [checkpoint.step for checkpoint in found]
+
+        async def meet() -> None:
+            await peers.meet(site.storage, site.root, read_steps, stall_secs=site.config.stall_timeout_secs)
+
+        if peers.are_several:
+            peers.opened = self._portal.submit(meet)
+
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
-        in_flight, deadline = self.in_flight, call.deadline
-        read_steps = functools.partial(self._keeper.steps, deadline)
         with self._lock:
-            # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
-            self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
-            in_flight.raise_unreported()
-            when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
-            waited_secs = in_flight.wait_for_room(step, when_busy, deadline)
-            if not in_flight.knows_steps:
-                in_flight.learn_steps(read_steps)
-            if waited_secs is None:
-                skipped_step = (in_flight.newest_step or 0) if step is None else step
-                return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
-            planned = self.cache.resolve(flat)
-            plan_secs = time.perf_counter() - call.started - waited_secs
-            objects = self._encoder.encode(planned.objects)
+            number = self.in_flight.next_number()
+            try:
+                self._await_met(call.deadline)
+                return self._save(state, step, call, number)
+            except BaseException as error:
+                self._tell(number, error)
+                raise
+
+    def _save(self, state: object, step: int | None, call: SaveCall, number: int) -> SaveTicket:
+        in_flight, deadline = self.in_flight, call.deadline
+        # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+        self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
+        waited_secs = self._make_room(step, deadline)
+        if not in_flight.knows_steps:
+            in_flight.learn_steps(functools.partial(self._known_steps, deadline))
+        if waited_secs is None:
+            skipped_step = (in_flight.newest_step or 0) if step is None else step
+            return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
+        read_steps = functools.partial(self._keeper.steps, deadline)
+        in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        flat = tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
+        planned = self.cache.resolve(flat)
+        plan_secs = time.perf_counter() - call.started - waited_secs
+        objects = self._encoder.encode(planned.objects)
+        if self._site.peers.is_leader:
             self._keeper.become_writer(in_flight.learn_steps, deadline)
-            step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            image = self._lease(planned, objects, deadline)
-            save = in_flight.enter(
-                call,
-                planned,
-                objects,
-                image,
-                step=step,
-                requested=flat.names,
-                waited_secs=waited_secs + image.lease.waited_secs,
-                plan_secs=plan_secs,
-            )
-            in_flight.start(save, planned)
-            save.blocked_secs = save.elapsed()
-            return save.ticket
+        step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        image = self._lease(planned, objects, deadline)
+        save = in_flight.enter(
+            call,
+            planned,
+            objects,
+            image,
+            step=step,
+            number=number,
+            requested=flat.names,
+            waited_secs=waited_secs + image.lease.waited_secs,
+            plan_secs=plan_secs,
+        )
+        in_flight.start(save, planned)
+        save.blocked_secs = save.elapsed()
+        return save.ticket
+
+    def _make_room(self, step: int | None, deadline: Deadline) -> float | None:
+        """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with."""
+        in_flight, waited_secs = self.in_flight, 0.0
+        when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
+        if self._site.peers.are_several and when_busy == "wait":
+            # A failure is raised by the same call on every rank: by the first that cannot begin before it is known.
+            waited_secs = in_flight.wait_for_room(step, when_busy, deadline) or 0.0
+        in_flight.raise_unreported()
+        more_secs = in_flight.wait_for_room(step, when_busy, deadline)
+        return None if more_secs is None else waited_secs + more_secs
+
+    def _known_steps(self, deadline: Deadline) -> list[int]:
+        """Steps that count: those on the disk, as the leader sees it."""
+        peers = self._site.peers
+        if peers.is_leader:
+            return self._keeper.steps(deadline)
+        return [] if peers.newest is None else [peers.newest]
+
+    def _await_met(self, deadline: Deadline) -> None:
+        opened, limit_secs = self._site.peers.opened, 2 * self._site.config.stall_timeout_secs
+        try:
+            opened.exception(deadline.left_secs(min(limit_secs, MAX_SECS)))
+        except TimeoutError:
+            deadline.check(None, "waiting for the other ranks to open their engines")
+            raise StallError("the other ranks did not open their engines in time") from None
+        opened.result()
+
+    def _tell(self, number: int, error: BaseException) -> None:
+        """``save()`` is about to raise: the other ranks must not wait for this one."""
+        if self._site.peers.are_several:
+            with contextlib.suppress(EngineClosedError):
+                self._portal.submit(self.in_flight.round(number, 0).end, error)
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""

@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from rank_processes import Ranks, ranks
 
-from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, Verdict, coordinator_of_job
+from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.frames import Verdict
 
 STALL_SECS = 20.0
 SHORT_SECS = 1.0
@@ -36,7 +37,7 @@ async def never(messages: tuple[bytes, ...]) -> Verdict:
 
 @asynccontextmanager
 async def opened(name: str) -> AsyncIterator[StoreCoordinator]:
-    coordinator = coordinator_of_job()
+    coordinator = default_coordinator()
     assert isinstance(coordinator, StoreCoordinator)
     await coordinator.open(name, stall_secs=STALL_SECS)
     try:
@@ -112,7 +113,7 @@ def test_one_process_decides_alone() -> None:
         await coordinator.abandon("u", ValueError(), stage="agree", stall_secs=1)
         return await coordinator.agree("t", b"mine", in_order, stall_secs=1, stage="agree")
 
-    assert isinstance(coordinator_of_job(), SoloCoordinator)
+    assert isinstance(default_coordinator(), SoloCoordinator)
     assert asyncio.run(main()) == b"mine"
 
 
