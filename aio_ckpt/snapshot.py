@@ -15,7 +15,7 @@ from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers
 from aio_ckpt.image import Image
 from aio_ckpt.items import Chunk, Piece
-from aio_ckpt.plan import Plan, PlannedSave
+from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
@@ -101,7 +101,7 @@ class Capture:
     Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
-    def __init__(self, planned: PlannedSave, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
+    def __init__(self, planned: PlannedImage, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
         self._planned = planned
         self._image = image
         self._copiers = copiers
@@ -236,7 +236,7 @@ class Capture:
 
 
 def capture(
-    planned: PlannedSave,
+    planned: PlannedImage,
     image: Image,
     copiers: Copiers,
     *,
@@ -283,7 +283,7 @@ def capture(
     return work
 
 
-def _cut_runs(image: Image, plan: Plan) -> Iterator[tuple[Sequence[Chunk], bool]]:
+def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], bool]]:
     """Chunks that are issued together, and whether they come from devices: one by one from the host and in waves.
 
     From devices the first alone, so that it is written soon, then more and more: each mark costs the caller
@@ -299,7 +299,7 @@ def _cut_runs(image: Image, plan: Plan) -> Iterator[tuple[Sequence[Chunk], bool]
         first += len(run)
 
 
-def _is_issued(image: Image, plan: Plan, index: int) -> bool:
+def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
     """Whether a chunk comes from devices, in an image that holds it to the end."""
     if not image.is_whole or index >= len(plan.routes):
         return False
