@@ -22,6 +22,7 @@ from aio_ckpt.device import copies_by_address, gathers_small
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
+from aio_ckpt.moves import Moves, as_moves
 from aio_ckpt.objects import as_tensor
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.structure import (
@@ -52,7 +53,7 @@ class CopyDescriptors:
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
-    moves: tuple[tuple[tuple[int, int, int], ...], ...]
+    moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
     issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
     """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
@@ -304,7 +305,7 @@ def _descriptors(layout: ImageLayout, routes: Sequence[ChunkRoutes], fingerprint
 
     return CopyDescriptors(
         fingerprint,
-        moves=tuple(tuple((p.image_start, source(p), p.nbytes) for p in route.moved) for route in routes),
+        moves=tuple(as_moves([(p.image_start, source(p), p.nbytes) for p in route.moved]) for route in routes),
         issues=tuple(
             tuple((p.image_start, source(p), p.nbytes, leaves[p.item]) for p in route.issued) for route in routes
         ),
