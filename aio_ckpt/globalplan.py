@@ -1,4 +1,4 @@
-"""The ``.metadata`` of several ranks: DCP's planner over the shares of all of them. Pure."""
+"""DCP's planner: over the state of one rank, and over the shares of several. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,42 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from aio_ckpt import tree
 from aio_ckpt.errors import PlanChangedError
+from aio_ckpt.items import ImageLayout, LeafKind
 from aio_ckpt.manifest import MetadataTemplate, data_file_name, rank_manifest_name, render_metadata
 from aio_ckpt.metadata import DTYPES
+from aio_ckpt.objects import as_tensor
 from aio_ckpt.shares import Holding, LocalPlan, Share
 
-__all__ = ["Stored", "render_global"]
+__all__ = ["Stored", "dcp_plan", "render_global", "shard_offsets", "storage_data"]
+
+
+def dcp_plan(flat: tree.FlatState) -> tuple[DefaultSavePlanner, SavePlan]:
+    """DCP's planner and what it would write of the state of one rank."""
+    leaves = {
+        name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
+        for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
+    }
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(leaves, is_coordinator=True)
+    return planner, planner.create_local_plan()
+
+
+def shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
+    """Where in its global tensor the item called ``name`` begins."""
+    data = write_items[name].tensor_data
+    return tuple(data.chunk.offsets) if data is not None else ()
+
+
+def storage_data(
+    layout: ImageLayout, write_items: dict[str, WriteItem], file: str
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Place of every tensor name, all in one file."""
+    return {
+        write_items[name].index: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
+        for item in layout.items
+        for name in item.fqns
+        if write_items[name].type is not WriteItemType.BYTE_IO
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,21 +8,20 @@ the pointer fingerprint whether the copy descriptors may.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from aio_ckpt import envelope, tree
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
-from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
+from aio_ckpt.globalplan import dcp_plan, shard_offsets, storage_data
+from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
-from aio_ckpt.objects import as_tensor
+from aio_ckpt.moves import Moves, as_moves
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.shares import Holding, LocalPlan, Share
 from aio_ckpt.structure import (
@@ -35,7 +34,17 @@ from aio_ckpt.structure import (
     storage_bytes,
 )
 
-__all__ = ["CopyDescriptors", "Plan", "PlanCache", "PlannedSave", "narrow"]
+__all__ = [
+    "CopyDescriptors",
+    "ImagePlan",
+    "Plan",
+    "PlanCache",
+    "PlannedImage",
+    "PlannedSave",
+    "narrow",
+    "plan_image",
+    "tensor_entry",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +53,26 @@ class CopyDescriptors:
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
-    moves: tuple[tuple[tuple[int, int, int], ...], ...]
+    moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
     issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
     """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One structure laid out. Reused while the structure and the alias partition stay the same."""
+class ImagePlan:
+    """Where the tensors of a structure stand in an image and by which way each gets there: all that a capture needs."""
 
     structure: Structure
     """What it was made for."""
-    aliases: list[int]
-    """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
-    digest: bytes
-    """Digest of both."""
     layout: ImageLayout
     """Where everything stands."""
-    object_names: tuple[str, ...]
-    """Names of the leaves stored as objects, in order."""
-    metadata: MetadataTemplate | None
-    """Rendered ``.metadata`` with holes for the objects. None with several ranks, whose leader renders it."""
-    local: LocalPlan | None
-    """With several ranks: all that this rank holds, for the leader."""
-    share_id: bytes
-    """With several ranks: the name of what was agreed that this rank writes; empty before."""
-    elsewhere: frozenset[str]
-    """Names of the state that other ranks store."""
-    tensors_static: bytes
-    """Pre-encoded tensor entries of the rank manifest."""
-    skeleton: bytes
-    """Encoded skeleton."""
     routes: tuple[ChunkRoutes, ...]
     """Per chunk, which way each piece goes."""
     descriptors: CopyDescriptors
     """For the addresses of the save that made them."""
-    stored_names: frozenset[str]
-    """Names of the tensor leaves that the layout stores."""
     host_bytes: int
-    """Raw bytes that must be captured before ``save()`` returns: all that is not on a CUDA device."""
+    """Raw bytes that must be captured at once: for ``save()``, all that is not on a CUDA device."""
     uses_cuda: bool
     """Whether any source is on a CUDA device."""
     gathers: bool
@@ -93,15 +82,49 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSave:
-    """A plan together with the tensors of one save; lives no longer than that save's capture."""
+class Plan(ImagePlan):
+    """One structure laid out. Reused while the structure and the alias partition stay the same."""
 
-    plan: Plan
+    aliases: list[int]
+    """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
+    digest: bytes
+    """Digest of structure and aliases."""
+    object_names: tuple[str, ...]
+    """Names of the leaves stored as objects, in order."""
+    metadata: MetadataTemplate | None
+    """Rendered ``.metadata`` with holes for the objects. None with several ranks, whose leader renders it."""
+    local: LocalPlan | None = None
+    """With several ranks: all that this rank holds, for the leader."""
+    share_id: bytes = b""
+    """With several ranks: the name of what was agreed that this rank writes; empty before."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of the state that other ranks store."""
+    tensors_static: bytes
+    """Pre-encoded tensor entries of the rank manifest."""
+    skeleton: bytes
+    """Encoded skeleton."""
+    stored_names: frozenset[str]
+    """Names of the tensor leaves that the layout stores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedImage:
+    """A plan together with what is captured by it; lives no longer than the capture."""
+
+    plan: ImagePlan
     """The layout."""
     tensors: list[torch.Tensor]
     """Local tensor of every tensor leaf, resolved for this save."""
     objects: list[tuple[str, object]]
     """Name and value of every leaf stored as an object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave(PlannedImage):
+    """One save of an engine, planned."""
+
+    plan: Plan
+    """The layout."""
     plan_hit: bool
     """Whether the layout was reused."""
     fingerprint_hit: bool
@@ -208,58 +231,39 @@ def make_plan(
     aliases = partition(structure, fingerprint)
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
     object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
-    planner, local = _dcp_plan(flat)
+    planner, local = dcp_plan(flat)
     write_items = {item.index.fqn: item for item in local.items}
     tied: dict[int, list[str]] = {}
     for name, first in zip(tensor_names, aliases, strict=True):
         tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(names), _shard_offsets(write_items, names[0]), spec, envelope.render(spec))
+        Placement(leaf, tuple(names), shard_offsets(write_items, names[0]), spec, envelope.render(spec))
         for leaf, names in tied.items()
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
-        for spec in (_spec(structure, leaf),)
+        for spec in (structure.stored_spec(leaf),)
     ]
-    placements.sort(key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes))
-    plan = _laid_out(structure, aliases, fingerprint, lay_out(placements), object_names, gather_bytes)
+    image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
+    plan = _plan_of(image, aliases, object_names)
     if world_size > 1:
-        return replace(plan, local=_local_plan(plan), elsewhere=frozenset(tensor_names) - plan.stored_names)
+        return replace(plan, local=_local_plan(plan))
     _, metadata = planner.create_global_plan([local])
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
-    metadata.storage_data = _storage_data(plan.layout, write_items, data_file_name(rank))
+    metadata.storage_data = storage_data(plan.layout, write_items, data_file_name(rank))
     indices = [MetadataIndex(name) for name in object_names]
     return replace(plan, metadata=render_metadata(metadata, object_indices=indices, data_file=data_file_name(rank)))
 
 
-def _laid_out(
-    structure: Structure,
-    aliases: list[int],
-    fingerprint: list[int],
-    layout: ImageLayout,
-    object_names: tuple[str, ...],
-    gather_bytes: int,
-) -> Plan:
-    routes = choose_routes(
-        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
-    )
+def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]) -> Plan:
+    structure, layout = image.structure, image.layout
     return Plan(
-        structure=structure,
+        **{field.name: getattr(image, field.name) for field in fields(ImagePlan)},
         aliases=aliases,
         digest=structure.digest(aliases),
-        layout=layout,
-        gather_bytes=gather_bytes,
         object_names=object_names,
         metadata=None,
-        local=None,
-        share_id=b"",
-        elsewhere=frozenset(),
-        tensors_static=encode_static([_entry(item) for item in layout.items]),
+        tensors_static=encode_static([tensor_entry(item) for item in layout.items]),
         skeleton=tree.encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
-        routes=routes,
-        descriptors=_descriptors(layout, routes, fingerprint),
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
-        host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
-        uses_cuda=any(structure.devices[item.leaf].type == "cuda" for item in layout.items),
-        gathers=any(route.gathered for route in routes),
     )
 
 
@@ -273,10 +277,14 @@ def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
         Placement(items[index].leaf, names, items[index].offsets, items[index].spec, items[index].envelope)
         for index, names in share.tensors
     ]
-    layout = lay_out(placements, chunk_bytes=plan.layout.chunk_bytes)
-    narrowed = _laid_out(
-        plan.structure, plan.aliases, plan.descriptors.fingerprint, layout, share.objects, plan.gather_bytes
+    image = plan_image(
+        plan.structure,
+        placements,
+        plan.descriptors.fingerprint,
+        gather_bytes=plan.gather_bytes,
+        chunk_bytes=plan.layout.chunk_bytes,
     )
+    narrowed = _plan_of(image, plan.aliases, share.objects)
     others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(share.objects)
     return replace(narrowed, local=plan.local, share_id=share_id, elsewhere=others)
 
@@ -307,40 +315,39 @@ def _local_plan(plan: Plan) -> LocalPlan:
     )
 
 
-def _dcp_plan(flat: tree.FlatState) -> tuple[DefaultSavePlanner, SavePlan]:
-    leaves = {
-        name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
-        for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
-    }
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(leaves, is_coordinator=True)
-    return planner, planner.create_local_plan()
+def plan_image(
+    structure: Structure,
+    placements: Sequence[Placement],
+    fingerprint: list[int],
+    *,
+    gather_bytes: int,
+    chunk_bytes: int | None = None,
+) -> ImagePlan:
+    """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses.
+
+    ``chunk_bytes``: see :func:`aio_ckpt.layout.lay_out`.
+    """
+    ordered = sorted(
+        placements, key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes)
+    )
+    layout = lay_out(ordered, chunk_bytes=chunk_bytes)
+    routes = choose_routes(
+        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
+    )
+    return ImagePlan(
+        structure=structure,
+        layout=layout,
+        routes=routes,
+        descriptors=_descriptors(layout, routes, fingerprint),
+        host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
+        uses_cuda=any(source.type == "cuda" for source in structure.devices),
+        gather_bytes=gather_bytes,
+        gathers=any(route.gathered for route in routes),
+    )
 
 
-def _spec(structure: Structure, leaf: int) -> TensorSpec:
-    shape = tuple(structure.shapes[leaf])
-    if structure.conj[leaf] or structure.neg[leaf]:  # resolved by a copy, which is packed row by row
-        return TensorSpec(structure.dtypes[leaf], shape, envelope.row_major_stride(shape))
-    return TensorSpec(structure.dtypes[leaf], shape, envelope.stored_stride(shape, structure.strides[leaf]))
-
-
-def _shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
-    data = write_items[name].tensor_data
-    return tuple(data.chunk.offsets) if data is not None else ()
-
-
-def _storage_data(
-    layout: ImageLayout, write_items: dict[str, WriteItem], file: str
-) -> dict[MetadataIndex, _StorageInfo]:
-    return {
-        write_items[name].index: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
-        for item in layout.items
-        for name in item.fqns
-        if write_items[name].type is not WriteItemType.BYTE_IO
-    }
-
-
-def _entry(item: TensorItem) -> TensorEntry:
+def tensor_entry(item: TensorItem) -> TensorEntry:
+    """What the rank manifest says of an item."""
     return TensorEntry(
         fqns=item.fqns,
         dtype=str(item.spec.dtype).removeprefix("torch."),
@@ -362,7 +369,7 @@ def _descriptors(layout: ImageLayout, routes: Sequence[ChunkRoutes], fingerprint
 
     return CopyDescriptors(
         fingerprint,
-        moves=tuple(tuple((p.image_start, source(p), p.nbytes) for p in route.moved) for route in routes),
+        moves=tuple(as_moves([(p.image_start, source(p), p.nbytes) for p in route.moved]) for route in routes),
         issues=tuple(
             tuple((p.image_start, source(p), p.nbytes, leaves[p.item]) for p in route.issued) for route in routes
         ),

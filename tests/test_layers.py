@@ -20,7 +20,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("seal", "pickle_guard"), 1),
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
     **dict.fromkeys(("frames",), 1),
-    **dict.fromkeys(("portal", "ticket", "device", "preemption"), 1),
+    **dict.fromkeys(("portal", "ticket", "device", "moves", "preemption"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
     **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator"), 2),
     **dict.fromkeys(("shares", "globalplan"), 2),
@@ -105,6 +105,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("pipeline", "concluding"),
     ("pipeline", "pending"),
     ("plan", "shares"),
+    ("plan", "globalplan"),
     ("restore", "pending"),
     ("saver", "pending"),
 }
