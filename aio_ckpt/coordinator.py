@@ -53,20 +53,12 @@ Decide = Callable[[tuple[bytes, ...]], Awaitable[Verdict]]
 class Coordinator(Protocol):
     """What the engine asks of the other ranks. Called on the engine's own thread only, but for ``close``."""
 
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that save together."""
-        ...
-
-    @property
-    def leader(self) -> int:
-        """The rank that commits."""
-        ...
+    rank: int
+    """This rank, from 0."""
+    world_size: int
+    """Number of ranks that save together."""
+    leader: int
+    """The rank that commits."""
 
     async def open(self, name: str, *, stall_secs: float) -> None:
         """Before all else: the ranks that open ``name`` meet under keys of their own."""
@@ -81,8 +73,11 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
-        """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it."""
+    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> bool:
+        """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it.
+
+        Returns when the leader has given it up, too; False if it does not say so in time.
+        """
         ...
 
     async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
@@ -116,8 +111,9 @@ class SoloCoordinator:
         """Decide alone."""
         return (await decide((message,))).of(0)
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
+    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> bool:
         """Nobody to tell."""
+        return True
 
     async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
         """Nobody told anything."""
@@ -164,6 +160,7 @@ class StoreCoordinator:
         self._name = ""
         self._session = uuid.uuid4().hex[:8]
         self._is_met = False
+        self._has_lost = False
         self._beats = 0
         self._topics: deque[str] = deque()
         self.messages_sent = 0
@@ -193,7 +190,7 @@ class StoreCoordinator:
 
     async def leave(self) -> None:
         """Before the end: the leader stays until all have left, for it may be the host of the store."""
-        if not self._is_met:
+        if not self._is_met or self._has_lost:
             return
         with contextlib.suppress(AioCkptError):
             left = await self._ask(lambda store: store.add("left", 1), _LEAVE_SECS)
@@ -225,15 +222,18 @@ class StoreCoordinator:
         await self._tell(topic, verdict, stall_secs)
         return verdict.of(self.rank)
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> None:
+    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> bool:
         """See :class:`Coordinator`."""
         failure = failure_of(self.rank, stage, error)
         if self.rank == self.leader:
             word = msgspec.msgpack.encode(Word(b"", failure=failure))
             await self._ask(lambda store: store.set(f"{topic}/out", word), stall_secs)
             await self._retire(topic, stall_secs)
-        else:
-            await self._send(topic, Frame(self.rank, b"", failure), stall_secs)
+            return True
+        await self._send(topic, Frame(self.rank, b"", failure), stall_secs)
+        with contextlib.suppress(AioCkptError):
+            await self._hear(topic, stall_secs, stage)
+        return await self.failure(topic, stall_secs=stall_secs) is not None
 
     async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
@@ -358,6 +358,7 @@ class StoreCoordinator:
 
         silent = patience.exhausted(ranks, await self._ask(read, patience.stall_secs)) if ranks else []
         if silent:
+            self._has_lost = True
             raise lost(silent, topic, stage, patience.stall_secs, "" if self._is_met else self._name)
 
     async def _ask(self, question: Callable[[Store], T], stall_secs: float | None) -> T:

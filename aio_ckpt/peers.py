@@ -173,6 +173,8 @@ class SaveRound:
         """This rank's last word was given: the leader may commit from now on."""
         self.is_over = False
         """The leader's last word was heard, or given."""
+        self.is_failed = False
+        """It is certain that the save has failed on all ranks: what it wrote may go."""
 
     async def assign(self, planned: Planned) -> Assigned:
         """A miss: what this rank is to write."""
@@ -211,22 +213,24 @@ class SaveRound:
 
     async def end(self, cause: BaseException) -> BaseException:
         """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere."""
-        if self.is_over or not self._peers.are_several:
+        peers = self._peers
+        self.is_failed = peers.is_leader
+        if self.is_over or not peers.are_several:
             return cause
-        coordinator = self._peers.coordinator
+        first: PeerFailedError | None = None
         with anyio.CancelScope(shield=True):
             try:
-                first = await coordinator.failure(self._topic, stall_secs=self._stall_secs)
+                first = await peers.coordinator.failure(self._topic, stall_secs=self._stall_secs)
                 if first is None:
-                    await coordinator.abandon(self._topic, cause, stage="write", stall_secs=self._stall_secs)
+                    self.is_failed = await peers.coordinator.abandon(
+                        self._topic, cause, stage="write", stall_secs=self._stall_secs
+                    )
             except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
-                first = None
                 cause.add_note(f"the other ranks could not be told: {error}")
-        if first is None:
-            if self.is_told and isinstance(cause, AioCkptError):
-                cause.in_doubt = True  # the leader has all that it needs, and may commit yet
-            return cause
-        if isinstance(cause, PeerFailedError):
+        self.is_failed = self.is_failed or first is not None
+        if not self.is_failed and self.is_told and isinstance(cause, AioCkptError):
+            cause.in_doubt = True  # the leader has all that it needs, and may commit yet
+        if first is None or isinstance(cause, PeerFailedError):
             return cause
         first.__cause__ = cause
         return first

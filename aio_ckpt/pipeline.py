@@ -177,6 +177,7 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
         )
         save.doing = "making its data durable"
         await file.sync()
+        save.progress.touch()
     finally:
         with anyio.move_on_after(_SETTLE_SECS, shield=True):
             await file.close()
@@ -199,7 +200,8 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
         return
     pending = pending_of(site, save)
-    if isinstance(cause, AioCkptError) and cause.in_doubt:
+    is_in_doubt = isinstance(cause, AioCkptError) and cause.in_doubt
+    if is_in_doubt or not save.round.is_failed:
         # Its files may be those of a visible step, or those of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)
         return
