@@ -21,6 +21,8 @@ __all__ = ["main", "run"]
 def main() -> None:
     """What the command line asks for."""
     options = parse()
+    # So that the trial's processes, in sessions of their own, end with a run that is given up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.plot is not None:
         from bench.gpu.plot import draw
 
@@ -34,8 +36,6 @@ def main() -> None:
 
 def run(options: GpuOptions) -> None:
     """All trials; the first rank gathers and writes after each."""
-    # So that the trial's processes, in sessions of their own, end with a run that is given up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ranks, begin = Ranks(), time.monotonic()
     document = Document(options, ranks.world) if ranks.rank == 0 else None
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -230,6 +230,7 @@ class DcpAsync(DcpSave):
         response = dcp_async_save(
             dict(self.trainer.state),
             storage_writer=self.writer(number),
+            process_group=self.ground.saves,
             async_checkpointer_type=self.kind,
             async_stager=self.stager,
         )

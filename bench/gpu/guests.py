@@ -119,8 +119,9 @@ class TorchCheckpointing(Saver):
         self.write: Future[object] | None = None
         if self.is_tuned:
             self.manager.prewarm_staging(self.items)
-            # A trainer does this minutes before its first save, which would wait for it.
+            # A trainer does this minutes before its first save, which would wait for both.
             self.manager._prewarm_staging_future.result(WAIT_SECS)
+            self.manager._saver._checkpoint_process.wait_for_init()
 
     def payload(self) -> dict[str, object]:
         """One item is one file."""

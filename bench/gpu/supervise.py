@@ -20,6 +20,7 @@ import psutil
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bench.gpu.options import Trial
+from bench.report import BENCH
 
 __all__ = ["Outcome", "Ranks", "run_trial"]
 
@@ -118,7 +119,12 @@ def run_trial(trial: Trial, ranks: Ranks, port: int, limit_secs: float) -> Outco
     command = [sys.executable, "-m", "bench.gpu.trial", trial.to_json(), str(events)]
     with log.open("wb") as output:
         process = subprocess.Popen(  # a session of its own, so that its workers can be killed with it
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=BENCH.parent,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             outcome = _watch(process, events, ranks, limit_secs)

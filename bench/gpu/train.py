@@ -24,7 +24,7 @@ BLOCKS = 12
 """Of 12 tensors each; with AdamW's two moments 432."""
 SMALL_COUNT, SMALL_SIDE = 10_000, 128
 """Of 64 KiB each."""
-VOCABULARY = 32_768
+VOCABULARY = {"cuda": 32_768, "cpu": 256}
 MAX_GROWTH = 16.0
 """Of a step at once: a batch of one sequence takes less than its share of a larger one, or more."""
 
@@ -40,7 +40,9 @@ class Ground:
     device: torch.device
     """Its own."""
     group: dist.ProcessGroup
-    """For the bench's own agreement; contenders use the default group, some of them from threads."""
+    """For the bench's own agreement."""
+    saves: dist.ProcessGroup
+    """For contenders that talk from a thread while training talks in the default group."""
 
     def barrier(self) -> None:
         """All ranks are here."""
@@ -120,12 +122,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """With tokens at both ends."""
 
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -209,13 +211,14 @@ class FsdpTrainer(Trainer):
     def __init__(self, gb: float, dtype: str, ground: Ground) -> None:
         device, world = ground.device, ground.world
         is_cuda = device.type == "cuda"
+        self.vocabulary = VOCABULARY[device.type]
         width = HEAD
         while 12 * self._parameters(width + HEAD) < gb * 1e9 * world:
             width += HEAD
         mesh = init_device_mesh(device.type, (world,))
         torch.manual_seed(0)
         with device:
-            model = Transformer(width, BLOCKS)
+            model = Transformer(width, self.vocabulary)
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = half if is_cuda and dtype == "bf16" else MixedPrecisionPolicy()
         for block in model.blocks:
@@ -232,16 +235,16 @@ class FsdpTrainer(Trainer):
         self.state = {f"model.{name}": value.detach() for name, value in parameters.items()}
         self.state |= _moments(parameters, self.optimizer)
 
-    @staticmethod
-    def _parameters(width: int) -> int:
-        return BLOCKS * 12 * width**2 + 2 * VOCABULARY * width
+    def _parameters(self, width: int) -> int:
+        return BLOCKS * 12 * width**2 + 2 * self.vocabulary * width
 
     def grow(self, factor: float) -> None:
         self.batch = max(1, round(self.batch * factor))
         self.tokens_per_step = self.batch * self.length
 
     def compute(self) -> None:
-        tokens = torch.randint(VOCABULARY, (self.batch, self.length + 1), generator=self.random, device=self.device)
+        shape = (self.batch, self.length + 1)
+        tokens = torch.randint(self.vocabulary, shape, generator=self.random, device=self.device)
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         torch.autograd.backward(loss)

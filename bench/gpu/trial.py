@@ -103,8 +103,8 @@ def _ground() -> Iterator[Ground]:
     # DCP's async saves and NVRx need a CPU backend beside training's.
     backend, timeout = "cpu:gloo,cuda:nccl" if has_cuda else "gloo", timedelta(minutes=10)
     dist.init_process_group(backend, timeout=timeout, device_id=device if has_cuda else None)
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    yield Ground(rank=dist.get_rank(), world=dist.get_world_size(), device=device, group=group)
+    group, saves = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    yield Ground(rank=dist.get_rank(), world=dist.get_world_size(), device=device, group=group, saves=saves)
 
 
 def _run(trial: Trial, ground: Ground, events: Events) -> None:
