@@ -76,10 +76,15 @@ class Plan:
     """Names of the tensor leaves that the layout stores."""
     host_bytes: int
     """Raw bytes that must be captured before ``save()`` returns: all that is not on a CUDA device."""
-    uses_cuda: bool
-    """Whether any source is on a CUDA device."""
+    source: torch.device | None
+    """CUDA device that most raw bytes come from; None: the state is in host memory."""
     gathers: bool
     """Whether small tensors are gathered on a device."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether any source is on a CUDA device."""
+        return self.source is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +208,7 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
         descriptors=_descriptors(layout, routes, fingerprint),
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
-        uses_cuda=any(source.type == "cuda" for source in structure.devices),
+        source=_main_source(structure, layout),
         gathers=any(route.gathered for route in routes),
     )
 
@@ -241,6 +246,14 @@ def _storage_data(
         for name in item.fqns
         if write_items[name].type is not WriteItemType.BYTE_IO
     }
+
+
+def _main_source(structure: Structure, layout: ImageLayout) -> torch.device | None:
+    nbytes = {source: 0 for source in structure.devices if source.type == "cuda"}
+    for item in layout.items:
+        if structure.devices[item.leaf] in nbytes:
+            nbytes[structure.devices[item.leaf]] += item.raw_bytes
+    return max(nbytes, key=nbytes.__getitem__, default=None)
 
 
 def _entry(item: TensorItem) -> TensorEntry:

@@ -19,8 +19,10 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
     **dict.fromkeys(("seal", "pickle_guard"), 1),
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
-    **dict.fromkeys(("portal", "ticket", "device", "preemption"), 1),
-    **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
+    **dict.fromkeys(("portal", "ticket", "device", "numa", "preemption"), 1),
+    **dict.fromkeys(
+        ("arena", "lifetime", "staging", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2
+    ),
     **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator"), 2),
     **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "directory", "retention"), 3),
     **dict.fromkeys(("quarantine",), 3),
@@ -54,6 +56,10 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("plan", "routes"),
     ("routes", "structure"),
     ("gather", "plan"),
+    ("numa", "device"),
+    ("lifetime", "arena"),
+    ("staging", "arena"),
+    ("image", "arena"),
     ("image", "layout"),
     ("image", "lifetime"),
     ("image", "plan"),
