@@ -613,3 +613,18 @@ def test_every_page_is_touched(threads: str, monkeypatch: pytest.MonkeyPatch) ->
     assert psutil.Process().memory_info().rss - before > 36 * MIB
     assert not [thread for thread in threading.enumerate() if "touch" in thread.name]
     arena.release()
+
+
+def test_an_arena_that_comes_after_the_end_is_no_longer_registered(
+    manager: LifetimeManager, held: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: set[int] = set()
+    monkeypatch.setattr(arenas.device, "register_host_memory", lambda address, nbytes: registered.add(address))
+    monkeypatch.setattr(arenas.device, "unregister_host_memory", registered.remove)
+    ahead = manager.map_ahead(spec(MIB, "pinned", source=GPU), arenas=1)
+    assert ahead is not None
+    held.wait_held()
+    manager.close()
+    held.open()
+    ahead.result(TIMEOUT)
+    assert (registered, manager.stats.arenas) == (set(), 0)
