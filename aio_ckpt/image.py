@@ -14,7 +14,7 @@ from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.items import PAGE_BYTES, Chunk, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import ArenaSpec, Lease, LifetimeManager
-from aio_ckpt.plan import Plan, PlannedSave
+from aio_ckpt.plan import ImagePlan, PlannedImage
 
 __all__ = ["Image", "arena_spec", "lease_image", "ring_slots"]
 
@@ -71,7 +71,7 @@ def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_
     return slots
 
 
-def arena_spec(plan: Plan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
+def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
     """What a save of ``plan`` with so many bytes of objects needs.
 
     Raises:
@@ -82,12 +82,12 @@ def arena_spec(plan: Plan, objects_bytes: int, kind: ArenaKind, *, budget_bytes:
     return ArenaSpec(nbytes=min(image_bytes, slots * plan.layout.chunk_bytes), kind=kind, source=plan.source)
 
 
-def _image_bytes(plan: Plan, objects_bytes: int) -> int:
+def _image_bytes(plan: ImagePlan, objects_bytes: int) -> int:
     return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
 
 
 def lease_image(
-    planned: PlannedSave,
+    planned: PlannedImage,
     objects_bytes: int,
     lifetime: LifetimeManager,
     kind: ArenaKind,

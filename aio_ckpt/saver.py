@@ -54,7 +54,9 @@ class Saver:
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
         self.lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=site.executor, debug=config.debug)
         """Arenas."""
-        self.cache = PlanCache(rank=site.coordinator.rank, world_size=site.coordinator.world_size)
+        self.cache = PlanCache(
+            rank=site.coordinator.rank, world_size=site.coordinator.world_size, gather_bytes=config.gather_bytes
+        )
         """The plan of the last save."""
         self.in_flight = InFlight(site, portal, on_settled=self._after)
         """Pending saves."""

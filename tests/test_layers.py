@@ -19,10 +19,10 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
     **dict.fromkeys(("seal", "pickle_guard"), 1),
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
-    **dict.fromkeys(("portal", "ticket", "device", "numa", "preemption"), 1),
-    **dict.fromkeys(
-        ("arena", "lifetime", "staging", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2
-    ),
+    **dict.fromkeys(("portal", "ticket", "device", "moves", "preemption"), 1),
+    **dict.fromkeys(("numa",), 1),
+    **dict.fromkeys(("arena", "staging"), 2),
+    **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
     **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator"), 2),
     **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "directory", "retention"), 3),
     **dict.fromkeys(("quarantine",), 3),

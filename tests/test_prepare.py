@@ -15,7 +15,7 @@ import torch
 from image_files import MIB, uniform
 from watched_writes import TIMEOUT, Gate, WatchedCondition, WatchedStorage, watched_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine, gather, lifetime, plan, routes
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine, lifetime, plan, routes
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import (
     BudgetExceededError,
@@ -160,14 +160,13 @@ def test_another_structure_is_prepared_in_place_of_the_old_one(tmp_path: Path, m
 def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "gathers_small", lambda _: True)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
-    monkeypatch.setattr(gather, "GATHER_BUFFER_BYTES", 50_000)
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
     def buffers(engine: SyncCheckpointEngine) -> list[int]:
         lines = engine._engine._saver.in_flight._copiers.gathers._lines.values()
         return [line.memory.untyped_storage().data_ptr() for found in lines for line in (found or {}).values()]
 
-    with SyncCheckpointEngine(tmp_path) as engine:
+    with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=50_000)) as engine:
         engine.prepare(given).result(TIMEOUT)
         made = buffers(engine)
         assert made
