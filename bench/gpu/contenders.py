@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.config import EngineConfig, Staging
+from aio_ckpt.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 from bench.gpu.train import Ground, Trainer, local_of
@@ -114,7 +115,7 @@ class EngineFenced(Saver):
         config = EngineConfig(staging=self.staging)
         # A root a rank: this bench asks nothing of the ranks' agreement.
         self.root = folder / f"rank{ground.rank}"
-        self.engine = SyncCheckpointEngine(self.root, config)
+        self.engine = SyncCheckpointEngine(self.root, config, coordinator=SoloCoordinator())
         if self.is_guarded:
             self.engine.guard(trainer.optimizer)
         self.state = local_of(trainer.state)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from aio_ckpt.coordinator import SoloCoordinator
 from aio_ckpt.sync import SyncCheckpointEngine
 from bench.gpu.contenders import WAIT_SECS, fsync_tree
 from bench.gpu.train import Ground, Trainer, local_of
@@ -73,7 +74,7 @@ class EngineLoader(Loader):
     title = "aio_ckpt"
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
-        self.engine = SyncCheckpointEngine(folder / f"rank{ground.rank}")
+        self.engine = SyncCheckpointEngine(folder / f"rank{ground.rank}", coordinator=SoloCoordinator())
         super().__init__(trainer, ground, folder)
         self.local = local_of(self.filled)
 
