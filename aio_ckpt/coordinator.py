@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.frames import Frame, Patience, Verdict, Word, failure_of, lost, pack, unpack
 from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.ranks import Coordinator, Decide, SoloCoordinator
 
 __all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verdict", "default_coordinator"]
 
@@ -42,91 +43,9 @@ _BEATS = 4
 _TOPICS_KEPT = 16
 """A rank may hear of a topic so many topics later; then its keys go."""
 
+_STALL_SECS = 600.0
 _CLOSE_SECS = 5.0
 _LEAVE_SECS = 5.0
-
-
-Decide = Callable[[tuple[bytes, ...]], Awaitable[Verdict]]
-"""The leader's: from the message of every rank, by rank."""
-
-
-class Coordinator(Protocol):
-    """What the engine asks of the other ranks. Called on the engine's own thread only, but for ``close``."""
-
-    rank: int
-    """This rank, from 0."""
-    world_size: int
-    """Number of ranks that save together."""
-    leader: int
-    """The rank that commits."""
-
-    async def open(self, name: str, *, stall_secs: float) -> None:
-        """Before all else: the ranks that open ``name`` meet under keys of their own."""
-        ...
-
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
-        """Give the leader this rank's message; what it decided for this rank. ``decide`` runs on the leader only.
-
-        Raises:
-            PeerFailedError: a rank failed, or gave no sign of life for ``stall_secs``; names it, stage, cause.
-            Exception: on the leader, what ``decide`` raised; the others hear of it as PeerFailedError.
-        """
-        ...
-
-    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> bool:
-        """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it.
-
-        Returns when the leader has given it up, too; False if it does not say so in time.
-        """
-        ...
-
-    async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
-        """What the leader has told of a failure in ``topic``; None if it has told nothing yet, or no failure."""
-        ...
-
-    async def beat(self) -> None:
-        """Give a sign of life: this rank is on its way."""
-        ...
-
-    async def leave(self) -> None:
-        """Before ``close``: nobody takes from the others what they still need. Takes seconds at most."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what ``open`` took. Idempotent, from any thread."""
-        ...
-
-
-class SoloCoordinator:
-    """One process is all ranks."""
-
-    rank = 0
-    world_size = 1
-    leader = 0
-
-    async def open(self, name: str, *, stall_secs: float) -> None:
-        """Nobody to meet."""
-
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
-        """Decide alone."""
-        return (await decide((message,))).of(0)
-
-    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> bool:
-        """Nobody to tell."""
-        return True
-
-    async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
-        """Nobody told anything."""
-        return None
-
-    async def beat(self) -> None:
-        """Nobody to hear it."""
-
-    async def leave(self) -> None:
-        """Nobody needs anything."""
-
-    def close(self) -> None:
-        """Nothing was taken."""
 
 
 # -- over a store -----------------------------------------------------------------------------------
@@ -154,6 +73,8 @@ class StoreCoordinator:
             raise ConfigError(f"rank={rank!r} of world_size={world_size!r}: give a rank from 0 below the world size")
         self.rank = rank
         self.world_size = world_size
+        self.stall_secs = _STALL_SECS
+        """How long a rank may give no sign of life; as given to ``open``."""
         self._parent = store
         self._store: Store | None = None
         self._executor: Executor | None = None
@@ -174,7 +95,7 @@ class StoreCoordinator:
 
     async def open(self, name: str, *, stall_secs: float) -> None:
         """Make a connection; the n-th opening of ``name`` by each rank meets the others' n-th."""
-        self._name = name
+        self._name, self.stall_secs = name, stall_secs
         self._executor = Executor(f"aio_ckpt-ranks-{self._session}", 1)
         tag = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
@@ -185,7 +106,7 @@ class StoreCoordinator:
             opening = store.add(f"openings/{self.rank}", 1)
             return PrefixStore(f"{opening}", store)
 
-        self._store = await self._limited(run_blocking(self._executor, connect), stall_secs, "connecting")
+        self._store = await self._limited(run_blocking(self._executor, connect), "connecting")
         await self.beat()
 
     async def leave(self) -> None:
@@ -193,11 +114,11 @@ class StoreCoordinator:
         if not self._is_met or self._has_lost:
             return
         with contextlib.suppress(AioCkptError):
-            left = await self._ask(lambda store: store.add("left", 1), _LEAVE_SECS)
+            left = await self._ask(lambda store: store.add("left", 1))
             with anyio.move_on_after(_LEAVE_SECS):
                 while self.rank == self.leader and left < self.world_size:
                     await anyio.sleep(_POLL_SECS_MAX)
-                    left = await self._ask(lambda store: store.add("left", 0), _LEAVE_SECS)
+                    left = await self._ask(lambda store: store.add("left", 0))
 
     def close(self) -> None:
         """End the thread; one that is stuck in the store is left behind."""
@@ -208,51 +129,58 @@ class StoreCoordinator:
 
     # -- agreement ------------------------------------------------------------------------------------
 
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stall_secs: float, stage: str) -> bytes:
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         if self.rank != self.leader:
-            await self._send(topic, Frame(self.rank, message), stall_secs)
-            return await self._hear(topic, stall_secs, stage)
+            await self._send(topic, Frame(self.rank, message))
+            return await self._hear(topic, stage)
         try:
-            verdict = await decide(await self._gather(topic, message, stall_secs, stage))
+            verdict = await decide(await self._gather(topic, message, stage))
         except BaseException as error:
             with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
-                await self.abandon(topic, error, stage=stage, stall_secs=stall_secs)
+                await self.abandon(topic, error, stage=stage)
             raise
-        await self._tell(topic, verdict, stall_secs)
+        await self._tell(topic, verdict)
         return verdict.of(self.rank)
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str, stall_secs: float) -> bool:
+    async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
+        if self.rank != self.leader:
+            return await self._hear(topic, stage)
+        await self._tell(topic, Verdict(common=word))
+        return word
+
+    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> bool:
         """See :class:`Coordinator`."""
         failure = failure_of(self.rank, stage, error)
         if self.rank == self.leader:
             word = msgspec.msgpack.encode(Word(b"", failure=failure))
-            await self._ask(lambda store: store.set(f"{topic}/out", word), stall_secs)
-            await self._retire(topic, stall_secs)
+            await self._ask(lambda store: store.set(f"{topic}/out", word))
+            await self._retire(topic)
             return True
-        await self._send(topic, Frame(self.rank, b"", failure), stall_secs)
+        await self._send(topic, Frame(self.rank, b"", failure))
         with contextlib.suppress(AioCkptError):
-            await self._hear(topic, stall_secs, stage)
-        return await self.failure(topic, stall_secs=stall_secs) is not None
+            await self._hear(topic, stage)
+        return await self.failure(topic) is not None
 
-    async def failure(self, topic: str, *, stall_secs: float) -> PeerFailedError | None:
+    async def failure(self, topic: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
 
         def read(store: Store) -> bytes:
             return bytes(store.get(f"{topic}/out")) if store.check([f"{topic}/out"]) else b""
 
-        data = await self._ask(read, stall_secs)
+        data = await self._ask(read)
         word = msgspec.msgpack.decode(data, type=Word) if data else None
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
 
     async def beat(self) -> None:
         """See :class:`Coordinator`."""
         self._beats += 1
-        await self._ask(lambda store: store.set(f"alive/{self.rank}", str(self._beats)), None)
+        await self._ask(lambda store: store.set(f"alive/{self.rank}", str(self._beats)))
 
     # -- what a rank does -----------------------------------------------------------------------------
 
-    async def _send(self, topic: str, frame: Frame, stall_secs: float) -> None:
+    async def _send(self, topic: str, frame: Frame) -> None:
         data = pack(frame)
 
         def send(store: Store) -> None:
@@ -260,21 +188,21 @@ class StoreCoordinator:
             if store.add(f"{topic}/n", 1) == self.world_size - 1 or frame.failure is not None:
                 store.set(f"{topic}/woken", "1")
 
-        await self._ask(send, stall_secs)
+        await self._ask(send)
         self.messages_sent += 1
         self.bytes_sent += len(data)
 
-    async def _hear(self, topic: str, stall_secs: float, stage: str) -> bytes:
-        patience = Patience(stall_secs)
+    async def _hear(self, topic: str, stage: str) -> bytes:
+        patience = Patience(self.stall_secs)
         check = functools.partial(self._check_alive, (self.leader,), patience, topic, stage)
-        await self._look(f"{topic}/out", stall_secs, check)
-        data = await self._ask(lambda store: store.get(f"{topic}/out"), stall_secs)
+        await self._look(f"{topic}/out", check)
+        data = await self._ask(lambda store: store.get(f"{topic}/out"))
         word = msgspec.msgpack.decode(data, type=Word)
         self._is_met = True
         if word.failure is not None:
             raise word.failure.error(topic, self.rank)
         if word.is_each:
-            data = await self._ask(functools.partial(_take, key=f"{topic}/out/{self.rank}"), stall_secs)
+            data = await self._ask(functools.partial(_take, key=f"{topic}/out/{self.rank}"))
             self.bytes_received += len(data)
             return bytes(data)
         self.bytes_received += len(word.common)
@@ -282,18 +210,18 @@ class StoreCoordinator:
 
     # -- what the leader does -------------------------------------------------------------------------
 
-    async def _gather(self, topic: str, message: bytes, stall_secs: float, stage: str) -> tuple[bytes, ...]:
+    async def _gather(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
-        patience = Patience(stall_secs)
+        patience = Patience(self.stall_secs)
 
         async def check() -> None:
-            found = {frame.rank for frame in await self._frames(topic, stall_secs)}
+            found = {frame.rank for frame in await self._frames(topic)}
             missing = sorted(set(range(self.world_size)) - found - {self.rank})
             await self._check_alive(missing, patience, topic, stage)
 
-        await self._look(f"{topic}/woken", stall_secs, check)
-        frames = await self._frames(topic, stall_secs)
+        await self._look(f"{topic}/woken", check)
+        frames = await self._frames(topic)
         failures = [frame.failure for frame in frames if frame.failure is not None]
         if failures:
             raise failures[0].error(topic, self.rank)
@@ -301,15 +229,15 @@ class StoreCoordinator:
         by_rank = {frame.rank: frame.body for frame in frames}
         return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
 
-    async def _frames(self, topic: str, stall_secs: float) -> list[Frame]:
+    async def _frames(self, topic: str) -> list[Frame]:
         def read(store: Store) -> bytes:
             return bytes(store.get(f"{topic}/in")) if store.check([f"{topic}/in"]) else b""
 
-        data = await self._ask(read, stall_secs)
+        data = await self._ask(read)
         self.bytes_received += len(data)
         return list(unpack(data))
 
-    async def _tell(self, topic: str, verdict: Verdict, stall_secs: float) -> None:
+    async def _tell(self, topic: str, verdict: Verdict) -> None:
         def tell(store: Store) -> None:
             for rank, data in enumerate(verdict.each):
                 if rank != self.rank:
@@ -318,10 +246,10 @@ class StoreCoordinator:
             store.set(f"{topic}/out", word)
 
         if self.world_size > 1:
-            await self._ask(tell, stall_secs)
-            await self._retire(topic, stall_secs)
+            await self._ask(tell)
+            await self._retire(topic)
 
-    async def _retire(self, topic: str, stall_secs: float) -> None:
+    async def _retire(self, topic: str) -> None:
         """Delete the keys of a topic that every rank has long heard of."""
         self._topics.append(topic)
         if len(self._topics) > _TOPICS_KEPT:
@@ -331,17 +259,17 @@ class StoreCoordinator:
                 for key in ("in", "n", "woken", "out"):
                     store.delete_key(f"{old}/{key}")
 
-            await self._ask(delete, stall_secs)
+            await self._ask(delete)
 
     # -- waiting --------------------------------------------------------------------------------------
 
-    async def _look(self, key: str, stall_secs: float, check: Callable[[], Awaitable[None]]) -> None:
+    async def _look(self, key: str, check: Callable[[], Awaitable[None]]) -> None:
         """Look for ``key`` until it is there; a few times in ``stall_secs`` give a sign of life and ``check()``."""
         pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
-        due = time.monotonic() + stall_secs / _BEATS
-        while not await self._ask(lambda store: store.check([key]), stall_secs):
+        due = time.monotonic() + self.stall_secs / _BEATS
+        while not await self._ask(lambda store: store.check([key])):
             if time.monotonic() >= due:
-                due = time.monotonic() + stall_secs / _BEATS
+                due = time.monotonic() + self.stall_secs / _BEATS
                 await self.beat()
                 await check()
             await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
@@ -356,24 +284,24 @@ class StoreCoordinator:
                 return [bytes(value) for value in store.multi_get(keys)]
             return [bytes(store.get(key)) if store.check([key]) else b"" for key in keys]
 
-        silent = patience.exhausted(ranks, await self._ask(read, patience.stall_secs)) if ranks else []
+        silent = patience.exhausted(ranks, await self._ask(read)) if ranks else []
         if silent:
             self._has_lost = True
-            raise lost(silent, topic, stage, patience.stall_secs, "" if self._is_met else self._name)
+            raise lost(silent, topic, stage, self.stall_secs, "" if self._is_met else self._name)
 
-    async def _ask(self, question: Callable[[Store], T], stall_secs: float | None) -> T:
+    async def _ask(self, question: Callable[[Store], T]) -> T:
         """Put a question to the store, in its thread."""
         executor, store = self._executor, self._store
         if executor is None or store is None:
             raise EngineClosedError(f"{self._name}: the engine was closed")
-        return await self._limited(run_blocking(executor, question, store), stall_secs, "answering")
+        return await self._limited(run_blocking(executor, question, store), "answering")
 
-    async def _limited(self, work: Awaitable[T], stall_secs: float | None, what: str) -> T:
+    async def _limited(self, work: Awaitable[T], what: str) -> T:
         try:
-            with anyio.fail_after(stall_secs):
+            with anyio.fail_after(self.stall_secs):
                 return await work
         except TimeoutError as error:
-            raise StallError(f"the store of the ranks was not {what} within {stall_secs} s") from error
+            raise StallError(f"the store of the ranks was not {what} within {self.stall_secs} s") from error
         except AioCkptError:
             raise
         except RuntimeError as error:  # what torch's stores raise

@@ -84,7 +84,7 @@ class CheckpointEngine:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage or LocalStorage(self._portal.executor, config.direct_io),
-            peers=Peers(coordinator or default_coordinator(), owner),
+            peers=Peers(coordinator or default_coordinator(), owner, stall_secs=config.stall_timeout_secs),
             executor=self._portal.executor,
             config=config,
         )

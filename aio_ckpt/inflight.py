@@ -188,10 +188,15 @@ class InFlight:
         self._calls += 1
         return self._calls
 
-    def round(self, number: int, step: int) -> SaveRound:
-        """What this call agrees on with the other ranks."""
+    def round(self, number: int, step: int, topic: str = "") -> SaveRound:
+        """What this call agrees on with the other ranks; ``topic`` unless it is a save."""
         site = self._site
-        return SaveRound(site.peers, site.executor, number=number, step=step, stall_secs=site.config.stall_timeout_secs)
+        return SaveRound(
+            site.peers,
+            site.executor,
+            topic=topic or f"save {number}",
+            step=step,
+        )
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
         """Start the pipeline and copy: the first chunks are written while later ones are copied.

@@ -60,7 +60,9 @@ class Peers:
     into the pending directory, which is made in the leader's name.
     """
 
-    def __init__(self, coordinator: Coordinator, owner: Owner) -> None:
+    def __init__(self, coordinator: Coordinator, owner: Owner, *, stall_secs: float) -> None:
+        self.stall_secs = stall_secs
+        """How long a rank may give no sign of life."""
         self.coordinator = coordinator
         """The way to them."""
         self.owner = owner
@@ -71,6 +73,7 @@ class Peers:
         """What the leader knows."""
         self.sent = SentSpans()
         """What the leader was told last."""
+        self._loads = 0
         self.opened: Future[None] = Future()
         """All have met, or why not."""
         if coordinator.world_size == 1:
@@ -93,15 +96,22 @@ class Peers:
         world_size = self.coordinator.world_size
         return min(int(told), world_size) if told.isdigit() and int(told) else world_size
 
+    def next_load(self) -> str:
+        """Name of this call of ``load()``, the same on every rank for the same call."""
+        self._loads += 1
+        return f"load {self._loads}"
+
+    async def announce(self, topic: str, word: bytes) -> bytes:
+        """What the leader says of ``topic``: there ``word``."""
+        return await self.coordinator.announce(topic, word, stage="agree")
+
     async def met(self) -> None:
         """Return when all have met; raise why they did not."""
         if not self.opened.done():
             await asyncio.wrap_future(follow(self.opened))
         self.opened.result()
 
-    async def meet(
-        self, storage: Storage, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]], *, stall_secs: float
-    ) -> None:
+    async def meet(self, storage: Storage, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
         """Wait for all ranks, learn who leads, and see that all have one root.
 
         Raises:
@@ -122,13 +132,13 @@ class Peers:
             return Verdict(common=", ".join(blind).encode())
 
         try:
-            await coordinator.open(str(root), stall_secs=stall_secs)
-            word = await coordinator.agree(_OPEN, b"", lead, stall_secs=stall_secs, stage="open")
+            await coordinator.open(str(root), stall_secs=self.stall_secs)
+            word = await coordinator.agree(_OPEN, b"", lead, stage="open")
             met = msgspec.msgpack.decode(word, type=_Met)
             self.owner, self.newest = met.owner, met.newest
             sees = not met.is_marked or await storage.exists(pending_path(root, met.owner, 0))
             message = msgspec.msgpack.encode((socket.gethostname(), sees))
-            blind = await coordinator.agree("the root", message, compare, stall_secs=stall_secs, stage="open")
+            blind = await coordinator.agree("the root", message, compare, stage="open")
         finally:
             if self.is_leader:
                 with anyio.CancelScope(shield=True):
@@ -162,12 +172,11 @@ async def _unmark(storage: Storage, path: Path) -> None:
 class SaveRound:
     """One save's agreement: a plan where any rank missed its own, then what all have written."""
 
-    def __init__(self, peers: Peers, executor: Executor, *, number: int, step: int, stall_secs: float) -> None:
+    def __init__(self, peers: Peers, executor: Executor, *, topic: str, step: int) -> None:
         self._peers = peers
         self._executor = executor
         self._step = step
-        self._stall_secs = stall_secs
-        self._topic = f"save {number}"
+        self._topic = topic
         self._firsts: Sequence[Planned | Written] = ()
         self.is_told = False
         """This rank's last word was given: the leader may commit from now on."""
@@ -220,11 +229,9 @@ class SaveRound:
         first: PeerFailedError | None = None
         with anyio.CancelScope(shield=True):
             try:
-                first = await peers.coordinator.failure(self._topic, stall_secs=self._stall_secs)
+                first = await peers.coordinator.failure(self._topic)
                 if first is None:
-                    self.is_failed = await peers.coordinator.abandon(
-                        self._topic, cause, stage="write", stall_secs=self._stall_secs
-                    )
+                    self.is_failed = await peers.coordinator.abandon(self._topic, cause, stage="write")
             except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
                 cause.add_note(f"the other ranks could not be told: {error}")
         self.is_failed = self.is_failed or first is not None
@@ -244,9 +251,7 @@ class SaveRound:
     ) -> Assigned | Committed:
         message = b"" if report is None else msgspec.msgpack.encode(report)
         try:
-            word = await self._peers.coordinator.agree(
-                self._topic, message, decide, stall_secs=self._stall_secs, stage=stage
-            )
+            word = await self._peers.coordinator.agree(self._topic, message, decide, stage=stage)
         except BaseException:
             self.is_over = self._peers.is_leader  # which has told the others
             raise

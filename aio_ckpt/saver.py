@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
+
 from aio_ckpt import tree
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
@@ -75,7 +77,7 @@ class Saver:
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:
-            await peers.meet(site.storage, site.root, read_steps, stall_secs=site.config.stall_timeout_secs)
+            await peers.meet(site.storage, site.root, read_steps)
 
         if peers.are_several:
             peers.opened = self._portal.submit(meet)
@@ -155,11 +157,11 @@ class Saver:
             raise StallError("the other ranks did not open their engines in time") from None
         opened.result()
 
-    def _tell(self, number: int, error: BaseException) -> None:
-        """``save()`` is about to raise: the other ranks must not wait for this one."""
+    def _tell(self, number: int, error: BaseException, topic: str = "") -> None:
+        """A call is about to raise: the other ranks must not wait for this one."""
         if self._site.peers.are_several:
             with contextlib.suppress(EngineClosedError):
-                self._portal.submit(self.in_flight.round(number, 0).end, error)
+                self._portal.submit(self.in_flight.round(number, 0, topic).end, error)
 
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
@@ -184,9 +186,29 @@ class Saver:
         with self._lock:
             if self.in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
-            self.in_flight.forget_steps()  # one that fails midway has renamed some
-            return self._keeper.rollback(step)
+            if not self._site.peers.are_several:
+                return self._roll_back(step)
+            return self._roll_back_together(step, self.in_flight.next_number())
+
+    def _roll_back(self, step: int) -> list[int]:
+        self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
+        self.in_flight.forget_steps()  # one that fails midway has renamed some
+        return self._keeper.rollback(step)
+
+    def _roll_back_together(self, step: int, number: int) -> list[int]:
+        """The leader goes back, the others wait for it."""
+        peers, topic = self._site.peers, f"rollback {number}"
+        stall_secs = self._site.config.stall_timeout_secs
+        try:
+            self._await_met(NO_DEADLINE)
+            gone = self._roll_back(step) if peers.is_leader else []
+            word = self._portal.call(peers.announce, topic, msgspec.msgpack.encode(gone), timeout=2 * stall_secs)
+        except BaseException as error:
+            self._tell(number, error, topic)
+            raise
+        self.in_flight.forget_steps()
+        peers.newest = step
+        return msgspec.msgpack.decode(word, type=list[int])
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
@@ -228,6 +250,7 @@ class Saver:
         if error is not None:
             self.cache.clear()
         else:
+            self._site.peers.newest = max(step, self._site.peers.newest or 0)
             self._on_committed(step)
 
 

@@ -167,7 +167,7 @@ class World:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
-            peers=Peers(SoloCoordinator(), owner),
+            peers=Peers(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
             executor=threads,
             config=config,
         )

@@ -52,7 +52,7 @@ async def opened(name: str) -> AsyncIterator[StoreCoordinator]:
 def decide_together(rank: int, count: int, name: str) -> tuple[bytes, int, int]:
     async def main() -> tuple[bytes, int, int]:
         async with opened(name) as coordinator:
-            common = await coordinator.agree("a", b"m%d" % rank, in_order, stall_secs=STALL_SECS, stage="agree")
+            common = await coordinator.agree("a", b"m%d" % rank, in_order, stage="agree")
             return common, coordinator.messages_sent, coordinator.bytes_sent
 
     return asyncio.run(main())
@@ -68,10 +68,7 @@ def tell_each(rank: int, count: int) -> list[bytes]:
 
     async def main() -> list[bytes]:
         async with opened("each") as coordinator:
-            return [
-                await coordinator.agree(f"{n}", b"%d.%d" % (n, rank), apart, stall_secs=STALL_SECS, stage="agree")
-                for n in range(40)
-            ]
+            return [await coordinator.agree(f"{n}", b"%d.%d" % (n, rank), apart, stage="agree") for n in range(40)]
 
     return asyncio.run(main())
 
@@ -92,7 +89,7 @@ def open_two(rank: int, count: int) -> list[bytes]:
     async def main() -> list[bytes]:
         async with opened("root a") as one, opened("root b") as other, opened("root a") as again:
             works = [
-                coordinator.agree("t", b"%d%d" % (rank, n), in_order, stall_secs=STALL_SECS, stage="agree")
+                coordinator.agree("t", b"%d%d" % (rank, n), in_order, stage="agree")
                 for n, coordinator in enumerate((one, other, again))
             ]
             return await asyncio.gather(*works)
@@ -110,8 +107,8 @@ def test_one_process_decides_alone() -> None:
         coordinator = SoloCoordinator()
         await coordinator.open("x", stall_secs=1)
         await coordinator.beat()
-        await coordinator.abandon("u", ValueError(), stage="agree", stall_secs=1)
-        return await coordinator.agree("t", b"mine", in_order, stall_secs=1, stage="agree")
+        await coordinator.abandon("u", ValueError(), stage="agree")
+        return await coordinator.agree("t", b"mine", in_order, stage="agree")
 
     assert isinstance(default_coordinator(), SoloCoordinator)
     assert asyncio.run(main()) == b"mine"
@@ -130,16 +127,16 @@ def fail_at(rank: int, count: int, failing: int) -> tuple[int, str, str]:
         async with opened(f"fail {failing}") as coordinator:
             if rank == failing:
                 error = OSError(28, "No space left on device")
-                await coordinator.abandon("t", error, stage="write", stall_secs=STALL_SECS)
+                await coordinator.abandon("t", error, stage="write")
             try:
                 if rank != failing:
-                    await coordinator.agree("t", b"", never, stall_secs=STALL_SECS, stage="agree")
+                    await coordinator.agree("t", b"", never, stage="agree")
             except PeerFailedError as peer:
                 found = peer.rank, peer.stage, str(peer)
             else:
                 assert rank == failing
                 found = rank, "write", "No space"
-            assert await coordinator.agree("u", b"%d" % rank, in_order, stall_secs=9, stage="agree") == b"0|1|2"
+            assert await coordinator.agree("u", b"%d" % rank, in_order, stage="agree") == b"0|1|2"
             return found
 
     return asyncio.run(main())
@@ -161,7 +158,7 @@ def decide_badly(rank: int, count: int) -> str:
     async def main() -> str:
         async with opened("bad") as coordinator:
             try:
-                await coordinator.agree("t", b"", full, stall_secs=STALL_SECS, stage="commit")
+                await coordinator.agree("t", b"", full, stage="commit")
             except (PeerFailedError, OSError) as error:
                 return f"{type(error).__name__} {getattr(error, 'rank', '-')} {getattr(error, 'stage', '-')} {error}"
             return "agreed"
@@ -181,12 +178,13 @@ def test_a_leader_that_fails_raises_its_own_error_and_the_others_name_it(three: 
 def wait_in_vain(rank: int, count: int, absent: int) -> tuple[float, int, str]:
     async def main() -> tuple[float, int, str]:
         async with opened(f"absent {absent}") as coordinator:
-            await coordinator.agree("met", b"", in_order, stall_secs=STALL_SECS, stage="agree")
+            await coordinator.agree("met", b"", in_order, stage="agree")
             if rank == absent:
                 return 0.0, rank, ""
             began = time.monotonic()
             with pytest.raises(PeerFailedError) as raised:
-                await coordinator.agree("t", b"", never, stall_secs=SHORT_SECS, stage="agree")
+                coordinator.stall_secs = SHORT_SECS
+                await coordinator.agree("t", b"", never, stage="agree")
             return time.monotonic() - began, raised.value.rank, str(raised.value)
 
     return asyncio.run(main())
@@ -208,7 +206,8 @@ def be_slow(rank: int, count: int) -> bytes:
                 for _ in range(12):  # the time that passes is what is tested
                     await asyncio.sleep(SHORT_SECS / 4)
                     await coordinator.beat()
-            return await coordinator.agree("t", b"", in_order, stall_secs=SHORT_SECS, stage="agree")
+            coordinator.stall_secs = SHORT_SECS
+            return await coordinator.agree("t", b"", in_order, stage="agree")
 
     return asyncio.run(main())
 
@@ -220,13 +219,14 @@ def test_a_rank_that_is_slow_but_alive_is_waited_for(three: Ranks) -> None:
 def stop_amid(rank: int, count: int) -> str:
     async def main() -> str:
         async with opened("stopped") as coordinator:
-            await coordinator.agree("met", b"", in_order, stall_secs=STALL_SECS, stage="agree")
+            await coordinator.agree("met", b"", in_order, stage="agree")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             with pytest.raises(PeerFailedError) as raised:
-                await coordinator.agree("t", b"", never, stall_secs=SHORT_SECS, stage="agree")
+                coordinator.stall_secs = SHORT_SECS
+                await coordinator.agree("t", b"", never, stage="agree")
             assert raised.value.rank == 1
-            return (await coordinator.agree("u", b"", in_order, stall_secs=STALL_SECS, stage="agree")).decode()
+            return (await coordinator.agree("u", b"", in_order, stage="agree")).decode()
 
     return asyncio.run(main())
 
@@ -249,12 +249,13 @@ def _state(pid: int | None) -> str:
 def lose_leader(rank: int, count: int) -> tuple[float, str]:
     async def main() -> tuple[float, str]:
         async with opened("dead") as coordinator:
-            await coordinator.agree("met", b"", in_order, stall_secs=STALL_SECS, stage="agree")
+            await coordinator.agree("met", b"", in_order, stage="agree")
             if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match="rank 0 gave no sign"):
-                await coordinator.agree("t", b"", never, stall_secs=SHORT_SECS, stage="agree")
+                coordinator.stall_secs = SHORT_SECS
+                await coordinator.agree("t", b"", never, stage="agree")
             return time.monotonic() - began, ""
 
     return asyncio.run(main())
@@ -280,7 +281,7 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
         try:
             del server
             with pytest.raises(PeerFailedError, match="store of the ranks cannot be reached"):
-                await coordinator.agree("t", b"", never, stall_secs=STALL_SECS, stage="agree")
+                await coordinator.agree("t", b"", never, stage="agree")
         finally:
             coordinator.close()
 
@@ -294,7 +295,7 @@ def test_a_closed_coordinator_says_so() -> None:
         coordinator.close()
         coordinator.close()
         with pytest.raises(EngineClosedError):
-            await coordinator.agree("t", b"", never, stall_secs=STALL_SECS, stage="agree")
+            await coordinator.agree("t", b"", never, stage="agree")
 
     asyncio.run(main())
 
@@ -309,8 +310,9 @@ def test_a_store_that_does_not_answer_is_given_up_at_the_deadline() -> None:
         gate = asyncio.Event()
         loop = asyncio.get_running_loop()
         executor.submit(lambda: asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(STALL_SECS))
+        coordinator.stall_secs = 0.1
         with pytest.raises(StallError, match="not answering within"):
-            await coordinator.agree("t", b"", never, stall_secs=0.1, stage="agree")
+            await coordinator.agree("t", b"", never, stage="agree")
         gate.set()
         await asyncio.to_thread(coordinator.close)
 
