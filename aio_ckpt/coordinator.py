@@ -173,6 +173,14 @@ class StoreCoordinator:
         word = msgspec.msgpack.decode(data, type=Word) if data else None
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
 
+    async def raise_flag(self, name: str) -> None:
+        """See :class:`Coordinator`."""
+        await self._ask(lambda store: store.set(f"flag/{name}", "1"))
+
+    async def is_raised(self, name: str) -> bool:
+        """See :class:`Coordinator`."""
+        return bool(await self._ask(lambda store: store.check([f"flag/{name}"])))
+
     async def beat(self) -> None:
         """See :class:`Coordinator`."""
         self._beats += 1

@@ -23,11 +23,11 @@ from aio_ckpt.items import LoadReport
 from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeStats
 from aio_ckpt.names import StepNames
+from aio_ckpt.notice import Notice
 from aio_ckpt.owner import Owner
 from aio_ckpt.peers import Peers
 from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.portal import Portal
-from aio_ckpt.preemption import Preemption
 from aio_ckpt.progress import Deadline, follow, outcome
 from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
@@ -88,10 +88,10 @@ class CheckpointEngine:
             executor=self._portal.executor,
             config=config,
         )
-        self._preemption = Preemption()
-        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)
+        self._notice = Notice(self._site.peers, self._portal)
+        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
         self._saver = Saver(
-            self._site, self._portal, self._keeper, is_urgent=lambda: self.preempted, on_committed=self._expire
+            self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
         )
         self._closing = Closing(self._saver.in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
         self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
@@ -301,16 +301,18 @@ class CheckpointEngine:
         """
         if self._portal.is_closed:
             raise EngineClosedError("the engine was closed: open a new one")
-        self._preemption.install(signals)
+        self._notice.local.install(signals)
+        self._notice.watch()
 
     @property
     def preempted(self) -> bool:
         """Whether a signal of :meth:`on_preemption` came; stays True.
 
         From then on the disk belongs to the saves: retention deletes nothing more (the next run's does), and
-        ``save()`` waits for room even where ``when_busy`` would skip or raise.
+        ``save()`` waits for room even where ``when_busy`` would skip or raise. With many ranks a signal to one of them
+        turns it true on all, at the same look: each has to look as often as the others (a ``save()`` is a look too).
         """
-        return self._preemption.has_come  # with many ranks: the coordinator's, from a step that all agree on
+        return self._notice.look()
 
     async def __aenter__(self) -> Self:
         return self
@@ -341,7 +343,7 @@ class CheckpointEngine:
 
     def _expire(self, step: int) -> None:
         """``step`` was committed: older ones may expire."""
-        if not self.preempted:
+        if not self._notice.is_on:
             self._keeper.delete_expired(step)
 
     def _shut_down(self) -> None:
@@ -353,4 +355,4 @@ class CheckpointEngine:
         coordinator.close()
         self._saver.lifetime.close()
         self._keeper.release()
-        self._preemption.restore()
+        self._notice.local.restore()

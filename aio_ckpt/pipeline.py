@@ -209,7 +209,8 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
         with anyio.move_on_after(_SETTLE_SECS):
             await site.storage.remove_tree(pending)
     except (AioCkptError, OSError) as error:
-        _log.warning("step %d: %s stays: %s", save.step, pending, error)
+        if getattr(error, "errno", None) != errno.ENOENT:  # another rank did
+            _log.warning("step %d: %s stays: %s", save.step, pending, error)
 
 
 def _first_cause(error: BaseException) -> BaseException:

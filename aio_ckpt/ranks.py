@@ -55,6 +55,14 @@ class Coordinator(Protocol):
         """What the leader has told of a failure in ``topic``; None if it has told nothing yet, or no failure."""
         ...
 
+    async def raise_flag(self, name: str) -> None:
+        """Let every rank know of ``name``, for good."""
+        ...
+
+    async def is_raised(self, name: str) -> bool:
+        """Whether any rank has raised it."""
+        ...
+
     async def beat(self) -> None:
         """Give a sign of life: this rank is on its way."""
         ...
@@ -93,6 +101,13 @@ class SoloCoordinator:
     async def failure(self, topic: str) -> PeerFailedError | None:
         """Nobody told anything."""
         return None
+
+    async def raise_flag(self, name: str) -> None:
+        """Nobody to see it."""
+
+    async def is_raised(self, name: str) -> bool:
+        """Nobody raised it."""
+        return False
 
     async def beat(self) -> None:
         """Nobody to hear it."""

@@ -15,7 +15,7 @@ from aio_ckpt import tree
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.image import Image, arena_spec, lease_image
-from aio_ckpt.inflight import InFlight
+from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.keeper import RootKeeper
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.pending import SaveCall, Site
@@ -66,6 +66,7 @@ class Saver:
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging)
+        self._must_announce = False
         self._lock = Lock()
 
     def meet(self) -> None:
@@ -86,18 +87,21 @@ class Saver:
         """See ``CheckpointEngine.save``."""
         with self._lock:
             number = self.in_flight.next_number()
+            self._must_announce = self._site.peers.is_leader and self._site.config.when_busy != "wait"
             try:
                 self._await_met(call.deadline)
                 return self._save(state, step, call, number)
             except BaseException as error:
                 self._tell(number, error)
+                if self._must_announce:
+                    self._tell(number, error, _room(number))
                 raise
 
     def _save(self, state: object, step: int | None, call: SaveCall, number: int) -> SaveTicket:
         in_flight, deadline = self.in_flight, call.deadline
         # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
         self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
-        waited_secs = self._make_room(step, deadline)
+        waited_secs = self._make_room(step, number, deadline)
         if not in_flight.knows_steps:
             in_flight.learn_steps(functools.partial(self._known_steps, deadline))
         if waited_secs is None:
@@ -130,16 +134,36 @@ class Saver:
         save.blocked_secs = save.elapsed()
         return save.ticket
 
-    def _make_room(self, step: int | None, deadline: Deadline) -> float | None:
-        """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with."""
-        in_flight, waited_secs = self.in_flight, 0.0
-        when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
-        if self._site.peers.are_several and when_busy == "wait":
-            # A failure is raised by the same call on every rank: by the first that cannot begin before it is known.
-            waited_secs = in_flight.wait_for_room(step, when_busy, deadline) or 0.0
-        in_flight.raise_unreported()
-        more_secs = in_flight.wait_for_room(step, when_busy, deadline)
-        return None if more_secs is None else waited_secs + more_secs
+    def _make_room(self, step: int | None, number: int, deadline: Deadline) -> float | None:
+        """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with.
+
+        Of many ranks each comes to the same end at the same call: it looks at nothing that another may not know yet.
+        """
+        in_flight, config = self.in_flight, self._site.config
+        when_busy = "wait" if self._is_urgent() else config.when_busy
+        if not self._site.peers.are_several:
+            in_flight.raise_unreported(MAX_CALLS)
+            return in_flight.wait_for_room(step, when_busy, deadline)
+        began, has_room, through = time.perf_counter(), True, number - config.max_in_flight
+        if when_busy != "wait":
+            has_room, through = self._leaders_room(number)
+        in_flight.wait_settled(through, deadline)
+        in_flight.raise_unreported(through)
+        if not has_room and when_busy == "skip":
+            return None
+        if not has_room:
+            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
+        in_flight.wait_for_room(step, "wait", deadline)
+        return time.perf_counter() - began
+
+    def _leaders_room(self, number: int) -> tuple[bool, int]:
+        """Whether the leader has room at this call: then all ranks have, or will have within the time of a message."""
+        peers = self._site.peers
+        self.in_flight.check_open()
+        word = msgspec.msgpack.encode(self.in_flight.room())
+        self._must_announce = False
+        told = self._portal.call(peers.announce, _room(number), word, timeout=2 * peers.stall_secs, what="save()")
+        return msgspec.msgpack.decode(told, type=tuple[bool, int])
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Steps that count: those on the disk, as the leader sees it."""
@@ -275,3 +299,8 @@ def _log_failure(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
+
+
+def _room(number: int) -> str:
+    """Topic of what the leader says of its room at this call."""
+    return f"room {number}"
