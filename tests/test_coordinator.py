@@ -18,7 +18,7 @@ from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, Sta
 from aio_ckpt.frames import Verdict
 
 STALL_SECS = 20.0
-SHORT_SECS = 1.0
+SHORT_SECS = 2.0
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from aio_ckpt.portal import Executor
 
 T = TypeVar("T")
 SECS = 30.0
-SHORT_SECS = 2.0
+SHORT_SECS = 4.0
 
 
 @pytest.fixture(scope="module")
