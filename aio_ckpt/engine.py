@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 from aio_ckpt import commit, tree
 from aio_ckpt.closing import Closing, second_to
-from aio_ckpt.config import MAX_SECS, EngineConfig
+from aio_ckpt.config import MAX_SECS, EngineConfig, check_flag, check_kind
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError
@@ -61,7 +61,7 @@ class CheckpointEngine:
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: ``staging="pinned"`` without CUDA.
+        ConfigError: ``staging="pinned"`` without CUDA, or an argument of another type.
     """
 
     def __init__(
@@ -72,6 +72,9 @@ class CheckpointEngine:
         coordinator: Coordinator | None = None,
         storage: Storage | None = None,
     ) -> None:
+        check_kind("config", config, EngineConfig)
+        check_kind("coordinator", coordinator, Coordinator)
+        check_kind("storage", storage, Storage)
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
@@ -134,6 +137,8 @@ class CheckpointEngine:
         """
         started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
+        check_flag("overwrite", overwrite)
+        step = None if step is None else commit.check_step_number(step)
         measured, read_steps = check_metrics(metrics), functools.partial(self._keeper.steps, deadline)
         with self._save_lock:
             # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
@@ -145,10 +150,10 @@ class CheckpointEngine:
             )
             if not self._in_flight.knows_steps:
                 self._in_flight.learn_steps(read_steps)
+            self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
             if waited_secs is None:
                 skipped_step = (self._in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
             planned = self._cache.resolve(flat)
             plan_secs = time.perf_counter() - started - waited_secs

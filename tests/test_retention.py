@@ -518,6 +518,36 @@ def test_a_step_stays_protected_when_it_is_overwritten(root: Path) -> None:
     assert committed(root) == [1, 2]
 
 
+def test_a_rollback_past_a_protected_step_leaves_no_mark_for_what_is_saved_anew_under_its_number(root: Path) -> None:
+    """The mark was for the checkpoint that is set aside, where nothing deletes it; the new one nobody asked to keep."""
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        engine.protect(1)
+        save(engine, 2)
+        engine.protect(2)
+        save(engine, 3)
+        assert engine.rollback(1) == [3, 2]
+        assert engine.protected_steps() == [1]
+        save(engine, 2, 3)
+    assert committed(root) == [1, 3]
+    assert len(list(root.glob(".abandoned-*"))) == 2
+
+
+def test_a_rollback_takes_marks_away_durably_and_not_before_the_steps_are_set_aside(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        engine.protect(2)
+        storage.calls.clear()
+        engine.rollback(1)
+        assert [(call.name, call.path.name) for call in storage.calls] == [
+            ("rename", "step_000000002"),
+            ("sync_dir", root.name),
+            ("remove_file", protected_name(2)),
+            ("sync_dir", root.name),
+        ]
+
+
 def test_protection_is_durable_before_the_call_returns(root: Path) -> None:
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1), 1).result(TIMEOUT)
