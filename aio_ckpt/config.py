@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
+    "GATHER_BYTES",
     "MAX_SECS",
     "MAX_WORKERS",
     "BusyPolicy",
@@ -35,6 +36,8 @@ MetricMode = Literal["min", "max"]
 MAX_SECS = 1e9
 """Longest time that every wait of the system takes."""
 MAX_WORKERS = 256
+GATHER_BYTES = 64 << 20
+"""Default of ``EngineConfig.gather_bytes``."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
 
 
@@ -89,6 +92,10 @@ class EngineConfig:
 
     budget_bytes: int | None = None
     """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
+
+    gather_bytes: int = GATHER_BYTES
+    """Memory of each GPU in which its small tensors are gathered before they are moved, at most; kept from save to
+    save. 0: every tensor is moved by itself."""
 
     max_in_flight: int = 1
     """Saves captured and not yet settled, at most."""
@@ -145,6 +152,9 @@ class EngineConfig:
             raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
         for name in ("trusted_objects", "debug"):
             check_flag(name, getattr(self, name))
+        if type(self.gather_bytes) is not int or self.gather_bytes < 0:
+            told = shown(self.gather_bytes)
+            raise ConfigError(f"gather_bytes={told}: give a whole number of bytes, 0 to gather nothing")
         if self.workers > MAX_WORKERS:
             raise ConfigError(f"workers={shown(self.workers)}: each is a thread; give at most {MAX_WORKERS}")
         if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from aio_ckpt import envelope, tree
+from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
 from aio_ckpt.layout import Placement, lay_out
@@ -80,6 +81,8 @@ class Plan:
     """Whether any source is on a CUDA device."""
     gathers: bool
     """Whether small tensors are gathered on a device."""
+    gather_bytes: int
+    """Most bytes of a gather buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +107,10 @@ class PlanCache:
     One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
     """
 
-    def __init__(self, *, rank: int, world_size: int = 1) -> None:
+    def __init__(self, *, rank: int, world_size: int = 1, gather_bytes: int = GATHER_BYTES) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._gather_bytes = gather_bytes
         self._plan: Plan | None = None
         self._storage_bytes: list[int] = []  # freed and allocated again, one may be shorter at its old address
         self.hits = 0
@@ -157,7 +161,7 @@ class PlanCache:
             check_whole(flat, structure)
         fingerprint = addresses(leaves.tensors)
         self._storage_bytes = check_sources(flat, leaves.tensors, fingerprint)
-        plan = self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
+        plan = self._plan = make_plan(flat, structure, fingerprint, rank=self._rank, gather_bytes=self._gather_bytes)
         self.misses += 1
         return PlannedSave(
             plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
@@ -167,7 +171,9 @@ class PlanCache:
 # -- a miss ---------------------------------------------------------------------------------------
 
 
-def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int) -> Plan:
+def make_plan(
+    flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int, gather_bytes: int
+) -> Plan:
     """Plan a new structure: DCP's planner for what is written, our layout for where."""
     aliases = partition(structure, fingerprint)
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
@@ -185,12 +191,15 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
     layout = lay_out(placements)
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
     metadata.storage_data = _storage_data(layout, write_items, data_file_name(rank))
-    routes = choose_routes(structure, layout, issues=copies_by_address, gathers=gathers_small)
+    routes = choose_routes(
+        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
+    )
     return Plan(
         structure=structure,
         aliases=aliases,
         digest=structure.digest(aliases),
         layout=layout,
+        gather_bytes=gather_bytes,
         object_names=object_names,
         metadata=render_metadata(
             metadata,

@@ -127,8 +127,7 @@ class Capture:
         run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
         for chunk in run:
             self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
-            copied = plan.routes[chunk.index].copied
-            self._copy(chunk, [piece for piece in copied if self._device_of(piece).type == "cpu"])
+            self._copy(chunk, plan.routes[chunk.index].copied)
         self._issue_device(run, is_guarded=bool(self._guarded))
 
     def take_marks(self) -> tuple[Mark, ...]:
@@ -192,7 +191,7 @@ class Capture:
                 if (guarded >= set(span.leaves)) is is_guarded:
                     self._gather(chunk, span)
             if not is_guarded:
-                self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type != "cpu"])
+                self._copy(chunk, route.converted)
 
     def _gather(self, chunk: Chunk, span: Span) -> None:
         copies = self._copies_from(span.device)
@@ -216,9 +215,6 @@ class Capture:
                 self._image.lease.arena.tensor[start : start + piece.nbytes],
                 source[piece.raw_start : piece.raw_start + piece.nbytes],
             )
-
-    def _device_of(self, piece: Piece) -> torch.device:
-        return self._planned.tensors[self._planned.plan.layout.items[piece.item].leaf].device
 
     def _copies_from(self, source: torch.device) -> Copies:
         if source not in self._copies:

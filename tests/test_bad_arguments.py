@@ -176,6 +176,7 @@ SETTINGS: dict[str, Collection[str]] = {
     **dict.fromkeys(("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"), SECS),
     **{name: {"None", *COUNT} for name in ("budget_bytes", "keep_last", "keep_every")},
     **dict.fromkeys(("staging", "direct_io", "when_busy", "verify", "on_failure", "step_dir"), NONE),
+    "gather_bytes": {"0", *COUNT},
     "max_in_flight": COUNT,
     "workers": {"1"},
     "keep_best": {"None"},
