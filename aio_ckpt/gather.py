@@ -9,7 +9,7 @@ import torch
 
 from aio_ckpt.device import Copies
 from aio_ckpt.items import ImageLayout, align_up
-from aio_ckpt.plan import Plan
+from aio_ckpt.plan import ImagePlan
 from aio_ckpt.routes import Span
 
 __all__ = ["GatherBuffers", "Line"]
@@ -38,7 +38,7 @@ class GatherBuffers:
         self._layout: ImageLayout | None = None
         self._lines: dict[torch.device, dict[Span, Line] | None] = {}
 
-    def line(self, plan: Plan, span: Span, copies: Copies) -> Line | None:
+    def line(self, plan: ImagePlan, span: Span, copies: Copies) -> Line | None:
         """Where ``span`` of ``plan`` is gathered; None if device memory for it cannot be had."""
         if self._layout is not plan.layout:
             self._layout, self._lines = plan.layout, {}
@@ -53,7 +53,7 @@ class GatherBuffers:
         self._layout, self._lines = None, {}
 
 
-def _lay_out(plan: Plan, device: torch.device, copies: Copies) -> dict[Span, Line] | None:
+def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[Span, Line] | None:
     spans = [span for route in plan.routes for span in route.gathered if span.device == device]
     starts, nbytes = _turns([span.stop - span.start for span in spans], plan.gather_bytes)
     memory = copies.buffer(nbytes)

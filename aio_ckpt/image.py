@@ -14,7 +14,7 @@ from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.items import PAGE_BYTES, Chunk, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import ArenaKind, Lease, LifetimeManager
-from aio_ckpt.plan import PlannedSave
+from aio_ckpt.plan import PlannedImage
 
 __all__ = ["Image", "lease_image", "ring_slots"]
 
@@ -72,7 +72,7 @@ def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_
 
 
 def lease_image(
-    planned: PlannedSave,
+    planned: PlannedImage,
     objects_bytes: int,
     lifetime: LifetimeManager,
     staging: Staging,

@@ -8,7 +8,7 @@ the pointer fingerprint whether the copy descriptors may.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from aio_ckpt import envelope, tree
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
-from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem, TensorSpec
+from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
+from aio_ckpt.moves import Moves, as_moves
 from aio_ckpt.objects import as_tensor
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.structure import (
@@ -34,7 +35,16 @@ from aio_ckpt.structure import (
     storage_bytes,
 )
 
-__all__ = ["CopyDescriptors", "Plan", "PlanCache", "PlannedSave"]
+__all__ = [
+    "CopyDescriptors",
+    "ImagePlan",
+    "Plan",
+    "PlanCache",
+    "PlannedImage",
+    "PlannedSave",
+    "plan_image",
+    "tensor_entry",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +53,26 @@ class CopyDescriptors:
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
-    moves: tuple[tuple[tuple[int, int, int], ...], ...]
+    moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
     issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
     """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One structure laid out. Reused while the structure and the alias partition stay the same."""
+class ImagePlan:
+    """Where the tensors of a structure stand in an image and by which way each gets there: all that a capture needs."""
 
     structure: Structure
     """What it was made for."""
-    aliases: list[int]
-    """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
-    digest: bytes
-    """Digest of both."""
     layout: ImageLayout
     """Where everything stands."""
-    object_names: tuple[str, ...]
-    """Names of the leaves stored as objects, in order."""
-    metadata: MetadataTemplate
-    """Rendered ``.metadata`` with holes for the objects."""
-    tensors_static: bytes
-    """Pre-encoded tensor entries of the rank manifest."""
-    skeleton: bytes
-    """Encoded skeleton."""
     routes: tuple[ChunkRoutes, ...]
     """Per chunk, which way each piece goes."""
     descriptors: CopyDescriptors
     """For the addresses of the save that made them."""
-    stored_names: frozenset[str]
-    """Names of the tensor leaves that the layout stores."""
     host_bytes: int
-    """Raw bytes that must be captured before ``save()`` returns: all that is not on a CUDA device."""
+    """Raw bytes that must be captured at once: for ``save()``, all that is not on a CUDA device."""
     uses_cuda: bool
     """Whether any source is on a CUDA device."""
     gathers: bool
@@ -86,15 +82,43 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSave:
-    """A plan together with the tensors of one save; lives no longer than that save's capture."""
+class Plan(ImagePlan):
+    """One structure laid out. Reused while the structure and the alias partition stay the same."""
 
-    plan: Plan
+    aliases: list[int]
+    """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
+    digest: bytes
+    """Digest of structure and aliases."""
+    object_names: tuple[str, ...]
+    """Names of the leaves stored as objects, in order."""
+    metadata: MetadataTemplate
+    """Rendered ``.metadata`` with holes for the objects."""
+    tensors_static: bytes
+    """Pre-encoded tensor entries of the rank manifest."""
+    skeleton: bytes
+    """Encoded skeleton."""
+    stored_names: frozenset[str]
+    """Names of the tensor leaves that the layout stores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedImage:
+    """A plan together with what is captured by it; lives no longer than the capture."""
+
+    plan: ImagePlan
     """The layout."""
     tensors: list[torch.Tensor]
     """Local tensor of every tensor leaf, resolved for this save."""
     objects: list[tuple[str, object]]
     """Name and value of every leaf stored as an object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave(PlannedImage):
+    """One save of an engine, planned."""
+
+    plan: Plan
+    """The layout."""
     plan_hit: bool
     """Whether the layout was reused."""
     fingerprint_hit: bool
@@ -185,34 +209,47 @@ def make_plan(
     placements = [
         Placement(leaf, tuple(names), _shard_offsets(write_items, names[0]), spec, envelope.render(spec))
         for leaf, names in tied.items()
-        for spec in (_spec(structure, leaf),)
+        for spec in (structure.stored_spec(leaf),)
     ]
-    placements.sort(key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes))
-    layout = lay_out(placements)
+    image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
+    layout = image.layout
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
     metadata.storage_data = _storage_data(layout, write_items, data_file_name(rank))
-    routes = choose_routes(
-        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
-    )
     return Plan(
-        structure=structure,
+        **{field.name: getattr(image, field.name) for field in fields(image)},
         aliases=aliases,
         digest=structure.digest(aliases),
-        layout=layout,
-        gather_bytes=gather_bytes,
         object_names=object_names,
         metadata=render_metadata(
             metadata,
             object_indices=[MetadataIndex(name) for name in object_names],
             data_file=data_file_name(rank),
         ),
-        tensors_static=encode_static([_entry(item) for item in layout.items]),
+        tensors_static=encode_static([tensor_entry(item) for item in layout.items]),
         skeleton=tree.encode_skeleton(flat.skeleton),
+        stored_names=frozenset(name for item in layout.items for name in item.fqns),
+    )
+
+
+def plan_image(
+    structure: Structure, placements: Sequence[Placement], fingerprint: list[int], *, gather_bytes: int
+) -> ImagePlan:
+    """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses."""
+    ordered = sorted(
+        placements, key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes)
+    )
+    layout = lay_out(ordered)
+    routes = choose_routes(
+        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
+    )
+    return ImagePlan(
+        structure=structure,
+        layout=layout,
         routes=routes,
         descriptors=_descriptors(layout, routes, fingerprint),
-        stored_names=frozenset(name for item in layout.items for name in item.fqns),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
         uses_cuda=any(source.type == "cuda" for source in structure.devices),
+        gather_bytes=gather_bytes,
         gathers=any(route.gathered for route in routes),
     )
 
@@ -227,13 +264,6 @@ def _dcp_plan(flat: tree.FlatState) -> tuple[Metadata, dict[str, WriteItem]]:
     local = planner.create_local_plan()
     _, metadata = planner.create_global_plan([local])
     return metadata, {item.index.fqn: item for item in local.items}
-
-
-def _spec(structure: Structure, leaf: int) -> TensorSpec:
-    shape = tuple(structure.shapes[leaf])
-    if structure.conj[leaf] or structure.neg[leaf]:  # resolved by a copy, which is packed row by row
-        return TensorSpec(structure.dtypes[leaf], shape, envelope.row_major_stride(shape))
-    return TensorSpec(structure.dtypes[leaf], shape, envelope.stored_stride(shape, structure.strides[leaf]))
 
 
 def _shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
@@ -252,7 +282,8 @@ def _storage_data(
     }
 
 
-def _entry(item: TensorItem) -> TensorEntry:
+def tensor_entry(item: TensorItem) -> TensorEntry:
+    """What the rank manifest says of an item."""
     return TensorEntry(
         fqns=item.fqns,
         dtype=str(item.spec.dtype).removeprefix("torch."),
@@ -274,7 +305,7 @@ def _descriptors(layout: ImageLayout, routes: Sequence[ChunkRoutes], fingerprint
 
     return CopyDescriptors(
         fingerprint,
-        moves=tuple(tuple((p.image_start, source(p), p.nbytes) for p in route.moved) for route in routes),
+        moves=tuple(as_moves([(p.image_start, source(p), p.nbytes) for p in route.moved]) for route in routes),
         issues=tuple(
             tuple((p.image_start, source(p), p.nbytes, leaves[p.item]) for p in route.issued) for route in routes
         ),

@@ -10,12 +10,13 @@ from itertools import groupby
 import torch
 
 from aio_ckpt import envelope, objects
-from aio_ckpt.device import Copies, CopyStreams, HostCopies, Mark
+from aio_ckpt.device import Copies, CopyStreams, Mark
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers
 from aio_ckpt.image import Image
 from aio_ckpt.items import Chunk, Piece
-from aio_ckpt.plan import Plan, PlannedSave
+from aio_ckpt.moves import copy_all
+from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
@@ -101,13 +102,12 @@ class Capture:
     Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
-    def __init__(self, planned: PlannedSave, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
+    def __init__(self, planned: PlannedImage, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
         self._planned = planned
         self._image = image
         self._copiers = copiers
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
-        self._host = HostCopies()
         self._copies: dict[torch.device, Copies] = {}
         self._unmarked: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class Capture:
         plan = self._planned.plan
         run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
         for chunk in run:
-            self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
+            copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
             self._copy(chunk, plan.routes[chunk.index].copied)
         self._issue_device(run, is_guarded=bool(self._guarded))
 
@@ -236,7 +236,7 @@ class Capture:
 
 
 def capture(
-    planned: PlannedSave,
+    planned: PlannedImage,
     image: Image,
     copiers: Copiers,
     *,
@@ -270,8 +270,8 @@ def capture(
                     untold = []
             if untold:
                 on_captured(untold)
-        except RuntimeError:
-            work.check_sources()  # why torch refused to copy
+        except (RuntimeError, OSError):
+            work.check_sources()  # why torch or the system refused to copy
             raise
         work.check_sources()
     except BaseException:
@@ -283,7 +283,7 @@ def capture(
     return work
 
 
-def _cut_runs(image: Image, plan: Plan) -> Iterator[tuple[Sequence[Chunk], bool]]:
+def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], bool]]:
     """Chunks that are issued together, and whether they come from devices: one by one from the host and in waves.
 
     From devices the first alone, so that it is written soon, then more and more: each mark costs the caller
@@ -299,7 +299,7 @@ def _cut_runs(image: Image, plan: Plan) -> Iterator[tuple[Sequence[Chunk], bool]
         first += len(run)
 
 
-def _is_issued(image: Image, plan: Plan, index: int) -> bool:
+def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
     """Whether a chunk comes from devices, in an image that holds it to the end."""
     if not image.is_whole or index >= len(plan.routes):
         return False

@@ -14,9 +14,9 @@ from operator import attrgetter, eq
 import torch
 from torch.distributed.tensor import DTensor
 
-from aio_ckpt import tree
+from aio_ckpt import envelope, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.items import LeafKind
+from aio_ckpt.items import LeafKind, TensorSpec
 from aio_ckpt.objects import as_tensor
 
 __all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
@@ -129,6 +129,13 @@ class Structure:
             and equal(_is_conj, self.conj)
             and equal(_is_neg, self.neg)
         )
+
+    def stored_spec(self, leaf: int) -> TensorSpec:
+        """What the item of a tensor leaf is a function of: its stride is that of the stored bytes."""
+        shape = tuple(self.shapes[leaf])
+        if self.conj[leaf] or self.neg[leaf]:  # resolved by a copy, which is packed row by row
+            return TensorSpec(self.dtypes[leaf], shape, envelope.row_major_stride(shape))
+        return TensorSpec(self.dtypes[leaf], shape, envelope.stored_stride(shape, self.strides[leaf]))
 
     def digest(self, aliases: Sequence[int]) -> bytes:
         """16 bytes that ranks compare; covers the alias partition too."""
