@@ -284,7 +284,7 @@ UPKEEPS = (
 
 
 def short_reads(folder: Path) -> Iterator[Point]:
-    """The n-th read moves half of its bytes and is continued; one that ends there is done anew, and proves no damage."""
+    """The n-th read moves half of its bytes: continued. One that ends there is done anew and proves no damage."""
     with small_chunks():
         for is_end in (False, True):
             for number in itertools.count(1):
