@@ -495,6 +495,18 @@ def test_a_protected_step_stays_until_it_is_no_longer_protected(root: Path) -> N
     assert committed(root) == [5]
 
 
+def test_a_protected_step_is_not_even_renamed(root: Path) -> None:
+    """Taken back at once, it would still be gone for whoever reads it then."""
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        engine.protect(1)
+        for step in (2, 3):
+            engine.save(weights(step), step).result(TIMEOUT)
+    moved = {call.path.name for call in storage.calls if call.name == "rename"}
+    assert "step_000000001" not in moved
+    assert "step_000000002" in moved
+
+
 @pytest.mark.parametrize("step", [2, 7])
 def test_only_a_committed_step_can_be_protected(root: Path, step: int) -> None:
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
