@@ -17,6 +17,7 @@ from test_bad_input import everything
 
 from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, PerRank, SaveTicket, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, BusyError, CheckpointNotFoundError, ConfigError, RootError, StepOrderError
+from aio_ckpt.ticket import Milestone
 
 
 class Plain:
@@ -73,6 +74,7 @@ Call = Callable[[SyncCheckpointEngine, Any], object]
 
 ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(state)": (lambda engine, odd: engine.save(odd), {"a dict"}, "state"),
+    "prepare(state)": (lambda engine, odd: engine.prepare(odd), {"a dict"}, "state"),
     "save(step)": (lambda engine, odd: engine.save(STATE, odd), {"None"}, "step="),
     "save(overwrite)": (lambda engine, odd: engine.save(STATE, overwrite=odd), FLAG, "overwrite="),
     "save(deadline_secs)": (
@@ -134,8 +136,8 @@ def test_what_an_argument_may_be_is_taken(root: Path, argument: str) -> None:
             engine.save(STATE, 1).result(TIMEOUT)
             before = signal.getsignal(signal.SIGTERM)
             outcome = call(engine, ODD[odd])
-            if isinstance(outcome, SaveTicket):
-                assert outcome.result(TIMEOUT)
+            if isinstance(outcome, SaveTicket | Milestone):
+                outcome.result(TIMEOUT)
             assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -375,6 +377,7 @@ def test_every_call_of_a_closed_engine_is_refused_by_a_typed_error(root: Path) -
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     for name, call in {
         "save": lambda: engine.save(STATE),
+        "prepare": lambda: engine.prepare(STATE),
         "load": lambda: engine.load(STATE),
         "read": engine.read,
         "steps": engine.steps,
