@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from aio_ckpt.batch import batch_copy
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
     "Copies",
@@ -157,7 +157,9 @@ class _CudaMark:
         self._event.synchronize()
 
     def fence(self, stream: object = None) -> None:
-        waiting = stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self._device)
+        waiting = torch.cuda.current_stream(self._device) if stream is None else stream
+        if not isinstance(waiting, torch.cuda.Stream):  # of another kind of device, or a handle
+            raise ConfigError(f"fence(stream={shown(stream)}): give a torch.cuda.Stream")
         waiting.wait_event(self._event)
 
 
