@@ -12,7 +12,7 @@ import pytest
 from bench.gpu.__main__ import run
 from bench.gpu.options import GpuOptions, parse
 from bench.gpu.results import row_of
-from bench.gpu.supervise import EventReader, Outcome, Ranks, free_port, run_trial
+from bench.gpu.supervise import EventReader, Outcome, Processes, Ranks, free_port
 from bench.gpu.tables import render
 
 READY = {"event": "ready", "nbytes": 2_000_000_000, "tensors": 3, "step_secs": 0.07}
@@ -43,7 +43,7 @@ def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: P
     # What it had reported before: the file is read, whoever wrote it.
     (tmp_path / "trial-events-0.jsonl").write_text('{"event": "alone", "blocked_secs": 1.0, "durable_secs": 2.0}\n')
     begin = time.monotonic()
-    outcome = run_trial(trial, Ranks(), free_port(), limit_secs=0.3)
+    outcome = Processes(Ranks()).run(trial, free_port(), limit_secs=0.3, has_next=False)
     assert time.monotonic() - begin < 10
     assert (outcome.status, outcome.error) == ("failed", "killed after 0 s")
     assert [event["event"] for event in outcome.events] == ["alone"]
@@ -64,7 +64,8 @@ def test_lost_time_is_what_the_steps_took_beyond_as_many_without_a_save() -> Non
         "blocked_secs": 0.01,
         "done_secs": 0.5,
         "durable_secs": 0.6,
-        "blocked_cpu_secs": 0.2,
+        "staged_secs": 0.01,
+        "cpu_secs": 0.2,
         "base_secs": [0.1, 0.1],
         "steps_secs": [0.25, 0.1, 0.1, 0.11, 0.1, 0.1, 0.1],
     }
