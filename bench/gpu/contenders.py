@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,13 +22,14 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from aio_ckpt import coordinator
 from aio_ckpt.config import EngineConfig, Staging
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 from bench.gpu.train import Ground, Trainer, local_of
 from bench.rivals import DCP_DURABILITY, ENGINE_SAVE_DURABILITY
 
-__all__ = ["SAVERS", "Saver", "UnavailableError", "fsync_tree"]
+__all__ = ["SAVERS", "Saver", "UnavailableError", "engine_place", "fsync_tree"]
 
 NO_DURABILITY = "none: page cache"
 WAIT_SECS = 600.0
@@ -99,6 +101,15 @@ def fsync_tree(folder: Path) -> None:
 # -- aio_ckpt -------------------------------------------------------------------------------------
 
 
+def engine_place(
+    state: Mapping[str, torch.Tensor], ground: Ground, folder: Path
+) -> tuple[dict[str, torch.Tensor], Path]:
+    """(what the engine is given, its root): one checkpoint of all ranks where the engine knows ranks."""
+    if ground.world == 1 or hasattr(coordinator, "default_coordinator"):
+        return dict(state), folder / "root"
+    return local_of(state), folder / f"rank{ground.rank}"
+
+
 class EngineFenced(Saver):
     """``engine.save(state)``: the device's stream waits for the copies."""
 
@@ -112,12 +123,10 @@ class EngineFenced(Saver):
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
         config = EngineConfig(staging=self.staging)
-        # A root a rank: this bench asks nothing of the ranks' agreement.
-        self.root = folder / f"rank{ground.rank}"
-        self.engine = SyncCheckpointEngine(self.root, config)
+        self.state, root = engine_place(trainer.state, ground, folder)
+        self.engine = SyncCheckpointEngine(root, config)
         if self.is_guarded:
             self.engine.guard(trainer.optimizer)
-        self.state = local_of(trainer.state)
         self.ticket: SaveTicket | None = None
 
     def save(self, number: int) -> None:
@@ -137,7 +146,7 @@ class EngineFenced(Saver):
     def remove(self) -> None:
         for root in self.folder.iterdir():
             for path in root.iterdir():
-                if path.is_dir():
+                if path.is_dir() and not path.name.startswith("."):
                     shutil.rmtree(path)
 
     def close(self) -> None:
