@@ -19,7 +19,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
     **dict.fromkeys(("seal", "pickle_guard"), 1),
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
-    **dict.fromkeys(("portal", "ticket", "device", "moves", "preemption"), 1),
+    **dict.fromkeys(("portal", "ticket", "device", "moves", "likeness", "preemption"), 1),
     **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
     **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator"), 2),
     **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "directory", "retention"), 3),
