@@ -234,6 +234,7 @@ class Document:
 
     def write(self) -> Path:
         """To ``--out``; a run that is cut off leaves what it had."""
+        self._machine = machine(self._options.folder)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(rounded(self.as_json()), indent=1)
         # A list of numbers takes a line, not a line each.

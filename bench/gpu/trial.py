@@ -271,7 +271,7 @@ def _one_beside(saver: Saver, number: int, cpu_rate: float) -> dict[str, object]
         if not done and ground.all_agree(is_done):
             done = time.perf_counter()
             if saver.is_async:
-                used = _tree_cpu_secs() - cpu - cpu_rate * (done - begin)
+                used = max(0.0, _tree_cpu_secs() - cpu - cpu_rate * (done - begin))
     _step(trainer, saver, clock)
     saver.wait()
     steps_secs = clock.steps_secs()[LEAD_STEPS:]
