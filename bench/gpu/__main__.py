@@ -7,9 +7,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from bench.gpu.options import GpuOptions, parse
+from bench.gpu.options import GpuOptions, Trial, parse
 from bench.gpu.results import Document, Row, row_of, write_readme
 from bench.gpu.supervise import Outcome, Processes, Ranks, free_port
 from bench.gpu.trial import contender_keys
@@ -17,6 +19,7 @@ from bench.options import log
 
 __all__ = ["main", "run"]
 
+OVER = "the time of the run was over"
 LEAST_SECS = 5.0
 """Nothing is begun with less left."""
 
@@ -52,17 +55,12 @@ def run(options: GpuOptions) -> None:
                 folder = work / f"trial-{number}"
                 folder.mkdir()
                 decision = {"left": left, "port": free_port(), "folder": str(folder)}
-            decided = ranks.decide(decision, wait_secs=options.limit_secs(gb))
-            left = float(decided["left"])
-            if left < LEAST_SECS:
-                outcome = Outcome(status="not run", error="the time of the run was over")
-            else:
-                if document is not None:
-                    log(f"{shape} {gb:g}: {contender}")
-                trial = options.trial(contender, shape, gb, str(decided["folder"]))
-                limit_secs = min(left, options.limit_secs(gb))
-                outcome = processes.run(trial, int(decided["port"]), limit_secs, has_next=number + 1 < len(plan))
-            gathered = ranks.gather(outcome)
+                log(f"{shape} {gb:g}: {contender}")
+            limit_secs = options.limit_secs(gb)
+            decided = ranks.decide(decision, wait_secs=limit_secs)
+            trial = options.trial(contender, shape, gb, str(decided["folder"]))
+            has_next = number + 1 < len(plan)
+            gathered = ranks.gather(_try(processes, trial, decided, limit_secs, has_next=has_next))
             if document is not None and work is not None:
                 _keep(document, row_of(contender, shape, gb, gathered, document.raw(shape, gb)))
                 shutil.rmtree(work / f"trial-{number}", ignore_errors=True)  # a killed one leaves anything
@@ -75,6 +73,18 @@ def run(options: GpuOptions) -> None:
         log(f"wrote {document.write()}")
         if options.write:
             write_readme([document.path])
+
+
+def _try(
+    processes: Processes, trial: Trial, decided: Mapping[str, Any], limit_secs: float, *, has_next: bool
+) -> Outcome:
+    left = float(decided["left"])
+    if left < LEAST_SECS:
+        return Outcome(status="not run", error=OVER)
+    outcome = processes.run(trial, int(decided["port"]), min(left, limit_secs), has_next=has_next)
+    if outcome.error.startswith("killed") and left < limit_secs:
+        outcome.error += f": {OVER}"
+    return outcome
 
 
 def _plan(options: GpuOptions) -> list[tuple[str, float, str]]:

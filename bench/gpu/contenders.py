@@ -41,7 +41,10 @@ class UnavailableError(Exception):
 
 
 class Saver(ABC):
-    """One way of saving. One save is pending at most; the caller's thread does what the trainer's would."""
+    """One way of saving. One save is pending at most; the caller's thread does what the trainer's would.
+
+    There is nothing to close: its process and workers are killed; to end by themselves would take some rivals long.
+    """
 
     title: ClassVar[str]
     """Shown."""
@@ -59,6 +62,14 @@ class Saver(ABC):
         self.trainer = trainer
         self.ground = ground
         self.folder = folder
+
+    @classmethod  # noqa: B027 - most run everywhere
+    def check(cls, device: torch.device) -> None:
+        """Before anything is built.
+
+        Raises:
+            UnavailableError: it cannot run here.
+        """
 
     @abstractmethod
     def save(self, number: int) -> None:
@@ -85,9 +96,6 @@ class Saver(ABC):
                 shutil.rmtree(path)
             elif not path.name.startswith("."):
                 path.unlink()
-
-    def close(self) -> None:  # noqa: B027
-        """Let go."""
 
 
 def fsync_tree(folder: Path) -> None:
@@ -149,15 +157,22 @@ class EngineFenced(Saver):
                 if path.is_dir() and not path.name.startswith("."):
                     shutil.rmtree(path)
 
-    def close(self) -> None:
-        self.engine.close()
-
 
 class EngineGuarded(EngineFenced):
     """The same after ``engine.guard(optimizer)``: only the optimizer's step waits."""
 
     setting = "guarded"
     is_guarded = True
+
+
+class EnginePrepared(EngineGuarded):
+    """The same after ``engine.prepare(state)``: the first save finds its plan and memory made."""
+
+    setting = "guarded, prepared"
+
+    def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
+        super().__init__(trainer, ground, folder)
+        self.engine.prepare(self.state).result(WAIT_SECS)
 
 
 class EngineShm(EngineGuarded):
@@ -264,10 +279,6 @@ class DcpAsync(DcpSave):
         if self.upload is not None:
             self.upload.result(WAIT_SECS)
 
-    def close(self) -> None:
-        if self.stager is not None:
-            self.stager.close()
-
 
 class DcpPinned(DcpAsync):
     """A kept stager: pinned, shared, on a thread and a stream of its own; four threads write."""
@@ -303,6 +314,7 @@ class DcpProcessPinned(DcpPinned):
 SAVERS: dict[str, type[Saver]] = {
     "aio-guarded": EngineGuarded,
     "aio-fenced": EngineFenced,
+    "aio-prepared": EnginePrepared,
     "aio-shm": EngineShm,
     "aio-pageable": EnginePageable,
     "torch-save": TorchSave,

@@ -63,9 +63,6 @@ class Loader(ABC):
             if not torch.equal(filled[name], value):
                 raise AssertionError(f"{self.title}: {name} differs from what was saved")
 
-    def close(self) -> None:  # noqa: B027
-        """Let go."""
-
 
 class EngineLoader(Loader):
     """``engine.load(state)``: every sum checked, in place."""
@@ -83,9 +80,6 @@ class EngineLoader(Loader):
 
     def load(self) -> None:
         self.engine.load(self.template)
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 class DcpLoader(Loader):

@@ -116,7 +116,7 @@ class Processes:
         self._spare: Process | None = None
 
     def run(self, trial: Trial, port: int, limit_secs: float, *, has_next: bool) -> Outcome:
-        """From start to end, at most ``limit_secs``."""
+        """From start to end; what takes longer than ``limit_secs`` is killed."""
         process, self._spare = self._spare or Process(self._ranks), None
         if has_next:
             self._spare = Process(self._ranks)

@@ -112,6 +112,9 @@ def _ground() -> Iterator[Ground]:
 
 
 def _run(trial: Trial, ground: Ground, events: Events) -> None:
+    contenders = SAVERS | GUESTS
+    if trial.contender in contenders:
+        contenders[trial.contender].check(ground.device)
     torch.manual_seed(ground.rank)
     trainer = make_trainer(trial, ground)
     cpu, begin = _tree_cpu_secs(), time.perf_counter()
@@ -138,14 +141,13 @@ def _run(trial: Trial, ground: Ground, events: Events) -> None:
         _load(LOADERS[trial.contender], trial, trainer, ground, events)
         return
     begin = time.perf_counter()
-    saver = (SAVERS | GUESTS)[trial.contender](trainer, ground, folder)
+    saver = contenders[trial.contender](trainer, ground, folder)
     events.write("open", secs=time.perf_counter() - begin)
     _save_alone(saver, trial, ground, events)
     _save_beside(saver, trial, base, cpu_rate, events)
     for every in trial.every:
         events.write("every", every=every, **_tokens(saver, trial, every))
     events.write("device", growth_bytes=_device_bytes(ground, peak=True) - before)
-    saver.close()
 
 
 def local_bytes(trainer: Trainer) -> int:
@@ -336,7 +338,6 @@ def _load(kind: type[Loader], trial: Trial, trainer: Trainer, ground: Ground, ev
         events.write("load", number=number, secs=secs, cpu_secs=_tree_cpu_secs() - cpu)
         longest = max(longest, secs)
     loader.check()
-    loader.close()
 
 
 if __name__ == "__main__":
