@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -48,6 +49,36 @@ def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: P
     assert (outcome.status, outcome.error) == ("failed", "killed after 0 s")
     assert [event["event"] for event in outcome.events] == ["alone"]
     assert not [child for child in psutil.Process().children() if "bench.gpu.trial" in " ".join(child.cmdline())]
+
+
+def test_workers_of_a_contender_that_hangs_are_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trial").mkdir()
+    stub = tmp_path / "stub"
+    stub.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/worker\nwait\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"))
+    outcome = Processes(Ranks()).run(trial, free_port(), limit_secs=1.0, has_next=False)
+    assert outcome.error == "killed after 1 s"
+    worker = int((tmp_path / "worker").read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
+def test_supervisors_agree_through_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in ("0", "1"):
+        for name, value in (environment | {"RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        ranks.append(Ranks())
+    for trial in range(2):
+        decided = [ranks[0].decide({"left": trial}, 1), ranks[1].decide(None, 1)]
+        assert decided == [{"left": trial}] * 2
+        assert not ranks[0].has_failure()
+        ranks[1].tell_failure()
+        assert ranks[0].has_failure()
+        assert ranks[1].gather(Outcome(status="failed", error="b")) == []
+        assert [outcome.error for outcome in ranks[0].gather(Outcome(status="ok", error="a"))] == ["a", "b"]
 
 
 def test_what_has_not_begun_when_the_time_is_over_is_a_row(tmp_path: Path) -> None:

@@ -169,9 +169,12 @@ class Process:
             self.popen.stdin.close()
 
     def end(self) -> None:
-        """Kill it and its workers."""
+        """Kill it and its workers, and see them gone: memory of theirs is measured as the next trial's otherwise."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
+        deadline = time.monotonic() + GRACE_SECS
+        while _has_living(self.popen.pid) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECS / 10)
         if self.popen.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.popen.stdin.close()
@@ -180,6 +183,15 @@ class Process:
             log.seek(0)
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         self.last_words = f"exit code {code}: {lines[-1][:300] if lines else 'no output'}"
+
+
+def _has_living(group: int) -> bool:
+    """Whether a process of a process group has not been killed yet."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _watch(process: subprocess.Popen[bytes], path: Path, ranks: Ranks, limit_secs: float) -> Outcome:
