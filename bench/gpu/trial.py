@@ -255,13 +255,15 @@ def _one_beside(saver: Saver, number: int, cpu_rate: float) -> dict[str, object]
     """One save while training goes on, until it is done on all ranks and a step longer."""
     trainer, ground = saver.trainer, saver.ground
     _settle(ground)
+    # CPU time is read outside of the steps that are timed: it takes milliseconds of this thread.
+    cpu, trains_from = _tree_cpu_secs(), time.perf_counter()
     clock = StepClock(ground)
     for _ in range(LEAD_STEPS):
         _step(trainer, saver, clock)
-    cpu, begin = _tree_cpu_secs(), time.perf_counter()
+    begin = time.perf_counter()
     saver.save(number)
     free = time.perf_counter()
-    used, staged, done, steps = _tree_cpu_secs() - cpu, 0.0, 0.0, 0
+    staged, done, steps = 0.0, 0.0, 0
     while not done or steps < MIN_STEPS:
         trainer.compute()
         with saver.updating():
@@ -272,11 +274,11 @@ def _one_beside(saver: Saver, number: int, cpu_rate: float) -> dict[str, object]
         steps += 1
         if not done and ground.all_agree(is_done):
             done = time.perf_counter()
-            if saver.is_async:
-                used = max(0.0, _tree_cpu_secs() - cpu - cpu_rate * (done - begin))
     _step(trainer, saver, clock)
     saver.wait()
     steps_secs = clock.steps_secs()[LEAD_STEPS:]
+    trained_secs = time.perf_counter() - trains_from - (0.0 if saver.is_async else free - begin)
+    used = max(0.0, _tree_cpu_secs() - cpu - cpu_rate * trained_secs)
     done_secs = (done if saver.is_async else free) - begin
     return {
         "blocked_secs": free - begin,
