@@ -37,13 +37,14 @@ __all__ = ["conclude", "narrow_save"]
 
 async def narrow_save(site: Site, save: PendingSave) -> None:
     """A miss: everything is captured; agree on who writes what, and close the image up over what others write."""
-    save.stage, save.doing = "plan", "waiting for its capture"
+    save.stage = "plan"
+    save.begin("waiting for its capture")
     whole, local = save.plan, save.plan.local
     assert local is not None  # several ranks
     for chunk in save.image.chunks:
         await save.progress.wait(chunk.index, site.executor)
     sums = await run_blocking(site.executor, item_sums, save.image, whole.layout)
-    save.doing = "waiting for the plans of the other ranks"
+    save.begin("waiting for the plans of the other ranks")
     with save.progress.paused():
         word = await save.round.assign(Planned(save.step, local, sums))
     share = word.share
@@ -68,13 +69,12 @@ async def conclude(
     final: Path,
     metadata: MetadataFile | None,
     result: WriteResult,
-    written_secs: float,
 ) -> Mapping[str, int]:
     """This rank's manifest, durably; then what all ranks wrote becomes visible. Per stage, the slowest rank."""
     entries = object_entries(save.plan, save.objects)
     written = written_names(save.plan, entries, result)
     check_complete(frozenset(save.requested), written | save.plan.elsewhere)
-    save.doing = "writing the rank's manifest"
+    save.begin("writing the rank's manifest")
     peers, save_id = site.peers, save_id_of(site, save)
     rank, world_size = peers.coordinator.rank, peers.coordinator.world_size
     manifest = render_rank(
@@ -82,7 +82,8 @@ async def conclude(
     )
     await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
     save.progress.touch()
-    save.stage, save.doing = "agree", "waiting for the other ranks"
+    save.stage = "agree"
+    save.begin("waiting for the other ranks")
     spans = object_spans(save.plan, save.objects)
     share_id, is_alone = save.plan.share_id, save.previous is None or save.previous.done()
     report = Written(
@@ -90,7 +91,7 @@ async def conclude(
         share_id,
         len(manifest),
         isal_zlib.crc32(manifest),
-        (save.blocked_secs, save.staged_secs, written_secs),
+        (save.blocked_secs, save.staged_secs, save.written_secs),
         peers.sent.moved(share_id, spans, is_alone=is_alone) if peers.are_several else (),
         spans_crc32(spans),
         _places(save.plan) if peers.are_several and peers.sent.is_new(share_id) else None,
@@ -128,17 +129,18 @@ async def _publish(
     written: Sequence[Written],
 ) -> None:
     """The leader: everything is durable but the names; make it one checkpoint, visible."""
-    save.doing = "waiting for the commit of the save before"
+    save.begin("waiting for the commit of the save before")
     await _previous(save)
     save_id = save_id_of(site, save)
     ranks = [FileEntry(rank_manifest_name(rank), found.nbytes, found.crc32) for rank, found in enumerate(written)]
     if metadata is None:
-        save.stage, save.doing = "commit", "rendering .metadata"
+        save.begin("rendering .metadata")
         spans = site.peers.book.learn(written)
         template = await run_blocking(site.executor, site.peers.book.template, written)
         metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
         await site.storage.write_file(pending / METADATA_FILE, metadata.data)
     save.progress.touch()
+    save.agreed_secs = save.elapsed()
     root_manifest = render_root(
         metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.call.metrics
     )
@@ -146,12 +148,15 @@ async def _publish(
 
 
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
-    save.stage, save.doing = "commit", "making its directory durable"
+    save.stage = "commit"
+    save.begin("making its directory durable")
     await commit.seal(site.storage, pending, root_manifest)
-    save.doing = "waiting while other checkpoints are renamed"
+    save.sealed_secs = save.elapsed()
+    save.begin("waiting while other checkpoints are renamed")
     async with site.quarantine.renames:
         await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
         save.is_committing = True
+        save.begin("making it visible (rename, fsync)")
         # Shielded: a rename that was begun is finished or undone.
         with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
             await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)

@@ -12,7 +12,7 @@ import anyio
 
 from aio_ckpt import owner
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.device import Mark
+from aio_ckpt.copies import Mark
 from aio_ckpt.image import Image
 from aio_ckpt.names import StepNames
 from aio_ckpt.peers import Peers, SaveRound
@@ -22,7 +22,9 @@ from aio_ckpt.progress import CaptureProgress, Deadline, Threads
 from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
+from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.tracing import NO_TRACE, SaveTrace
 
 __all__ = ["PendingSave", "SaveCall", "Site", "pending_of", "save_id_of"]
 
@@ -47,6 +49,12 @@ class Site:
     """Settings."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Checkpoints that loads proved damaged."""
+    throttle: WriteThrottle = field(default_factory=WriteThrottle)
+    """The rate of writing."""
+
+    def slot_timeout_secs(self, nbytes: int) -> float:
+        """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""
+        return self.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,8 @@ class SaveCall:
     """When it must be committed."""
     started: float
     """``time.perf_counter`` at the call."""
+    trace: SaveTrace = NO_TRACE
+    """Told where the time goes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,9 +119,17 @@ class PendingSave:
     """Time the caller was kept."""
     staged_secs: float = 0.0
     """When everything was copied."""
+    written_secs: float = 0.0
+    """When every chunk was written."""
+    synced_secs: float = 0.0
+    """When the data file and ``.metadata`` were durable."""
+    agreed_secs: float = 0.0
+    """When all ranks were."""
+    sealed_secs: float = 0.0
+    """When the directory was."""
     marks: tuple[Mark, ...] = ()
     """Behind every copy from a device."""
-    doing: str = "making its directory"
+    doing: str = "beginning"
     """What it is doing, for messages."""
     stage: str = "write"
     """Where it is: ``write``, ``agree``, ``commit``."""
@@ -127,6 +145,11 @@ class PendingSave:
     def elapsed(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.call.started
+
+    def begin(self, doing: str) -> None:
+        """On the loop: from now on it is doing this."""
+        self.doing = doing
+        self.call.trace.stage(doing)
 
     async def cancel(self) -> bool:
         """On the loop: cancel unless it is being made visible."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
+import functools
 from pathlib import Path
 
 import anyio.lowlevel
 
-from aio_ckpt import owner
+from aio_ckpt import owner, undo
 from aio_ckpt.concluding import conclude, narrow_save
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
+from aio_ckpt.errors import SaveCancelledError, StallError, WriteError, tell_stage
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult
 from aio_ckpt.manifest import METADATA_FILE, data_file_name
 from aio_ckpt.pending import PendingSave, Site, pending_of, save_id_of
 from aio_ckpt.portal import watch_submissions
-from aio_ckpt.progress import follow
 from aio_ckpt.record import (
     MetadataFile,
     object_spans,
@@ -26,11 +25,8 @@ from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = ["run_save"]
 
-_log = logging.getLogger("aio_ckpt")
 _BEATS = 4
 """Signs of life to the other ranks in ``stall_timeout_secs``."""
-_SETTLE_SECS = 5.0
-"""How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
 
 
 async def run_save(site: Site, save: PendingSave) -> SaveReport:
@@ -47,16 +43,27 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
     save.has_begun = True
     try:
         with watch_submissions(save.threads.add):
-            return await _watched(site, save)
+            report = await _watched(site, save)
     except BaseException as error:
         cause = _first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             cause = await save.round.end(cause)
-            await _settle_failure(site, save, cause)
+            pending = pending_of(site, save) if save.round.is_failed else None
+            await undo.settle_failure(site.storage, pending, save.image, save.threads, step=save.step, cause=cause)
+            await keep_trace(site, save, cause)
         if cause is error:
             raise
         raise cause from cause.__cause__
+    await keep_trace(site, save, None)
+    return report
+
+
+async def keep_trace(site: Site, save: PendingSave, error: BaseException | None) -> None:
+    """The save has ended, with ``error`` or well: write the trace that its caller asked for."""
+    about = {"step": save.step, "plan_hit": save.plan_hit, "image_bytes": save.image.chunks[-1].stop}
+    origin, rank = save.call.started, site.peers.coordinator.rank
+    await save.call.trace.keep(site.executor, origin=origin, rank=rank, about=about, error=error)
 
 
 async def _watched(site: Site, save: PendingSave) -> SaveReport:
@@ -106,6 +113,7 @@ async def _beat(site: Site, save: PendingSave) -> None:
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, pending = site.storage, pending_of(site, save)
     final = site.root / site.names.name(save.step)
+    save.begin("making its directory")
     await _make_pending(site, pending)
     if site.peers.are_several and not save.plan.share_id:
         await narrow_save(site, save)
@@ -115,12 +123,12 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             beside.start_soon(owner.write_owner, storage, pending, site.owner)
         if metadata is not None:
             beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
-        save.doing = "writing its data"
         result = await _write(site, save, pending)
-        save.doing = "writing its .metadata"
+        save.begin("writing its .metadata")
         save.image.lease.close()
-        written_secs = save.elapsed()
-    slowest = await conclude(site, save, pending, final, metadata, result, written_secs)
+    save.synced_secs = save.elapsed()
+    slowest = await conclude(site, save, pending, final, metadata, result)
+    save.begin("ending")
     return SaveReport(
         step=save.step,
         path=final,
@@ -134,7 +142,10 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             waited_secs=save.ticket.waited_secs,
             plan_secs=save.plan_secs,
             staged_secs=save.staged_secs,
-            written_secs=written_secs,
+            written_secs=save.written_secs,
+            synced_secs=save.synced_secs,
+            agreed_secs=save.agreed_secs,
+            sealed_secs=save.sealed_secs,
             committed_secs=save.elapsed(),
         ),
         slowest_rank=slowest,
@@ -164,53 +175,38 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     arena.rendered = None
     path = pending / data_file_name(site.peers.coordinator.rank)
     image_bytes = save.image.chunks[-1].stop
+    is_hurried = save.call.deadline.secs is not None
+
+    def on_written(nbytes: int) -> None:
+        save.progress.touch()
+        site.throttle.wrote(nbytes)
+
+    save.begin("reserving room for its data")
     file = await site.storage.create_data_file(path, image_bytes, writers=site.config.workers)
     try:
-        result = await write_image(
-            save.image,
-            preparer,
-            file,
-            site.executor,
-            workers=site.config.workers,
-            captured=lambda index: save.progress.wait(index, site.executor),
-            on_written=lambda _: save.progress.touch(),
-        )
-        save.doing = "making its data durable"
+        save.begin("writing its data")
+        with site.throttle.drain():
+            result = await write_image(
+                save.image,
+                preparer,
+                file,
+                site.executor,
+                workers=site.config.workers,
+                captured=lambda index: save.progress.wait(index, site.executor),
+                admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
+                on_written=on_written,
+                trace=save.call.trace,
+            )
+        save.written_secs = save.elapsed()
+        save.begin("making its data durable (fdatasync)")
         await file.sync()
         save.progress.touch()
     finally:
-        with anyio.move_on_after(_SETTLE_SECS, shield=True):
+        with anyio.move_on_after(undo.SETTLE_SECS, shield=True):
             await file.close()
     if save.image.is_whole:
         arena.rendered = layout
     return result
-
-
-async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -> None:
-    """Give the buffers back when the last thread let go; leave nothing behind that is listed."""
-    for future in save.image.written:
-        if not future.done():
-            future.set_exception(cause)
-    lease = save.image.lease
-    lease.close()
-    with anyio.move_on_after(_SETTLE_SECS):
-        await asyncio.wrap_future(follow(lease.settled))
-        await save.threads.wait()
-    if not (lease.settled.done() and save.threads.are_idle):
-        _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
-        return
-    pending = pending_of(site, save)
-    is_in_doubt = isinstance(cause, AioCkptError) and cause.in_doubt
-    if is_in_doubt or not save.round.is_failed:
-        # Its files may be those of a visible step, or those of the step that it replaced.
-        _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)
-        return
-    try:
-        with anyio.move_on_after(_SETTLE_SECS):
-            await site.storage.remove_tree(pending)
-    except (AioCkptError, OSError) as error:
-        if getattr(error, "errno", None) != errno.ENOENT:  # another rank did
-            _log.warning("step %d: %s stays: %s", save.step, pending, error)
 
 
 def _first_cause(error: BaseException) -> BaseException:

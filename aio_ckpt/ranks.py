@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from aio_ckpt.errors import PeerFailedError
 from aio_ckpt.frames import Verdict
@@ -14,6 +14,7 @@ Decide = Callable[[tuple[bytes, ...]], Awaitable[Verdict]]
 """The leader's: from the message of every rank, by rank."""
 
 
+@runtime_checkable
 class Coordinator(Protocol):
     """What the engine asks of the other ranks. Called on the engine's own thread only, but for ``close``."""
 

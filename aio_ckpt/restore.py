@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import anyio
 
+from aio_ckpt.config import check_flag
 from aio_ckpt.errors import (
     ConfigError,
     SaveCancelledError,
+    shown,
 )
 from aio_ckpt.items import LoadReport
 from aio_ckpt.joint import newest_good_for_all
@@ -40,6 +42,10 @@ class LoadOptions:
     """Leave template names that the checkpoint lacks."""
     fallback: bool
     """Without a step: walk back past what does not verify."""
+
+    def __post_init__(self) -> None:
+        for name in ("strict", "allow_missing", "fallback"):
+            check_flag(name, getattr(self, name))
 
 
 async def load_state(
@@ -111,9 +117,11 @@ def selection(only: Any) -> list[str] | None:
     """
     if only is None:
         return None
-    names = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"only={only!r}: give the name of a leaf or branch, or several")
+    names: list[str] = []
+    for name in [only] if isinstance(only, str) or not isinstance(only, Iterable) else only:
+        if not isinstance(name, str):  # at the first: there may be no last one
+            raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
+        names.append(name)
     return names
 
 

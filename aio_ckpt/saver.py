@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from aio_ckpt import tree
+from aio_ckpt import commit, tree
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.image import Image, arena_spec, lease_image
@@ -25,6 +25,7 @@ from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
 from aio_ckpt.staging import StagingChoice
 from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.trace import CALLER
 
 __all__ = ["Saver"]
 
@@ -85,7 +86,7 @@ class Saver:
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
-        with self._lock:
+        with call.trace.span("save()", CALLER), self._lock:
             number = self.in_flight.next_number()
             self._must_announce = self._site.peers.is_leader and self._site.config.when_busy != "wait"
             try:
@@ -98,25 +99,31 @@ class Saver:
                 raise
 
     def _save(self, state: object, step: int | None, call: SaveCall, number: int) -> SaveTicket:
-        in_flight, deadline = self.in_flight, call.deadline
+        in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
         # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
         self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
-        waited_secs = self._make_room(step, number, deadline)
-        if not in_flight.knows_steps:
-            in_flight.learn_steps(functools.partial(self._known_steps, deadline))
+        with trace.span("wait for room", CALLER):
+            waited_secs = self._make_room(step, number, deadline)
+        with trace.span("read the steps", CALLER):
+            if not in_flight.knows_steps:
+                in_flight.learn_steps(functools.partial(self._known_steps, deadline))
+        read_steps = functools.partial(self._keeper.steps, deadline)
+        in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if waited_secs is None:
             skipped_step = (in_flight.newest_step or 0) if step is None else step
             return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-        read_steps = functools.partial(self._keeper.steps, deadline)
-        in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-        flat = tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
-        planned = self.cache.resolve(flat)
+        with trace.span("walk and plan", CALLER):
+            flat = self._flatten(state)
+            planned = self.cache.resolve(flat)
         plan_secs = time.perf_counter() - call.started - waited_secs
-        objects = self._encoder.encode(planned.objects)
-        if self._site.peers.is_leader:
-            self._keeper.become_writer(in_flight.learn_steps, deadline)
-        step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-        image = self._lease(planned, objects, deadline)
+        with trace.span("encode objects", CALLER):
+            objects = self._encoder.encode(planned.objects)
+        with trace.span("open the root", CALLER):
+            if self._site.peers.is_leader:
+                self._keeper.become_writer(in_flight.learn_steps, deadline)
+            step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        with trace.span("lease memory", CALLER):
+            image = self._lease(planned, objects, deadline)
         save = in_flight.enter(
             call,
             planned,
@@ -128,7 +135,8 @@ class Saver:
             waited_secs=waited_secs + image.lease.waited_secs,
             plan_secs=plan_secs,
         )
-        in_flight.start(save, planned)
+        with trace.span("capture", CALLER):
+            in_flight.start(save, planned)
         if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
             self._map_next(planned.plan, objects)
         save.blocked_secs = save.elapsed()
@@ -192,9 +200,7 @@ class Saver:
         self._portal.check_thread("prepare()")
         with self._lock:
             self.in_flight.check_open()
-            flat = tree.flatten(
-                state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects
-            )
+            flat = self._flatten(state)
             planned = self.cache.resolve(flat)
             objects = self._encoder.encode(planned.objects)
             spec = self._spec(planned.plan, objects)
@@ -207,6 +213,7 @@ class Saver:
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
         self._portal.check_thread("rollback()")
+        step = commit.check_step_number(step)
         with self._lock:
             if self.in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
@@ -249,13 +256,16 @@ class Saver:
         kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
         return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
 
+    def _flatten(self, state: object) -> tree.FlatState:
+        return tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
+
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
         return lease_image(
             planned,
             len(objects.region),
             self.lifetime,
             self._staging.kind(planned.plan.source),
-            timeout_secs=self._site.config.stall_timeout_secs,
+            timeout_secs=self._site.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
         )
 

@@ -132,7 +132,7 @@ class Walk:
         proven = (
             Condemned(checkpoint=found.checkpoint, error=found.error) for found in self.damaged if found.is_proven
         )
-        moved = await site.quarantine.condemn(site.storage, site.root, proven)
+        moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
         for found in self.damaged:
             _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
         return tuple(
