@@ -84,17 +84,26 @@ class Checkpoint:
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -> Checkpoint:
+async def open_checkpoint(
+    storage: Storage,
+    path: Path,
+    *,
+    executor: Executor,
+    metadata_name: str = METADATA_FILE,
+    root_name: str = ROOT_MANIFEST,
+) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
+
+    The two may stand under other names, see :func:`aio_ckpt.directory.standing_names`.
 
     Raises:
         CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
         CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         FormatVersionError: written by a newer major version.
     """
-    root_data = await read_small_file(storage, path / ROOT_MANIFEST)
+    root_data = await read_small_file(storage, path / root_name)
     if root_data is None:
-        data = await read_small_file(storage, path / METADATA_FILE)
+        data = await read_small_file(storage, path / metadata_name)
         if data is None:
             raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
         if await storage.exists(path / rank_manifest_name(0)):
@@ -107,7 +116,7 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -
 
     async def prove_metadata() -> None:
         nonlocal data, fault
-        data = await _read_metadata(storage, path)
+        data = await _read_metadata(storage, path / metadata_name)
         fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
@@ -140,7 +149,7 @@ def _opened(
 
 
 async def _read_metadata(storage: Storage, path: Path) -> bytes:
-    data = await read_small_file(storage, path / METADATA_FILE)
+    data = await read_small_file(storage, path)
     if data is None:
         raise MismatchError(f"{METADATA_FILE}: missing, although {ROOT_MANIFEST} is there")
     return data

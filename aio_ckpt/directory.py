@@ -23,6 +23,7 @@ __all__ = [
     "pending_saves",
     "recover_directory",
     "retire_directory",
+    "standing_names",
 ]
 
 ASIDE = ".replaced-"
@@ -48,8 +49,9 @@ async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -
     """Before anything of a save gets a name of its own: put an old ``.metadata`` and its root manifest aside.
 
     Call ``recover_directory`` first. Data may be written before, to names with the save's id: the later this is
-    called, the shorter the directory holds no checkpoint for those who look for ``.metadata``. Returns the names of the files that the old checkpoint consists of, for
-    ``commit_directory`` to remove once the new one is durable. Files that no manifest of ours names are foreign.
+    called, the shorter the directory holds no checkpoint for those who look for ``.metadata``. Returns the names of
+    the files that the old checkpoint consists of, for ``commit_directory`` to remove once the new one is durable. Files
+    that no manifest of ours names are foreign.
     """
     if not await storage.exists(directory / METADATA_FILE):
         return ()
@@ -116,6 +118,22 @@ async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_
         await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
         await storage.sync_dir(directory)
     await _remove(storage, directory, [f"{PENDING}{save_id}"])
+
+
+async def standing_names(storage: Storage, directory: Path) -> tuple[str, str]:
+    """Names of ``.metadata`` and root manifest of the checkpoint that ``recover_directory`` would leave; no change.
+
+    Neither need be there: then there is no checkpoint, or one of plain DCP.
+    """
+    names = await storage.list_dir(directory)
+    aside = [name for name in names if name.startswith(METADATA_FILE + ASIDE)]
+    if METADATA_FILE in names or not aside:
+        return METADATA_FILE, ROOT_MANIFEST
+    save_id = aside[0].removeprefix(METADATA_FILE + ASIDE)
+    manifest = f"{ROOT_MANIFEST}{ASIDE}{save_id}"
+    if manifest not in names and ROOT_MANIFEST in names and await _save_id_of(storage, directory) != save_id:
+        manifest = ROOT_MANIFEST  # a crash between the two renames
+    return aside[0], manifest
 
 
 async def _finish(storage: Storage, directory: Path, asides: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
-import functools
 import logging
 import os
 import threading
@@ -35,7 +34,8 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 
-__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal", "run_blocking", "run_owned", "watch_submissions"]
+__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal"]
+__all__ += ["drain_at_exit", "run_blocking", "run_owned", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -134,7 +134,7 @@ async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, disp
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        future.add_done_callback(functools.partial(_dispose_result, dispose))
+        future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else dispose(done.result()))
         raise
 
 
@@ -144,11 +144,6 @@ def _survive(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return fn(*args, **kwargs)
     except (SystemExit, KeyboardInterrupt) as error:
         raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
-
-
-def _dispose_result(dispose: Callable[[T], object], future: Future[T]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        dispose(future.result())
 
 
 def _own_thread(owner: object) -> None:
@@ -162,11 +157,11 @@ def _check_process(pid: int, name: str) -> None:
 
 # -- interpreter exit -----------------------------------------------------------------------------
 
-_exit_hooks: dict[object, Callable[[], None]] = {}
+_exit_hooks: dict[object, Callable[[], object]] = {}
 _exit_registered_by: int | None = None
 
 
-def _register_exit(hook: Callable[[], None], key: object) -> None:
+def _register_exit(hook: Callable[[], object], key: object) -> None:
     """Run ``hook`` while threads still work: before the executors are joined, unlike ``atexit``'s; newest first."""
     global _exit_registered_by
     _exit_hooks[key] = hook
@@ -182,6 +177,13 @@ def _run_exit_hooks() -> None:
             hook()
         except Exception:  # the hooks of other engines must run too
             _logger.exception("draining at interpreter exit failed")
+
+
+def drain_at_exit(done: Future[Any], timeout_secs: float) -> None:
+    """At interpreter exit wait for ``done`` while threads still work, in this process alone."""
+    pid = os.getpid()
+    _register_exit(lambda: wait_for_futures([done] if os.getpid() == pid else [], timeout_secs), done)
+    done.add_done_callback(lambda _: _exit_hooks.pop(done, None))
 
 
 # -- the portal -----------------------------------------------------------------------------------
