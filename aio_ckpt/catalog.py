@@ -62,6 +62,11 @@ class Checkpoint:
     ranks: tuple[RankManifest, ...]
     """By rank; empty for plain DCP."""
 
+    @property
+    def has_skeleton(self) -> bool:
+        """Whether the state's containers are known; else its names are as DCP flattened them."""
+        return any(rank.skeleton for rank in self.ranks)
+
     @functools.cached_property
     def metadata(self) -> Metadata:
         """``.metadata``, parsed when first asked for: 20 us an entry, and our own manifests tell all that it does.
