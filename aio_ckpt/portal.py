@@ -299,12 +299,8 @@ class Portal:
     def at_exit(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
-
-        def run_if_open() -> None:
-            if not self.is_closed:  # as it is in a forked child, where the loop's thread is not
-                callback()
-
-        _register_exit(run_if_open, self)
+        # Closed it is in a forked child, too, where the loop's thread is not.
+        _register_exit(lambda: None if self.is_closed else callback(), self)
 
     def close(self, timeout: float) -> None:
         """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.

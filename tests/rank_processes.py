@@ -102,5 +102,5 @@ def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
             return
         try:
             pipe.send(("", fn(rank, count, *args)))
-        except Exception:  # the parent's to judge
+        except Exception:  # noqa: BLE001 - the parent's to judge
             pipe.send((traceback.format_exc(), None))

@@ -6,6 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +98,16 @@ def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
         for leaf, (key, owner) in zip(aliases, found.owners.items(), strict=True):
             memo[key] = _like(owner, views[leaf])
     # Every other value is copied with its containers; each tensor is found in the memo, by its id.
-    staged: dict[str, Any] = copy.deepcopy(state, memo)
+    staged = _Staged(copy.deepcopy(state, memo))
+    # DCP's thread holds it to the end of its save. Not the tensors tell: a planner may keep those for ever.
+    ended: Future[None] = Future()
+    weakref.finalize(staged, ended.set_result, None).atexit = False
+    drain_at_exit(ended, runtime.config.drain_timeout_secs)
     return staged
+
+
+class _Staged(dict[str, Any]):
+    """A dict that can be referred to weakly."""
 
 
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
@@ -125,7 +134,6 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
         # torch keeps the array as long as a tensor needs its bytes.
         ending = weakref.finalize(memory, _release, os.getpid(), runtime.portal, lease, holder)
         ending.atexit = False
-        drain_at_exit(lease.settled, config.drain_timeout_secs)
         return torch.from_numpy(memory)
     finally:
         lease.close()
