@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from aio_ckpt.errors import ConfigError
 
 __all__ = [
+    "GATHER_BYTES",
     "MAX_SECS",
     "MAX_WORKERS",
     "BusyPolicy",
@@ -32,6 +33,8 @@ MetricMode = Literal["min", "max"]
 MAX_SECS = 1e9
 """Longest time that every wait of the system takes."""
 MAX_WORKERS = 256
+GATHER_BYTES = 64 << 20
+"""Default of ``EngineConfig.gather_bytes``."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
 
 
@@ -85,6 +88,10 @@ class EngineConfig:
 
     budget_bytes: int | None = None
     """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
+
+    gather_bytes: int = GATHER_BYTES
+    """Memory of each GPU in which its small tensors are gathered before they are moved, at most; kept from save to
+    save. 0: every tensor is moved by itself."""
 
     max_in_flight: int = 1
     """Saves captured and not yet settled, at most."""
@@ -142,6 +149,8 @@ class EngineConfig:
         for name in ("trusted_objects", "debug"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
+        if type(self.gather_bytes) is not int or self.gather_bytes < 0:
+            raise ConfigError(f"gather_bytes={self.gather_bytes!r}: give a whole number of bytes, 0 to gather nothing")
         if self.workers > MAX_WORKERS:
             raise ConfigError(f"workers={self.workers}: each is a thread; give at most {MAX_WORKERS}")
         if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):

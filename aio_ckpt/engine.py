@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import signal
 import time
@@ -13,27 +12,24 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Literal, Self
 
-from aio_ckpt import commit, tree
+from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
-from aio_ckpt.config import MAX_SECS, EngineConfig
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import BusyError, ConfigError, EngineClosedError
-from aio_ckpt.image import lease_image
-from aio_ckpt.inflight import InFlight
+from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.keeper import RootKeeper, make_root
-from aio_ckpt.lifetime import LifetimeManager, LifetimeStats, default_budget_bytes
+from aio_ckpt.lifetime import LifetimeStats
 from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
-from aio_ckpt.pipeline import Site
-from aio_ckpt.plan import PlanCache
-from aio_ckpt.portal import Lock, Portal
+from aio_ckpt.pipeline import SaveCall, Site
+from aio_ckpt.portal import Portal
 from aio_ckpt.preemption import Preemption
-from aio_ckpt.progress import NO_DEADLINE, Deadline, follow, outcome
+from aio_ckpt.progress import Deadline, follow, outcome
 from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
-from aio_ckpt.snapshot import ObjectEncoder
+from aio_ckpt.saver import Saver
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.ticket import SaveTicket
 
@@ -88,15 +84,12 @@ class CheckpointEngine:
             executor=self._portal.executor,
             config=config,
         )
-        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
-        self._lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=self._portal.executor, debug=config.debug)
-        self._cache = PlanCache(rank=self._site.coordinator.rank, world_size=self._site.coordinator.world_size)
-        self._encoder = ObjectEncoder(trusted=config.trusted_objects)
-        self._in_flight = InFlight(self._site, self._portal, on_settled=self._after)
         self._preemption = Preemption()
         self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)
-        self._save_lock = Lock()
-        self._closing = Closing(self._in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
+        self._saver = Saver(
+            self._site, self._portal, self._keeper, is_urgent=lambda: self.preempted, on_committed=self._expire
+        )
+        self._closing = Closing(self._saver.in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
         self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
 
     # -- saving ---------------------------------------------------------------------------------------
@@ -134,51 +127,8 @@ class CheckpointEngine:
         """
         started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
-        measured, read_steps = check_metrics(metrics), functools.partial(self._keeper.steps, deadline)
-        with self._save_lock:
-            # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
-            self._lifetime.close_lost([save.image.lease for save in self._in_flight.pending])
-            self._in_flight.raise_unreported()
-            # After a preemption there may be no other save to make up for one that was skipped.
-            waited_secs = self._in_flight.wait_for_room(
-                step, "wait" if self.preempted else self.config.when_busy, deadline
-            )
-            if not self._in_flight.knows_steps:
-                self._in_flight.learn_steps(read_steps)
-            if waited_secs is None:
-                skipped_step = (self._in_flight.newest_step or 0) if step is None else step
-                return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
-            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self.config.trusted_objects)
-            planned = self._cache.resolve(flat)
-            plan_secs = time.perf_counter() - started - waited_secs
-            objects = self._encoder.encode(planned.objects)
-            self._keeper.become_writer(self._in_flight.learn_steps, deadline)
-            step = self._in_flight.next_step(step, overwrite=overwrite, read_steps=read_steps)
-            image = lease_image(
-                planned,
-                len(objects.region),
-                self._lifetime,
-                self.config.staging,
-                timeout_secs=self.config.stall_timeout_secs,
-                limit_secs=deadline.left_secs(MAX_SECS),
-            )
-            save = self._in_flight.enter(
-                planned,
-                objects,
-                image,
-                step=step,
-                requested=flat.names,
-                overwrite=overwrite,
-                metrics=measured,
-                deadline=deadline,
-                started=started,
-                waited_secs=waited_secs + image.lease.waited_secs,
-                plan_secs=plan_secs,
-            )
-            self._in_flight.start(save, planned)
-            save.blocked_secs = time.perf_counter() - started
-            return save.ticket
+        call = SaveCall(overwrite=overwrite, metrics=check_metrics(metrics), deadline=deadline, started=started)
+        return self._saver.save(state, step, call)
 
     def guard(self, guarded: object) -> None:
         """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
@@ -188,39 +138,37 @@ class CheckpointEngine:
         Raises:
             ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
         """
-        self._in_flight.guards.add(guarded)
+        self._saver.in_flight.guards.add(guarded)
 
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
-        while (settled := self._in_flight.settled_before_room) is not None:
+        while (settled := self._saver.in_flight.settled_before_room) is not None:
             await asyncio.wrap_future(follow(settled))
 
     def wait_ready(self) -> None:
         """:meth:`ready` for a caller without a loop."""
         self._portal.check_thread("ready()")
-        while (settled := self._in_flight.settled_before_room) is not None:
+        while (settled := self._saver.in_flight.settled_before_room) is not None:
             settled.result()
 
     def clear_cache(self) -> None:
         """Forget the cached plan and give its gather buffers back: the next save plans anew."""
-        with self._save_lock:
-            self._cache.clear()
-            self._in_flight.clear_buffers()
+        self._saver.clear_cache()
 
     @property
     def plan_hits(self) -> int:
         """Saves that reused the cached layout."""
-        return self._cache.hits
+        return self._saver.cache.hits
 
     @property
     def plan_misses(self) -> int:
         """Saves that planned anew."""
-        return self._cache.misses
+        return self._saver.cache.misses
 
     @property
     def lifetime(self) -> LifetimeStats:
         """Arenas and leases held now."""
-        return self._lifetime.stats
+        return self._saver.lifetime.stats
 
     # -- loading --------------------------------------------------------------------------------------
 
@@ -295,13 +243,7 @@ class CheckpointEngine:
             CheckpointNotFoundError: ``step`` is not committed.
             BusyError: saves are pending: await their tickets first.
         """
-        self._portal.check_thread("rollback()")
-        with self._save_lock:
-            if self._in_flight.pending:
-                raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._keeper.become_writer(self._in_flight.learn_steps, NO_DEADLINE)
-            self._in_flight.forget_steps()  # one that fails midway has renamed some
-            return self._keeper.rollback(step)
+        return self._saver.rollback(step)
 
     def protect(self, step: int) -> None:
         """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
@@ -378,17 +320,14 @@ class CheckpointEngine:
         """Abandon pending saves and release everything; nothing of them becomes visible."""
         self._closing.abandon(self.config.stall_timeout_secs)
 
-    def _after(self, step: int, error: BaseException | None) -> None:
-        """A save is about to settle: what a failed one planned is not trusted; a new one lets old ones expire."""
-        if error is not None:
-            self._cache.clear()
-        elif not self.preempted:
+    def _expire(self, step: int) -> None:
+        """``step`` was committed: older ones may expire."""
+        if not self.preempted:
             self._keeper.delete_expired(step)
 
     def _shut_down(self) -> None:
-        self._in_flight.guards.close()
-        self._in_flight.clear_buffers()
+        self._saver.let_go()
         self._portal.close(_STOP_SECS)
-        self._lifetime.close()
+        self._saver.lifetime.close()
         self._keeper.release()
         self._preemption.restore()

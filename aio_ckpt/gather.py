@@ -10,7 +10,7 @@ import torch
 from aio_ckpt.device import Copies
 from aio_ckpt.items import ImageLayout, align_up
 from aio_ckpt.plan import ImagePlan
-from aio_ckpt.routes import GATHER_BUFFER_BYTES, Span
+from aio_ckpt.routes import Span
 
 __all__ = ["GatherBuffers", "Line"]
 
@@ -55,7 +55,7 @@ class GatherBuffers:
 
 def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[Span, Line] | None:
     spans = [span for route in plan.routes for span in route.gathered if span.device == device]
-    starts, nbytes = _turns([span.stop - span.start for span in spans], GATHER_BUFFER_BYTES)
+    starts, nbytes = _turns([span.stop - span.start for span in spans], plan.gather_bytes)
     memory = copies.buffer(nbytes)
     if memory is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,7 +15,7 @@ from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, St
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import PendingSave, Site, run_save
+from aio_ckpt.pipeline import PendingSave, SaveCall, Site, run_save
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
@@ -115,16 +115,13 @@ class InFlight:
 
     def enter(
         self,
+        call: SaveCall,
         planned: PlannedSave,
         objects: ObjectBytes,
         image: Image,
         *,
         step: int,
         requested: Sequence[str],
-        overwrite: bool,
-        metrics: Mapping[str, float | None],
-        deadline: Deadline,
-        started: float,
         waited_secs: float,
         plan_secs: float,
     ) -> PendingSave:
@@ -141,6 +138,7 @@ class InFlight:
         try:
             with self._lock:
                 save = PendingSave(
+                    call=call,
                     step=step,
                     number=self._entered,
                     requested=requested,
@@ -157,10 +155,6 @@ class InFlight:
                         fence=fence,
                         waited_secs=waited_secs,
                     ),
-                    overwrite=overwrite,
-                    metrics=metrics,
-                    deadline=deadline,
-                    started=started,
                     plan_secs=plan_secs,
                     previous=self._pending[-1].settled if self._pending else None,
                 )

@@ -40,7 +40,7 @@ from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write import ChunkPreparer, write_image
 
-__all__ = ["PendingSave", "Site", "run_save"]
+__all__ = ["PendingSave", "SaveCall", "Site", "run_save"]
 
 _log = logging.getLogger("aio_ckpt")
 _SETTLE_SECS = 5.0
@@ -69,6 +69,20 @@ class Site:
     """Checkpoints that loads proved damaged."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCall:
+    """What one call of ``save()`` asks for, beside the state and its step."""
+
+    overwrite: bool
+    """Whether a committed step is replaced."""
+    metrics: Mapping[str, float | None]
+    """What the caller measured."""
+    deadline: Deadline
+    """When it must be committed."""
+    started: float
+    """``time.perf_counter`` at the call."""
+
+
 @dataclass(slots=True, kw_only=True)
 class PendingSave:
     """One save between ``save()`` and its settlement.
@@ -77,6 +91,8 @@ class PendingSave:
     by whoever measures them.
     """
 
+    call: SaveCall
+    """What was asked for."""
     step: int
     """Its step."""
     number: int
@@ -99,14 +115,6 @@ class PendingSave:
     """At work for it."""
     ticket: SaveTicket
     """What the caller holds."""
-    overwrite: bool
-    """Whether a committed step is replaced."""
-    metrics: Mapping[str, float | None]
-    """What the caller measured."""
-    deadline: Deadline
-    """When it must be committed."""
-    started: float
-    """``time.perf_counter`` at the call."""
     plan_secs: float
     """Time to plan."""
     previous: Future[None] | None
@@ -134,7 +142,7 @@ class PendingSave:
 
     def elapsed(self) -> float:
         """Seconds since the call."""
-        return time.perf_counter() - self.started
+        return time.perf_counter() - self.call.started
 
     async def cancel(self) -> bool:
         """On the loop: cancel unless it is being made visible."""
@@ -191,14 +199,14 @@ async def _watch(site: Site, save: PendingSave) -> None:
     """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
     limit = site.config.stall_timeout_secs
     while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
-        save.deadline.check(save.step, save.doing)
+        save.call.deadline.check(save.step, save.doing)
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
                 f"the save of step {save.step} (rank {site.coordinator.rank}) made no progress for {limit} s: "
                 f"storage under {site.root} is stalled, it was {save.doing}"
             )
-        with anyio.move_on_after(save.deadline.left_secs(idle_left)):
+        with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):
             await save.progress.raise_failure()
 
 
@@ -259,7 +267,9 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
             await asyncio.wrap_future(follow(save.previous))
     save.progress.touch()
     ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
-    return render_root(metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.metrics)
+    return render_root(
+        metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.call.metrics
+    )
 
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
@@ -299,7 +309,7 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         save.is_committing = True
         # Shielded: a rename that was begun is finished or undone.
         with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-            await commit.publish(site.storage, pending=pending, final=final, overwrite=save.overwrite)
+            await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)
     if scope.cancelled_caught:
         stalled = StallError(
             f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "

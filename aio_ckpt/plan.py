@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from aio_ckpt import envelope, tree
+from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
+from aio_ckpt.moves import Moves, as_moves
 from aio_ckpt.objects import as_tensor
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.structure import (
@@ -51,7 +53,7 @@ class CopyDescriptors:
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
-    moves: tuple[tuple[tuple[int, int, int], ...], ...]
+    moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
     issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
     """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
@@ -75,6 +77,8 @@ class ImagePlan:
     """Whether any source is on a CUDA device."""
     gathers: bool
     """Whether small tensors are gathered on a device."""
+    gather_bytes: int
+    """Most bytes of a gather buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +131,10 @@ class PlanCache:
     One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
     """
 
-    def __init__(self, *, rank: int, world_size: int = 1) -> None:
+    def __init__(self, *, rank: int, world_size: int = 1, gather_bytes: int = GATHER_BYTES) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._gather_bytes = gather_bytes
         self._plan: Plan | None = None
         self._storage_bytes: list[int] = []  # freed and allocated again, one may be shorter at its old address
         self.hits = 0
@@ -180,7 +185,7 @@ class PlanCache:
             check_whole(flat, structure)
         fingerprint = addresses(leaves.tensors)
         self._storage_bytes = check_sources(flat, leaves.tensors, fingerprint)
-        plan = self._plan = make_plan(flat, structure, fingerprint, rank=self._rank)
+        plan = self._plan = make_plan(flat, structure, fingerprint, rank=self._rank, gather_bytes=self._gather_bytes)
         self.misses += 1
         return PlannedSave(
             plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
@@ -190,7 +195,9 @@ class PlanCache:
 # -- a miss ---------------------------------------------------------------------------------------
 
 
-def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int) -> Plan:
+def make_plan(
+    flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int, gather_bytes: int
+) -> Plan:
     """Plan a new structure: DCP's planner for what is written, our layout for where."""
     aliases = partition(structure, fingerprint)
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
@@ -204,7 +211,7 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
         for leaf, names in tied.items()
         for spec in (structure.stored_spec(leaf),)
     ]
-    image = plan_image(structure, placements, fingerprint)
+    image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
     layout = image.layout
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
     metadata.storage_data = _storage_data(layout, write_items, data_file_name(rank))
@@ -224,13 +231,17 @@ def make_plan(flat: tree.FlatState, structure: Structure, fingerprint: list[int]
     )
 
 
-def plan_image(structure: Structure, placements: Sequence[Placement], fingerprint: list[int]) -> ImagePlan:
+def plan_image(
+    structure: Structure, placements: Sequence[Placement], fingerprint: list[int], *, gather_bytes: int
+) -> ImagePlan:
     """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses."""
     ordered = sorted(
         placements, key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes)
     )
     layout = lay_out(ordered)
-    routes = choose_routes(structure, layout, issues=copies_by_address, gathers=gathers_small)
+    routes = choose_routes(
+        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
+    )
     return ImagePlan(
         structure=structure,
         layout=layout,
@@ -238,6 +249,7 @@ def plan_image(structure: Structure, placements: Sequence[Placement], fingerprin
         descriptors=_descriptors(layout, routes, fingerprint),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
         uses_cuda=any(source.type == "cuda" for source in structure.devices),
+        gather_bytes=gather_bytes,
         gathers=any(route.gathered for route in routes),
     )
 
@@ -293,7 +305,7 @@ def _descriptors(layout: ImageLayout, routes: Sequence[ChunkRoutes], fingerprint
 
     return CopyDescriptors(
         fingerprint,
-        moves=tuple(tuple((p.image_start, source(p), p.nbytes) for p in route.moved) for route in routes),
+        moves=tuple(as_moves([(p.image_start, source(p), p.nbytes) for p in route.moved]) for route in routes),
         issues=tuple(
             tuple((p.image_start, source(p), p.nbytes, leaves[p.item]) for p in route.issued) for route in routes
         ),

@@ -12,7 +12,7 @@ from aio_ckpt import envelope
 from aio_ckpt.items import Chunk, ImageLayout, Piece
 from aio_ckpt.structure import Structure
 
-__all__ = ["GATHER_BUFFER_BYTES", "SMALL_COPY_BYTES", "ChunkRoutes", "Span", "choose_routes", "image_order"]
+__all__ = ["SMALL_COPY_BYTES", "ChunkRoutes", "Span", "choose_routes", "image_order"]
 
 SMALL_COPY_BYTES = 256 << 10
 """Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
@@ -21,13 +21,10 @@ SMALL_TRANSFER_BYTES = 1 << 20
 """Tensors on a device below this size are gathered there first. Borrowed fact (FACTS): a transfer of 64 KiB reaches
 19.6 GB/s, one of 1 MiB 49.7; 10,000 of 64 KiB cost the host 30 ms one by one and 3 ms gathered."""
 
-GATHER_BUFFER_BYTES = 64 << 20
-"""Device memory to gather in."""
-
 _GATHER_PAYS_ITEMS = 32
 """Fewer are issued one by one: the buffer, which stays for the next save, is not worth it."""
-_SPAN_BYTES = GATHER_BUFFER_BYTES // 4
-"""Most bytes of a span: a few fit the buffer at once, so that one is gathered while another is transferred."""
+_SPANS_A_BUFFER = 4
+"""So many of the longest spans fit the gather buffer at once: one is gathered while another is transferred."""
 
 _GATHERED_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -65,7 +62,9 @@ class ChunkRoutes:
     gathered: tuple[Span, ...]
     """Small dense tensors on CUDA that lie side by side."""
     copied: tuple[Piece, ...]
-    """All others: by torch."""
+    """Other host tensors: by torch."""
+    converted: tuple[Piece, ...]
+    """Other tensors on devices: by torch, on a side stream."""
 
 
 def image_order(device: torch.device, nbytes: int) -> tuple[bool, str, bool]:
@@ -80,8 +79,11 @@ def choose_routes(
     *,
     issues: Callable[[torch.device], bool],
     gathers: Callable[[torch.device], bool],
+    gather_bytes: int,
 ) -> tuple[ChunkRoutes, ...]:
-    """Per chunk of ``layout``. ``issues`` and ``gathers`` tell what a device can do."""
+    """Per chunk of ``layout``. ``issues`` and ``gathers`` tell what a device can do; its gather buffer may have
+    ``gather_bytes``.
+    """
 
     def is_dense(leaf: int) -> bool:
         return (
@@ -93,16 +95,18 @@ def choose_routes(
     def route(piece: Piece) -> str:
         leaf = layout.items[piece.item].leaf
         device, raw_bytes = structure.devices[leaf], layout.items[piece.item].raw_bytes
+        by_torch = "copied" if device.type == "cpu" else "converted"
         if not is_dense(leaf):
-            return "copied"
+            return by_torch
         is_small = piece.nbytes == raw_bytes < SMALL_TRANSFER_BYTES and structure.dtypes[leaf] in _GATHERED_DTYPES
-        if is_small and gathers(device):
+        if is_small and gather_bytes and gathers(device):
             return "gathered"
         if device.type == "cpu":
-            return "moved" if raw_bytes <= SMALL_COPY_BYTES else "copied"
-        return "issued" if issues(device) else "copied"
+            return "moved" if raw_bytes <= SMALL_COPY_BYTES else by_torch
+        return "issued" if issues(device) else by_torch
 
-    return tuple(_of_chunk(chunk, structure, layout, route, issues) for chunk in layout.chunks)
+    span_bytes = gather_bytes // _SPANS_A_BUFFER
+    return tuple(_of_chunk(chunk, structure, layout, route, issues, span_bytes) for chunk in layout.chunks)
 
 
 def _of_chunk(
@@ -111,8 +115,9 @@ def _of_chunk(
     layout: ImageLayout,
     route: Callable[[Piece], str],
     issues: Callable[[torch.device], bool],
+    span_bytes: int,
 ) -> ChunkRoutes:
-    ways: dict[str, list[Piece]] = {"moved": [], "issued": [], "copied": []}
+    ways: dict[str, list[Piece]] = {"moved": [], "issued": [], "copied": [], "converted": []}
     spans: list[Span] = []
 
     def device_of(piece: Piece) -> torch.device:
@@ -123,9 +128,9 @@ def _of_chunk(
         if way != "gathered":
             ways[way] += pieces
             continue
-        for run in _cut(pieces, _SPAN_BYTES):
+        for run in _cut(pieces, span_bytes):
             if len(run) < _GATHER_PAYS_ITEMS:
-                ways["issued" if issues(device) else "copied"] += run
+                ways["issued" if issues(device) else "converted"] += run
             else:
                 leaves = tuple(layout.items[piece.item].leaf for piece in run)
                 stop = run[-1].image_start + run[-1].nbytes
@@ -135,6 +140,7 @@ def _of_chunk(
         issued=tuple(ways["issued"]),
         gathered=tuple(spans),
         copied=tuple(ways["copied"]),
+        converted=tuple(ways["converted"]),
     )
 
 

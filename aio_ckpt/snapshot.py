@@ -10,11 +10,12 @@ from itertools import groupby
 import torch
 
 from aio_ckpt import envelope, objects
-from aio_ckpt.device import Copies, CopyStreams, HostCopies, Mark
+from aio_ckpt.device import Copies, CopyStreams, Mark
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers
 from aio_ckpt.image import Image
 from aio_ckpt.items import Chunk, Piece
+from aio_ckpt.moves import copy_all
 from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
@@ -107,7 +108,6 @@ class Capture:
         self._copiers = copiers
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
-        self._host = HostCopies()
         self._copies: dict[torch.device, Copies] = {}
         self._unmarked: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
@@ -126,9 +126,8 @@ class Capture:
         plan = self._planned.plan
         run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
         for chunk in run:
-            self._host.issue(self._base(chunk), plan.descriptors.moves[chunk.index])
-            copied = plan.routes[chunk.index].copied
-            self._copy(chunk, [piece for piece in copied if self._device_of(piece).type == "cpu"])
+            copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
+            self._copy(chunk, plan.routes[chunk.index].copied)
         self._issue_device(run, is_guarded=bool(self._guarded))
 
     def take_marks(self) -> tuple[Mark, ...]:
@@ -192,7 +191,7 @@ class Capture:
                 if (guarded >= set(span.leaves)) is is_guarded:
                     self._gather(chunk, span)
             if not is_guarded:
-                self._copy(chunk, [piece for piece in route.copied if self._device_of(piece).type != "cpu"])
+                self._copy(chunk, route.converted)
 
     def _gather(self, chunk: Chunk, span: Span) -> None:
         copies = self._copies_from(span.device)
@@ -216,9 +215,6 @@ class Capture:
                 self._image.lease.arena.tensor[start : start + piece.nbytes],
                 source[piece.raw_start : piece.raw_start + piece.nbytes],
             )
-
-    def _device_of(self, piece: Piece) -> torch.device:
-        return self._planned.tensors[self._planned.plan.layout.items[piece.item].leaf].device
 
     def _copies_from(self, source: torch.device) -> Copies:
         if source not in self._copies:
@@ -274,8 +270,8 @@ def capture(
                     untold = []
             if untold:
                 on_captured(untold)
-        except RuntimeError:
-            work.check_sources()  # why torch refused to copy
+        except (RuntimeError, OSError):
+            work.check_sources()  # why torch or the system refused to copy
             raise
         work.check_sources()
     except BaseException:

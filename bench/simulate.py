@@ -34,7 +34,7 @@ from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Lease, LifetimeManager
 from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
-from aio_ckpt.pipeline import PendingSave, Site
+from aio_ckpt.pipeline import PendingSave, SaveCall, Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import Deadline, follow
@@ -220,6 +220,7 @@ class World:
         )
         deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
         save = in_flight.enter(
+            SaveCall(overwrite=overwrite, metrics={}, deadline=deadline, started=now),
             planned,
             objects,
             image,
@@ -227,10 +228,6 @@ class World:
                 max(committed) if overwrite else None, overwrite=overwrite, read_steps=lambda: committed
             ),
             requested=flat.names,
-            overwrite=overwrite,
-            metrics={},
-            deadline=deadline,
-            started=now,
             waited_secs=0.0,
             plan_secs=0.0,
         )
@@ -295,7 +292,7 @@ class World:
             self.run.outcomes.append("committed" if error is None else type(error).__name__)
             if error is not None and not isinstance(error, AioCkptError | OSError):
                 raise BrokenPromiseError(f"save {attempt.state['number']} failed with {error!r}") from error
-            limit = save.deadline.secs
+            limit = save.call.deadline.secs
             late = attempt.ended - attempt.began - (limit or 0.0) > _STALL_SECS * 2 + _SETTLE_SECS
             if limit is not None and late:
                 raise BrokenPromiseError(f"save {attempt.state['number']} ended long after its deadline of {limit} s")

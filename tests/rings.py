@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt import tree
+from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
@@ -24,8 +25,8 @@ from aio_ckpt.write import ChunkPreparer, write_image
 TIMEOUT = 20.0
 
 
-def plan_of(state: Mapping[str, object]) -> PlannedSave:
-    return PlanCache(rank=0).resolve(tree.flatten(state, rank=0))
+def plan_of(state: Mapping[str, object], gather_bytes: int = GATHER_BYTES) -> PlannedSave:
+    return PlanCache(rank=0, gather_bytes=gather_bytes).resolve(tree.flatten(state, rank=0))
 
 
 def image_of(planned: PlannedSave, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:

@@ -108,7 +108,7 @@ def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: P
         gate.wait_reached()
         waiting = pool.submit(engine.save, weights(2))
         deadline = time.monotonic() + TIMEOUT
-        while not engine._in_flight._changed._waiters:  # it must be asleep, or there is nothing to wake
+        while not engine._saver.in_flight._changed._waiters:  # it must be asleep, or there is nothing to wake
             assert time.monotonic() < deadline
         closing = pool.submit(engine.close_blocking)
         with pytest.raises(EngineClosedError):

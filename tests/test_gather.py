@@ -11,7 +11,7 @@ import pytest
 import torch
 from rings import TIMEOUT, image_of, plan_of
 
-from aio_ckpt import SyncCheckpointEngine, gather, plan, routes
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, gather, plan, routes
 from aio_ckpt.device import HostCopies
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.portal import Executor
@@ -39,12 +39,10 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
 ) -> None:
     monkeypatch.setattr(plan, "gathers_small", lambda _: True)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
-    monkeypatch.setattr(routes, "_SPAN_BYTES", 20_000)
-    monkeypatch.setattr(gather, "GATHER_BUFFER_BYTES", 50_000)
     state = mixed(200)
     copiers = Copiers()
     for _ in range(2):  # the second save uses the lines of the first
-        planned = plan_of(state)
+        planned = plan_of(state, gather_bytes=80_000)
         assert planned.plan.gathers
         image = image_of(planned, manager)
         capture(
@@ -109,3 +107,22 @@ def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_w
         engine.save(mixed(50)).result(TIMEOUT)
     gc.collect()
     assert [buffer() for buffer in buffers] == [None, None]
+
+
+@pytest.mark.parametrize("gather_bytes", [0, 20_000, 80_000])
+def test_gather_bytes_bounds_the_memory_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes: int
+) -> None:
+    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 2)
+    asked: list[int] = []
+    make = HostCopies.buffer
+    monkeypatch.setattr(HostCopies, "buffer", lambda self, nbytes: asked.append(nbytes) or make(self, nbytes))
+    state = mixed(200)
+    with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=gather_bytes)) as engine:
+        engine.save(state).result(TIMEOUT)
+        after = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        engine.load(after)
+    assert len(asked) == (gather_bytes > 0)
+    assert all(0 < nbytes <= gather_bytes for nbytes in asked)
+    assert all(torch.equal(after[name], state[name]) for name in state)

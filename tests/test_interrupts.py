@@ -69,12 +69,12 @@ def guard_of(code: CodeType, offset: int) -> int | None:
 def check_intact(saver: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     """Nothing stays pending, leased or locked: the next save commits."""
     inside = saver._engine
-    for save in inside._in_flight.pending:
+    for save in inside._saver.in_flight.pending:
         save.settled.result(TIMEOUT)
-    assert inside._in_flight.pending == (), interrupt.where
+    assert inside._saver.in_flight.pending == (), interrupt.where
     report = saver.save({"a": torch.full((5000,), 7.0)}).result(TIMEOUT)
     assert report is not None
-    assert (inside.lifetime.leases, inside._lifetime._reserved_bytes) == (0, 0), interrupt.where
+    assert (inside.lifetime.leases, inside._saver.lifetime._reserved_bytes) == (0, 0), interrupt.where
     assert saver.latest_step() == report.step
 
 
@@ -118,6 +118,6 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(inflight.InFlight, "enter", lost)
         with pytest.raises(KeyboardInterrupt):
             saver.save({"a": torch.zeros(5000)})
-        stats = saver._engine._lifetime
+        stats = saver._engine._saver.lifetime
         assert stats.stats.leases == 1
     assert (stats.stats.leases, stats.stats.arenas) == (0, 0)

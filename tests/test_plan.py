@@ -289,6 +289,8 @@ def assert_holds_no_data(plan: Plan) -> None:
     assert len(found) > 100  # it did look
     # The two index arrays of a chunk are layout: where its sums go.
     allowed = {id(getattr(chunk.sums, name)) for chunk in plan.layout.chunks for name in chunk.sums.__slots__}
+    allowed |= {id(moves) for moves in plan.descriptors.moves}  # addresses, whose arrays are their own
+    assert all(moves.base is None for moves in plan.descriptors.moves)
     assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []
 
 

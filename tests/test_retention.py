@@ -336,7 +336,7 @@ def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Pa
 def test_a_save_that_ends_while_the_engine_closes_settles_all_the_same(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, _):
         engine.save(weights(1), 1).result(TIMEOUT)
-    engine._after(1, None)
+    engine._saver._after(1, None)
     assert engine._keeper.passes == ()
 
 
@@ -379,7 +379,7 @@ def test_nothing_is_remembered_of_each_step(root: Path) -> None:
             engine.save(weights(step), metrics={"loss": -step}).result(TIMEOUT)
             for done in inner._keeper.passes:
                 done.result(TIMEOUT)
-            counts.append(sizes(inner, inner._in_flight, inner._keeper, inner._keeper._retention))
+            counts.append(sizes(inner, inner._saver.in_flight, inner._keeper, inner._keeper._retention))
     assert counts[-1] == counts[9]
 
 

@@ -216,7 +216,7 @@ class Ground:
             yield f"leaked: {self.engine.lifetime.leases} leases"
         if self.engine.lifetime.arenas > 1:
             yield f"{self.engine.lifetime.arenas} arenas"
-        if self.engine._in_flight.pending:
+        if self.engine._saver.in_flight.pending:
             yield "a save is still pending"
 
     def _held(self) -> Counter[str]:

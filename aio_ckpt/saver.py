@@ -1,0 +1,133 @@
+"""The caller's half of a save: room, step, plan, lease, capture. What it starts goes on in :mod:`aio_ckpt.pipeline`."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+from aio_ckpt import tree
+from aio_ckpt.config import MAX_SECS
+from aio_ckpt.errors import BusyError
+from aio_ckpt.image import Image, lease_image
+from aio_ckpt.inflight import InFlight
+from aio_ckpt.keeper import RootKeeper
+from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
+from aio_ckpt.pipeline import SaveCall, Site
+from aio_ckpt.plan import PlanCache, PlannedSave
+from aio_ckpt.portal import Lock, Portal
+from aio_ckpt.progress import NO_DEADLINE, Deadline
+from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
+from aio_ckpt.ticket import SaveTicket
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """What the saves of one engine share on the caller's side.
+
+    Invariant: one call at a time plans, leases and captures; who waits for it waits for the lock.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        portal: Portal,
+        keeper: RootKeeper,
+        *,
+        is_urgent: Callable[[], bool],
+        on_committed: Callable[[int], None],
+    ) -> None:
+        """``is_urgent``: there may be no other save to make up for one that is skipped."""
+        config = site.config
+        self._site = site
+        self._portal = portal
+        self._keeper = keeper
+        self._is_urgent = is_urgent
+        self._on_committed = on_committed
+        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
+        self.lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=site.executor, debug=config.debug)
+        """Arenas."""
+        self.cache = PlanCache(
+            rank=site.coordinator.rank, world_size=site.coordinator.world_size, gather_bytes=config.gather_bytes
+        )
+        """The plan of the last save."""
+        self.in_flight = InFlight(site, portal, on_settled=self._after)
+        """Pending saves."""
+        self._encoder = ObjectEncoder(trusted=config.trusted_objects)
+        self._lock = Lock()
+
+    def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
+        """See ``CheckpointEngine.save``."""
+        in_flight, deadline = self.in_flight, call.deadline
+        read_steps = functools.partial(self._keeper.steps, deadline)
+        with self._lock:
+            # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+            self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
+            in_flight.raise_unreported()
+            when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
+            waited_secs = in_flight.wait_for_room(step, when_busy, deadline)
+            if not in_flight.knows_steps:
+                in_flight.learn_steps(read_steps)
+            if waited_secs is None:
+                skipped_step = (in_flight.newest_step or 0) if step is None else step
+                return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
+            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
+            planned = self.cache.resolve(flat)
+            plan_secs = time.perf_counter() - call.started - waited_secs
+            objects = self._encoder.encode(planned.objects)
+            self._keeper.become_writer(in_flight.learn_steps, deadline)
+            step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            image = self._lease(planned, objects, deadline)
+            save = in_flight.enter(
+                call,
+                planned,
+                objects,
+                image,
+                step=step,
+                requested=flat.names,
+                waited_secs=waited_secs + image.lease.waited_secs,
+                plan_secs=plan_secs,
+            )
+            in_flight.start(save, planned)
+            save.blocked_secs = save.elapsed()
+            return save.ticket
+
+    def rollback(self, step: int) -> list[int]:
+        """See ``CheckpointEngine.rollback``."""
+        self._portal.check_thread("rollback()")
+        with self._lock:
+            if self.in_flight.pending:
+                raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
+            self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
+            self.in_flight.forget_steps()  # one that fails midway has renamed some
+            return self._keeper.rollback(step)
+
+    def clear_cache(self) -> None:
+        """Forget the plan and the gather buffers."""
+        with self._lock:
+            self.cache.clear()
+            self.in_flight.clear_buffers()
+
+    def let_go(self) -> None:
+        """Forget the guarded optimizers and the gather buffers. The arenas go later, behind the last thread."""
+        self.in_flight.guards.close()
+        self.in_flight.clear_buffers()
+
+    def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
+        return lease_image(
+            planned,
+            len(objects.region),
+            self.lifetime,
+            self._site.config.staging,
+            timeout_secs=self._site.config.stall_timeout_secs,
+            limit_secs=deadline.left_secs(MAX_SECS),
+        )
+
+    def _after(self, step: int, error: BaseException | None) -> None:
+        """A save is about to settle: what a failed one planned is not trusted."""
+        if error is not None:
+            self.cache.clear()
+        else:
+            self._on_committed(step)
