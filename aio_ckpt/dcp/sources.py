@@ -89,7 +89,7 @@ def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> 
     return _StorageInfo(file, entry.offset, entry.nbytes, transform_descriptors=list(descriptors))
 
 
-def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any) -> Sources:
+def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, gather_bytes: int) -> Sources:
     """Resolve every item of ``plan``; ``transforms`` is torch's ``_StorageWriterTransforms``, None without extensions.
 
     Tensors are resolved before the first is copied, so a planner that makes new ones needs room for all of them.
@@ -110,7 +110,7 @@ def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any) -> So
         items.append(item)
         tensors.append(data.detach())
     boxes = [_box(item) for item in items]
-    planned, aliases = plan_tensors([item.index.fqn for item in items], tensors, boxes)
+    planned, aliases = plan_tensors([item.index.fqn for item in items], tensors, boxes, gather_bytes=gather_bytes)
     # The whole save happens in one call: nothing of the host must be captured at once, a window will do.
     planned = replace(planned, plan=replace(planned.plan, host_bytes=0))
     return Sources(
@@ -133,7 +133,11 @@ def is_plain(data: object) -> bool:
 
 
 def plan_tensors(
-    names: Sequence[str], tensors: list[torch.Tensor], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    names: Sequence[str],
+    tensors: list[torch.Tensor],
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    *,
+    gather_bytes: int,
 ) -> tuple[PlannedImage, list[int]]:
     """Lay tensors out, those that share bytes once; ``boxes`` holds global shape and offsets of each.
 
@@ -153,7 +157,7 @@ def plan_tensors(
         for leaf, fqns in tied.items()
         for spec in (structure.stored_spec(leaf),)
     ]
-    plan = plan_image(structure, placements, fingerprint)
+    plan = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
     return PlannedImage(plan=plan, tensors=tensors, objects=[]), aliases
 
 

@@ -36,8 +36,8 @@ class AsyncStager(Face, staging.AsyncStager):
     until its save has ended, so that calls that overlap get memory of their own. Close it after the last save.
 
     Args:
-        config: ``staging``, ``budget_bytes``, ``stall_timeout_secs``, ``drain_timeout_secs`` and ``debug`` have their
-            meaning.
+        config: ``staging``, ``budget_bytes``, ``gather_bytes``, ``stall_timeout_secs``, ``drain_timeout_secs`` and
+            ``debug`` have their meaning.
     """
 
     _synchronize_after_execute = False
@@ -92,7 +92,8 @@ def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
     memo: dict[int, Any] = {}
     if found.local:
         boxes = [(tuple(tensor.shape), (0,) * tensor.dim()) for tensor in found.local]
-        planned, aliases = plan_tensors([str(number) for number in range(len(boxes))], found.local, boxes)
+        names = [str(number) for number in range(len(boxes))]
+        planned, aliases = plan_tensors(names, found.local, boxes, gather_bytes=runtime.config.gather_bytes)
         line = _captured(runtime, planned)
         views = _views(planned.plan, line)
         for leaf, (key, owner) in zip(aliases, found.owners.items(), strict=True):

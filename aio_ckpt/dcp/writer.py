@@ -54,8 +54,9 @@ class Writer(Face, StorageWriter, AsyncStager):
         overwrite: replace a checkpoint that is there; False refuses to.
         _extensions: applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
-        config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``stall_timeout_secs``,
-            ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest concerns an engine's root.
+        config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
+            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest
+            concerns an engine's root.
         storage: where the bytes go; the local file system unless given.
 
     Raises:
@@ -146,7 +147,8 @@ class Writer(Face, StorageWriter, AsyncStager):
             save: RankSave = runtime.portal.call(
                 find_save, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
             )
-            results = write_rank(runtime, path, save, collect_sources(plan, planner, self._transforms))
+            sources = collect_sources(plan, planner, self._transforms, gather_bytes=self._config.gather_bytes)
+            results = write_rank(runtime, path, save, sources)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
