@@ -80,7 +80,7 @@ class EngineConfig:
 
     staging: Staging = "auto"
     """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
-    ``auto`` is ``pinned`` for a state with CUDA tensors, else ``pageable``."""
+    ``auto`` is ``pageable`` for a state in host memory; for one with CUDA tensors it is measured once."""
 
     direct_io: DirectIO = "auto"
     """O_DIRECT: ``auto`` probes each file with a real aligned write and falls back, ``on`` refuses to

@@ -31,7 +31,7 @@ from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
 from aio_ckpt.storage import LocalStorage, Storage
-from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["CheckpointEngine"]
 
@@ -130,6 +130,20 @@ class CheckpointEngine:
         call = SaveCall(overwrite=overwrite, metrics=check_metrics(metrics), deadline=deadline, started=started)
         return self._saver.save(state, step, call)
 
+    def prepare(self, state: object) -> Milestone[None]:
+        """Do ahead what makes a first save slow: take the root's lock, plan, map and register staging memory.
+
+        The state is walked now, by this thread, and nothing of it is captured or kept; memory is mapped in the
+        background. A save of the same names, types and shapes is a plan hit and waits for no memory; one that comes
+        before the memory is there waits for it. ``await`` what is returned, or call its ``result()``, to know when.
+        For another save than the first it prepares what changed since; it waits for no save.
+
+        Raises:
+            Exception: what :meth:`save` would raise of this state or root. Memory that cannot be had
+                (BudgetExceededError) is raised by what is returned, and again by the save.
+        """
+        return self._saver.prepare(state)
+
     def guard(self, guarded: object) -> None:
         """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
 
@@ -157,12 +171,12 @@ class CheckpointEngine:
 
     @property
     def plan_hits(self) -> int:
-        """Saves that reused the cached layout."""
+        """Saves, and calls of :meth:`prepare`, that reused the cached layout."""
         return self._saver.cache.hits
 
     @property
     def plan_misses(self) -> int:
-        """Saves that planned anew."""
+        """Saves, and calls of :meth:`prepare`, that planned anew."""
         return self._saver.cache.misses
 
     @property

@@ -9,14 +9,14 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from aio_ckpt.config import Staging
+from aio_ckpt.arena import ArenaKind
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.items import PAGE_BYTES, Chunk, align_up
 from aio_ckpt.layout import file_chunks
-from aio_ckpt.lifetime import ArenaKind, Lease, LifetimeManager
-from aio_ckpt.plan import PlannedImage
+from aio_ckpt.lifetime import ArenaSpec, Lease, LifetimeManager
+from aio_ckpt.plan import ImagePlan, PlannedImage
 
-__all__ = ["Image", "lease_image", "ring_slots"]
+__all__ = ["Image", "arena_spec", "lease_image", "ring_slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +71,26 @@ def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_
     return slots
 
 
+def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
+    """What a save of ``plan`` with so many bytes of objects needs.
+
+    Raises:
+        BudgetExceededError: see :func:`ring_slots`.
+    """
+    image_bytes = _image_bytes(plan, objects_bytes)
+    slots = ring_slots(image_bytes, plan.layout.chunk_bytes, plan.host_bytes, budget_bytes)
+    return ArenaSpec(nbytes=min(image_bytes, slots * plan.layout.chunk_bytes), kind=kind, source=plan.source)
+
+
+def _image_bytes(plan: ImagePlan, objects_bytes: int) -> int:
+    return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
+
+
 def lease_image(
     planned: PlannedImage,
     objects_bytes: int,
     lifetime: LifetimeManager,
-    staging: Staging,
+    kind: ArenaKind,
     *,
     timeout_secs: float,
     limit_secs: float,
@@ -83,23 +98,15 @@ def lease_image(
     """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
 
     Raises:
-        BudgetExceededError: see :func:`ring_slots`.
+        BudgetExceededError: see :func:`ring_slots`; or the memory cannot be had.
         StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs``
             passed.
     """
     layout = planned.plan.layout
-    image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
-    chunks = file_chunks(layout, image_bytes)
-    slots = ring_slots(image_bytes, layout.chunk_bytes, planned.plan.host_bytes, lifetime.budget_bytes)
-    uses_cuda = planned.plan.uses_cuda
-    kind: ArenaKind = ("pinned" if uses_cuda else "pageable") if staging == "auto" else staging
-    lease = lifetime.acquire(
-        min(image_bytes, slots * layout.chunk_bytes),
-        kind,
-        registers=uses_cuda,
-        timeout_secs=timeout_secs,
-        limit_secs=limit_secs,
-    )
+    spec = arena_spec(planned.plan, objects_bytes, kind, budget_bytes=lifetime.budget_bytes)
+    chunks = file_chunks(layout, _image_bytes(planned.plan, objects_bytes))
+    slots = min(len(chunks), -(-spec.nbytes // layout.chunk_bytes))
+    lease = lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs)
     try:
         return Image(
             lease=lease,

@@ -16,7 +16,7 @@ from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
 from aio_ckpt.pipeline import PendingSave, SaveCall, Site, run_save
-from aio_ckpt.plan import PlannedSave
+from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
 from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
@@ -80,9 +80,13 @@ class InFlight:
                     )
                 deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
                 self._changed.wait(deadline.left_secs(MAX_SECS))
-            if self._is_closing:
-                raise EngineClosedError("the engine was closed: open a new one")
+            self.check_open()
         return time.perf_counter() - began
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError if no save may enter any more."""
+        if self._is_closing:
+            raise EngineClosedError("the engine was closed: open a new one")
 
     def close(self) -> None:
         """No save may enter from now on; those that wait get EngineClosedError.
@@ -94,6 +98,10 @@ class InFlight:
         with self._lock:
             self._is_closing = True
             self._changed.notify_all()
+
+    def prepare_buffers(self, plan: Plan) -> None:
+        """Make side streams and gather buffers now that the first save of ``plan`` would make."""
+        self._copiers.prepare(plan)
 
     def clear_buffers(self) -> None:
         """Let go of the gather buffers: 64 MiB of each device."""

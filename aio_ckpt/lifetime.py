@@ -7,36 +7,22 @@ cancelled await does not stop its thread (ACCEPTANCE S1).
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
-import mmap
-import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
 
-from aio_ckpt import device
+from aio_ckpt.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, arena_capacity
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
-from aio_ckpt.items import ImageLayout, align_up
+from aio_ckpt.numa import cpus_near, run_on
 from aio_ckpt.portal import Condition, Executor, Lock
 
-__all__ = ["Arena", "ArenaKind", "Lease", "LifetimeManager", "default_budget_bytes"]
-
-ArenaKind = Literal["pinned", "shm", "pageable"]
-
-POISON = 0xCB
-HUGE_PAGE_BYTES = 2 << 20
-_SMALL_STEP_BYTES = 64 << 10
-_POPULATE_STEP_BYTES = 64 << 20
-_MADV_POPULATE_WRITE = 23
-_LIBC = ctypes.CDLL(None, use_errno=True)
+__all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes"]
 
 
 def default_budget_bytes(*, ranks_on_host: int) -> int:
@@ -54,88 +40,21 @@ def _cgroup_headroom_bytes(otherwise: int) -> int:
         return otherwise
 
 
-class Arena:
-    """Page-aligned host memory that holds one image at a time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaSpec:
+    """What a save needs of an arena."""
 
-    def __init__(self, nbytes: int, kind: ArenaKind, executor: Executor) -> None:
-        self.kind = kind
-        step = HUGE_PAGE_BYTES if nbytes >= 8 * HUGE_PAGE_BYTES else _SMALL_STEP_BYTES
-        self.capacity = align_up(max(nbytes, 1), step)
-        """Bytes mapped: the image, rounded up to a huge page (64 KiB for small ones)."""
-        self.rendered: ImageLayout | None = None
-        """Layout whose constant bytes stand in the memory."""
-        self.last_used = time.monotonic()
-        """When a thread last let go of the bytes."""
-        self.is_registered = False
-        """Whether it is page-locked for CUDA."""
-        self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
-        try:
-            self.memory.madvise(mmap.MADV_DONTFORK)
-            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-            self.address: int = self.tensor.data_ptr()
-            _populate(self.address, self.capacity, executor)
-        except BaseException:
-            self.__dict__.clear()  # whoever keeps the error keeps this frame, and must not keep the memory
-            raise
+    nbytes: int
+    """Bytes of the image that it holds at once."""
+    kind: ArenaKind
+    """What kind of memory."""
+    source: torch.device | None
+    """CUDA device that is copied from: the memory is registered, unless it is pageable, and lies near it. None: the
+    state is in host memory."""
 
-    def register(self) -> None:
-        """Page-lock for CUDA, once."""
-        if self.is_registered:
-            return
-        try:
-            device.register_host_memory(self.address, self.capacity)
-            self.is_registered = True
-        except KeyboardInterrupt:  # before or behind the driver's work: memory cannot be registered twice
-            self.is_registered = False
-            with contextlib.suppress(RuntimeError):
-                device.unregister_host_memory(self.address)
-            raise
-
-    def poison(self) -> None:
-        """Overwrite everything, so that a use after release shows in the data."""
-        self.rendered = None
-        self.tensor.fill_(POISON)
-
-    def release(self) -> None:
-        """Give the memory back to the system once the last view of it is gone."""
-        if self.is_registered:
-            device.unregister_host_memory(self.address)
-            self.is_registered = False
-        # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
-        del self.tensor, self.memory
-
-
-def _map_private(capacity: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without huge pages: only slower
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def _map_shared(capacity: int) -> mmap.mmap:
-    descriptor = os.memfd_create("aio_ckpt", os.MFD_CLOEXEC)
-    try:
-        # Secured now: without it the first touch of a page that cannot be had is a SIGBUS.
-        os.posix_fallocate(descriptor, 0, capacity)
-        return mmap.mmap(descriptor, capacity, flags=mmap.MAP_SHARED)
-    except OSError as error:
-        raise BudgetExceededError(
-            f'staging="shm": no {capacity} bytes of shared memory ({error.strerror}); '
-            'lower budget_bytes or use staging="pageable"'
-        ) from error
-    finally:
-        os.close(descriptor)
-
-
-def _populate(address: int, capacity: int, executor: Executor) -> None:
-    starts = range(0, capacity, _POPULATE_STEP_BYTES)
-
-    def touch(start: int) -> None:
-        # A kernel before 5.14 refuses; then the copy faults the pages in, slower but as right.
-        length = min(_POPULATE_STEP_BYTES, capacity - start)
-        _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
-
-    list(executor.map(touch, starts))
+    def is_met_by(self, kind: ArenaKind, capacity: int) -> bool:
+        """Whether an arena is large enough, and hardly larger."""
+        return kind == self.kind and self.nbytes <= capacity <= self.nbytes + max(HUGE_PAGE_BYTES, self.nbytes // 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +121,9 @@ class LifetimeManager:
     """Lends arenas within a byte budget.
 
     Invariant: an arena is either idle here or lent to exactly one lease; ``budget_bytes`` bounds the capacity
-    of all arenas together. Idle arenas that fit no more are released, never kept for later. An arena changes hands
-    in one assignment, so that Ctrl-C in :meth:`acquire` may lose a lease but never an arena: see :meth:`close_lost`.
+    of all arenas together, those included that are still being mapped. Idle arenas that fit no more are released,
+    never kept for later. An arena changes hands in one assignment, so that Ctrl-C in :meth:`acquire` may lose a lease
+    but never an arena: see :meth:`close_lost`.
     """
 
     def __init__(self, *, budget_bytes: int, executor: Executor, debug: bool) -> None:
@@ -214,6 +134,7 @@ class LifetimeManager:
         self._changed = Condition(self._lock)
         self._arenas: dict[Arena, Lease | None] = {}
         self._reserved_bytes = 0
+        self._coming: list[ArenaSpec] = []
         self._is_closed = False
 
     @property
@@ -226,25 +147,22 @@ class LifetimeManager:
                 leases=len(self._leases),
             )
 
-    def acquire(
-        self, nbytes: int, kind: ArenaKind, *, registers: bool, timeout_secs: float, limit_secs: float = math.inf
-    ) -> Lease:
-        """An arena of at least ``nbytes``; blocks while other leases hold the budget.
-
-        With ``registers`` the memory is registered with CUDA unless it is ``pageable``.
+    def acquire(self, spec: ArenaSpec, *, timeout_secs: float, limit_secs: float = math.inf) -> Lease:
+        """An arena that meets ``spec``; blocks while other leases hold the budget, or while one is being mapped ahead.
 
         Raises:
-            BudgetExceededError: ``nbytes`` alone is more than the budget, or the memory cannot be had.
+            BudgetExceededError: it alone is more than the budget, or the memory cannot be had.
             StallError: no thread let go of a lent byte for ``timeout_secs``, or ``limit_secs`` passed in all.
             EngineClosedError: the manager was closed.
         """
-        if nbytes > self.budget_bytes:
+        if spec.nbytes > self.budget_bytes:
             raise BudgetExceededError(
-                f"an image of {nbytes} bytes exceeds budget_bytes={self.budget_bytes}: raise it, or save less at once"
+                f"an image of {spec.nbytes} bytes exceeds budget_bytes={self.budget_bytes}: raise it, or save less "
+                "at once"
             )
         began = time.monotonic()
         with self._lock:
-            while (lease := self._try_take(nbytes, kind, began)) is None and not self._may_map(nbytes):
+            while (lease := self._try_take(spec, began)) is None and not self._may_map(spec):
                 last_used = max([began, *(lent.arena.last_used for lent in self._leases)])
                 left = last_used + timeout_secs - time.monotonic()
                 if left <= 0:
@@ -255,16 +173,35 @@ class LifetimeManager:
                 self._changed.wait(min(left, limit_left))
             waited_secs = time.monotonic() - began
             if lease is None:
-                self._reserved_bytes += nbytes
+                self._reserved_bytes += spec.nbytes
         if lease is None:
-            lease = self._map(nbytes, kind, waited_secs)
+            lease = self._map(spec, waited_secs)
         try:
-            if registers and kind != "pageable":
-                lease.arena.register()
+            _register(lease.arena, spec)
         except BaseException:
             lease.close()
             raise
         return lease
+
+    def map_ahead(self, spec: ArenaSpec, *, arenas: int) -> Future[None] | None:
+        """Map and register one more arena in the background, if fewer than ``arenas`` meet ``spec``.
+
+        None if there is nothing to do, or no room within the budget. Its error is that of :meth:`acquire`; a save that
+        comes meanwhile waits for it, and tries by itself if it fails.
+        """
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._release_unfit(spec)
+            fitting = sum(spec.is_met_by(arena.kind, arena.capacity) for arena in self._arenas)
+            if fitting + len(self._coming) >= arenas or self._held_bytes + spec.nbytes > self.budget_bytes:
+                return None
+            self._coming.append(spec)
+        try:
+            return self._executor.submit(self._map_idle, spec)
+        except BaseException:
+            self._come(spec, None)
+            raise
 
     def close_lost(self, known: Collection[Lease]) -> None:
         """Close the leases that nobody has, as Ctrl-C in :meth:`acquire` or behind it leaves them.
@@ -278,7 +215,7 @@ class LifetimeManager:
             lease.close()
 
     def close(self) -> None:
-        """Release idle arenas now and lent ones when the last thread has let go of them."""
+        """Release idle arenas now, lent ones when the last thread has let go of them, others when they are mapped."""
         with self._lock:
             self._is_closed = True
             idle, leases = self._idle, self._leases
@@ -298,41 +235,68 @@ class LifetimeManager:
     def _leases(self) -> list[Lease]:
         return [lease for lease in self._arenas.values() if lease is not None]
 
-    def _try_take(self, nbytes: int, kind: ArenaKind, began: float) -> Lease | None:
+    @property
+    def _held_bytes(self) -> int:
+        coming = sum(arena_capacity(spec.nbytes) for spec in self._coming)
+        return sum(arena.capacity for arena in self._arenas) + self._reserved_bytes + coming
+
+    def _try_take(self, spec: ArenaSpec, began: float) -> Lease | None:
         if self._is_closed:
             raise EngineClosedError("the engine was closed")
-        idle = self._idle
-        fitting = [a for a in idle if a.kind == kind and nbytes <= a.capacity <= nbytes + _slack(nbytes)]
-        chosen = min(fitting, key=lambda arena: arena.capacity, default=None)
-        for arena in idle:
-            if arena not in fitting:
-                del self._arenas[arena]
-                arena.release()
+        self._release_unfit(spec)
+        chosen = min(self._idle, key=lambda arena: arena.capacity, default=None)
         if chosen is None:
             return None
         self._arenas[chosen] = lease = Lease(chosen, self._give_back, waited_secs=time.monotonic() - began)
         return lease
 
-    def _may_map(self, nbytes: int) -> bool:
-        held = sum(arena.capacity for arena in self._arenas) + self._reserved_bytes
-        return (not self._leases and not self._reserved_bytes) or held + nbytes <= self.budget_bytes
+    def _release_unfit(self, spec: ArenaSpec) -> None:
+        for arena in self._idle:
+            if not spec.is_met_by(arena.kind, arena.capacity):
+                del self._arenas[arena]
+                arena.release()
 
-    def _map(self, nbytes: int, kind: ArenaKind, waited_secs: float) -> Lease:
+    def _may_map(self, spec: ArenaSpec) -> bool:
+        if any(spec.is_met_by(coming.kind, arena_capacity(coming.nbytes)) for coming in self._coming):
+            return False  # soon there
+        if not self._leases and not self._reserved_bytes and not self._coming:
+            return True
+        return self._held_bytes + spec.nbytes <= self.budget_bytes
+
+    def _map(self, spec: ArenaSpec, waited_secs: float) -> Lease:
         arena = lease = None
         try:
-            arena = Arena(nbytes, kind, self._executor)
+            arena = _make_arena(spec)
             lease = Lease(arena, self._give_back, waited_secs=waited_secs)
-        except OSError as error:
-            raise BudgetExceededError(
-                f"cannot map {nbytes} bytes for an image ({error}): lower budget_bytes"
-            ) from error
         finally:
             with self._lock:
-                self._reserved_bytes -= nbytes
+                self._reserved_bytes -= spec.nbytes
                 if arena is not None:
                     self._arenas[arena] = lease
                 self._changed.notify_all()
         return lease
+
+    def _map_idle(self, spec: ArenaSpec) -> None:
+        arena = None
+        try:
+            arena = _make_arena(spec)
+            _register(arena, spec)
+        except BaseException:
+            arena = None  # nobody else has it
+            raise
+        finally:
+            self._come(spec, arena)
+
+    def _come(self, spec: ArenaSpec, arena: Arena | None) -> None:
+        """What was mapped ahead is there, or will not be."""
+        with self._lock:
+            self._coming.remove(spec)
+            is_closed = self._is_closed
+            if arena is not None and not is_closed:
+                self._arenas[arena] = None
+            self._changed.notify_all()
+        if arena is not None and is_closed:
+            arena.release()
 
     def _give_back(self, lease: Lease) -> None:
         arena = lease.arena
@@ -351,5 +315,16 @@ class LifetimeManager:
             arena.release()
 
 
-def _slack(nbytes: int) -> int:
-    return max(HUGE_PAGE_BYTES, nbytes // 8)
+def _make_arena(spec: ArenaSpec) -> Arena:
+    cpus = None if spec.source is None else cpus_near(spec.source)
+    try:
+        return run_on(cpus, lambda: Arena(spec.nbytes, spec.kind))
+    except OSError as error:
+        raise BudgetExceededError(
+            f"cannot map {spec.nbytes} bytes for an image ({error}): lower budget_bytes"
+        ) from error
+
+
+def _register(arena: Arena, spec: ArenaSpec) -> None:
+    if spec.source is not None and spec.kind != "pageable":
+        arena.register()

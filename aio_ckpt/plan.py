@@ -73,12 +73,17 @@ class ImagePlan:
     """For the addresses of the save that made them."""
     host_bytes: int
     """Raw bytes that must be captured at once: for ``save()``, all that is not on a CUDA device."""
-    uses_cuda: bool
-    """Whether any source is on a CUDA device."""
+    source: torch.device | None
+    """CUDA device that most raw bytes come from; None: the state is in host memory."""
     gathers: bool
     """Whether small tensors are gathered on a device."""
     gather_bytes: int
     """Most bytes of a gather buffer."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether any source is on a CUDA device."""
+        return self.source is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +253,7 @@ def plan_image(
         routes=routes,
         descriptors=_descriptors(layout, routes, fingerprint),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
-        uses_cuda=any(source.type == "cuda" for source in structure.devices),
+        source=_main_source(structure, layout),
         gather_bytes=gather_bytes,
         gathers=any(route.gathered for route in routes),
     )
@@ -280,6 +285,14 @@ def _storage_data(
         for name in item.fqns
         if write_items[name].type is not WriteItemType.BYTE_IO
     }
+
+
+def _main_source(structure: Structure, layout: ImageLayout) -> torch.device | None:
+    nbytes = {source: 0 for source in structure.devices if source.type == "cuda"}
+    for item in layout.items:
+        if structure.devices[item.leaf] in nbytes:
+            nbytes[structure.devices[item.leaf]] += item.raw_bytes
+    return max(nbytes, key=nbytes.__getitem__, default=None)
 
 
 def tensor_entry(item: TensorItem) -> TensorEntry:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from aio_ckpt import tree
 from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import BusyError
-from aio_ckpt.image import Image, lease_image
+from aio_ckpt.errors import BusyError, EngineClosedError
+from aio_ckpt.image import Image, arena_spec, lease_image
 from aio_ckpt.inflight import InFlight
 from aio_ckpt.keeper import RootKeeper
-from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
+from aio_ckpt.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.pipeline import SaveCall, Site
-from aio_ckpt.plan import PlanCache, PlannedSave
+from aio_ckpt.plan import Plan, PlanCache, PlannedSave
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
-from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.staging import StagingChoice
+from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["Saver"]
+
+_log = logging.getLogger("aio_ckpt")
 
 
 class Saver:
@@ -55,6 +61,7 @@ class Saver:
         self.in_flight = InFlight(site, portal, on_settled=self._after)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
+        self._staging = StagingChoice(config.staging)
         self._lock = Lock()
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
@@ -91,8 +98,23 @@ class Saver:
                 plan_secs=plan_secs,
             )
             in_flight.start(save, planned)
+            self._map_next(planned.plan, objects)
             save.blocked_secs = save.elapsed()
             return save.ticket
+
+    def prepare(self, state: object) -> Milestone[None]:
+        """See ``CheckpointEngine.prepare``."""
+        self._portal.check_thread("prepare()")
+        with self._lock:
+            self.in_flight.check_open()
+            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
+            planned = self.cache.resolve(flat)
+            objects = self._encoder.encode(planned.objects)
+            spec = self._spec(planned.plan, objects)
+            self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
+            self.in_flight.prepare_buffers(planned.plan)
+            mapped = self.lifetime.map_ahead(spec, arenas=1)
+        return _milestone_of(mapped, self._portal)
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
@@ -115,15 +137,29 @@ class Saver:
         self.in_flight.guards.close()
         self.in_flight.clear_buffers()
 
+    def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:
+        kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
+        return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
+
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
         return lease_image(
             planned,
             len(objects.region),
             self.lifetime,
-            self._site.config.staging,
+            self._staging.kind(planned.plan.source),
             timeout_secs=self._site.config.stall_timeout_secs,
             limit_secs=deadline.left_secs(MAX_SECS),
         )
+
+    def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:
+        """In the background of this save: the arena that the next one would have to map."""
+        arenas = self._site.config.max_in_flight
+        if arenas == 1:
+            return
+        with contextlib.suppress(EngineClosedError):
+            mapped = self.lifetime.map_ahead(self._spec(plan, objects), arenas=arenas)
+            if mapped is not None:
+                mapped.add_done_callback(_log_failure)
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""
@@ -131,3 +167,26 @@ class Saver:
             self.cache.clear()
         else:
             self._on_committed(step)
+
+
+def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:
+    milestone: Milestone[None] = Milestone("prepare()", portal.check_thread)
+
+    def settle(done: Future[None]) -> None:
+        error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
+        if error is None:
+            milestone.resolve(None)
+        else:
+            milestone.fail(error)
+
+    if work is None:
+        milestone.resolve(None)
+    else:
+        work.add_done_callback(settle)
+    return milestone
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))

@@ -95,6 +95,14 @@ class Copiers:
     gathers: GatherBuffers = field(default_factory=GatherBuffers)
     """Gather buffers."""
 
+    def prepare(self, plan: ImagePlan) -> None:
+        """Make the side streams and the gather buffers of a plan before its first capture needs them."""
+        for device in set(plan.structure.devices):
+            spans = [span for route in plan.routes for span in route.gathered if span.device == device]
+            copies = self.streams.begin(device, is_registered=True)
+            if spans:
+                self.gathers.line(plan, spans[0], copies)
+
 
 class Capture:
     """The copies of one save: issued by :func:`capture`, kept alive until ``finish``.

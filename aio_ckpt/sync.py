@@ -17,7 +17,7 @@ from aio_ckpt.items import LoadReport
 from aio_ckpt.lifetime import LifetimeStats
 from aio_ckpt.progress import outcome_blocking
 from aio_ckpt.storage import Storage
-from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -51,12 +51,12 @@ class SyncCheckpointEngine:
 
     @property
     def plan_hits(self) -> int:
-        """Saves that reused the cached layout."""
+        """See :attr:`CheckpointEngine.plan_hits`."""
         return self._engine.plan_hits
 
     @property
     def plan_misses(self) -> int:
-        """Saves that planned anew."""
+        """See :attr:`CheckpointEngine.plan_misses`."""
         return self._engine.plan_misses
 
     @property
@@ -75,6 +75,10 @@ class SyncCheckpointEngine:
     ) -> SaveTicket:
         """See :meth:`CheckpointEngine.save`."""
         return self._engine.save(state, step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics)
+
+    def prepare(self, state: object) -> Milestone[None]:
+        """See :meth:`CheckpointEngine.prepare`; ``result()`` waits for the memory."""
+        return self._engine.prepare(state)
 
     def guard(self, guarded: object) -> None:
         """See :meth:`CheckpointEngine.guard`."""

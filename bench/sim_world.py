@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
+from aio_ckpt.arena import POISON
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
 from aio_ckpt.items import WriteMode
-from aio_ckpt.lifetime import POISON
 from aio_ckpt.portal import ON_SUBMIT, Executor, run_blocking
 from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock
 

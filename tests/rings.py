@@ -14,7 +14,7 @@ from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
-from aio_ckpt.lifetime import LifetimeManager
+from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan import PlanCache, PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CaptureProgress
@@ -35,9 +35,8 @@ def image_of(planned: PlannedSave, manager: LifetimeManager, slots: int | None =
     image_bytes = align_up(layout.tensor_bytes + len(objects), PAGE_BYTES)
     chunks = file_chunks(layout, image_bytes)
     slots = slots or len(chunks)
-    lease = manager.acquire(
-        min(slots * layout.chunk_bytes, image_bytes), "pageable", registers=False, timeout_secs=TIMEOUT
-    )
+    nbytes = min(slots * layout.chunk_bytes, image_bytes)
+    lease = manager.acquire(ArenaSpec(nbytes=nbytes, kind="pageable", source=None), timeout_secs=TIMEOUT)
     return Image(
         lease=lease,
         chunks=chunks,

@@ -18,8 +18,9 @@ from cuda_machine import MIB, STAGINGS, TIMEOUT, needs_cuda
 from trained_states import KEPT, Training, check_a_save_every_step
 
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
+from aio_ckpt.arena import HUGE_PAGE_BYTES
 from aio_ckpt.config import Staging
-from aio_ckpt.lifetime import HUGE_PAGE_BYTES, LifetimeManager
+from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.portal import Executor
 
 pytestmark = needs_cuda
@@ -205,7 +206,8 @@ def host_buffers(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
     try:
         buffers = {"torch": torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)}
         for kind in ("pinned", "shm"):
-            leases.append(lifetime.acquire(nbytes, kind, registers=True, timeout_secs=TIMEOUT))
+            spec = ArenaSpec(nbytes=nbytes, kind=kind, source=torch.device(DEVICE, 0))
+            leases.append(lifetime.acquire(spec, timeout_secs=TIMEOUT))
             buffers[kind] = leases[-1].arena.tensor[:nbytes]
         yield buffers
         buffers.clear()

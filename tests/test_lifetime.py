@@ -12,22 +12,28 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from watched_writes import TIMEOUT, WatchedCondition
+from watched_writes import TIMEOUT, Gate, WatchedCondition
 
+from aio_ckpt import arena as arenas
 from aio_ckpt import lifetime
+from aio_ckpt.arena import HUGE_PAGE_BYTES, POISON, ArenaKind
 from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
 from aio_ckpt.items import PAGE_BYTES
-from aio_ckpt.lifetime import HUGE_PAGE_BYTES, POISON, ArenaKind, Lease, LifetimeManager, default_budget_bytes
+from aio_ckpt.lifetime import ArenaSpec, Lease, LifetimeManager, default_budget_bytes
 from aio_ckpt.portal import Executor
 
 KIB = 1 << 10
 MIB = 1 << 20
 BUDGET = 64 * MIB
+GPU = torch.device("cuda", 0)
+"""Never touched."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,11 @@ def manager(executor: Executor) -> LifetimeManager:
 
 
 def take(manager: LifetimeManager, nbytes: int, kind: ArenaKind = "pageable", timeout_secs: float = TIMEOUT) -> Lease:
-    return manager.acquire(nbytes, kind, registers=False, timeout_secs=timeout_secs)
+    return manager.acquire(spec(nbytes, kind), timeout_secs=timeout_secs)
+
+
+def spec(nbytes: int, kind: ArenaKind = "pageable", *, source: torch.device | None = None) -> ArenaSpec:
+    return ArenaSpec(nbytes=nbytes, kind=kind, source=source)
 
 
 def watch_waits(manager: LifetimeManager) -> WatchedCondition:
@@ -349,7 +359,8 @@ class Clock:
                 manager._lock.acquire()
                 return secs <= timeout
 
-        monkeypatch.setattr(lifetime, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        for module in (lifetime, arenas):
+            monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         manager._changed = Scripted(manager._lock)
 
 
@@ -398,12 +409,12 @@ def test_an_arena_that_the_driver_does_not_register_is_given_back(
     def refuse(address: int, nbytes: int) -> None:
         raise ConfigError(f"{nbytes} bytes at {address}: refused")
 
-    monkeypatch.setattr(lifetime.device, "register_host_memory", refuse)
+    monkeypatch.setattr(arenas.device, "register_host_memory", refuse)
     with pytest.raises(ConfigError):
-        manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+        manager.acquire(spec(MIB, "pinned", source=GPU), timeout_secs=TIMEOUT)
     assert (manager.stats.arenas, manager.stats.leases) == (1, 0)
-    manager.acquire(MIB, "pageable", registers=True, timeout_secs=TIMEOUT)
-    manager.acquire(MIB, "pinned", registers=False, timeout_secs=TIMEOUT)
+    manager.acquire(spec(MIB, source=GPU), timeout_secs=TIMEOUT)
+    manager.acquire(spec(MIB, "pinned"), timeout_secs=TIMEOUT)
 
 
 def test_an_arena_that_ctrl_c_left_registered_is_registered_again(
@@ -420,11 +431,11 @@ def test_an_arena_that_ctrl_c_left_registered_is_registered_again(
             raise KeyboardInterrupt
 
     interrupts: list[int] = []
-    monkeypatch.setattr(lifetime.device, "register_host_memory", register)
-    monkeypatch.setattr(lifetime.device, "unregister_host_memory", registered.remove)
+    monkeypatch.setattr(arenas.device, "register_host_memory", register)
+    monkeypatch.setattr(arenas.device, "unregister_host_memory", registered.remove)
     with pytest.raises(KeyboardInterrupt):
-        manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
-    lease = manager.acquire(MIB, "pinned", registers=True, timeout_secs=TIMEOUT)
+        manager.acquire(spec(MIB, "pinned", source=GPU), timeout_secs=TIMEOUT)
+    lease = manager.acquire(spec(MIB, "pinned", source=GPU), timeout_secs=TIMEOUT)
     assert [lease.arena.address] == list(registered) == interrupts
     lease.close()
     manager.close()
@@ -476,3 +487,144 @@ def test_whoever_waits_for_room_is_told_of_the_end(manager: LifetimeManager) -> 
         manager.close()
         with pytest.raises(EngineClosedError):
             second.result(TIMEOUT)
+
+
+# -- mapping ahead --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Keeps every thread that maps an arena."""
+    gate, real = Gate(), lifetime._make_arena
+
+    def make(wanted: ArenaSpec) -> object:
+        gate.hold()
+        return real(wanted)
+
+    monkeypatch.setattr(lifetime, "_make_arena", make)
+    yield gate
+    gate.open()
+    manager.close()
+
+
+def test_an_arena_mapped_ahead_is_the_one_that_is_lent(manager: LifetimeManager) -> None:
+    ahead = manager.map_ahead(spec(8 * MIB), arenas=1)
+    assert ahead is not None
+    ahead.result(TIMEOUT)
+    assert (manager.stats.arenas, manager.stats.leases) == (1, 0)
+    take(manager, 8 * MIB)
+    assert (manager.stats.arenas, manager.stats.leases) == (1, 1)
+    assert manager.map_ahead(spec(8 * MIB), arenas=1) is None
+    more = manager.map_ahead(spec(8 * MIB), arenas=2)
+    assert more is not None
+    more.result(TIMEOUT)
+    assert manager.stats.arenas == 2
+
+
+def test_what_is_still_being_mapped_counts_in_the_budget(manager: LifetimeManager, held: Gate) -> None:
+    waits = watch_waits(manager)
+    ahead = manager.map_ahead(spec(40 * MIB, "shm"), arenas=1)
+    assert ahead is not None
+    held.wait_held()
+    assert manager.map_ahead(spec(40 * MIB), arenas=1) is None
+    with ThreadPoolExecutor(1) as trainer:
+        other = trainer.submit(take, manager, 40 * MIB)  # another kind: what comes is of no use to it
+        assert waits.waiting.wait(TIMEOUT)
+        assert not other.done()
+        held.open()
+        assert other.result(TIMEOUT).arena.kind == "pageable"
+    assert manager.stats.arena_bytes <= BUDGET
+
+
+def test_who_waits_for_an_arena_that_does_not_come_maps_one(
+    manager: LifetimeManager, held: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = watch_waits(manager)
+    made, real = [], lifetime.Arena
+
+    def arena(*arguments: Any) -> Any:
+        made.append(arguments)
+        if len(made) == 1:
+            raise OSError(errno.ENOMEM, "refused")
+        return real(*arguments)
+
+    monkeypatch.setattr(lifetime, "Arena", arena)
+    ahead = manager.map_ahead(spec(40 * MIB), arenas=1)
+    assert ahead is not None
+    held.wait_held()
+    with ThreadPoolExecutor(1) as trainer:
+        waiting = trainer.submit(take, manager, 40 * MIB)
+        assert waits.waiting.wait(TIMEOUT)
+        held.open()
+        assert waiting.result(TIMEOUT).arena.capacity == 40 * MIB
+    with pytest.raises(BudgetExceededError, match="refused"):
+        ahead.result(TIMEOUT)
+    assert len(made) == 2
+
+
+def test_an_arena_that_the_driver_does_not_register_ahead_is_not_kept(
+    manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: int, nbytes: int) -> None:
+        raise RuntimeError(f"{nbytes} bytes at {address}: refused")
+
+    monkeypatch.setattr(arenas.device, "register_host_memory", refuse)
+    ahead = manager.map_ahead(spec(MIB, "pinned", source=GPU), arenas=1)
+    assert ahead is not None
+    with pytest.raises(RuntimeError, match="refused"):
+        ahead.result(TIMEOUT)
+    assert (manager.stats.arenas, manager._coming) == (0, [])
+
+
+def test_ctrl_c_in_a_save_loses_no_arena_that_is_being_mapped(manager: LifetimeManager, held: Gate) -> None:
+    ahead = manager.map_ahead(spec(MIB), arenas=1)
+    assert ahead is not None
+    held.wait_held()
+    manager.close_lost([])
+    held.open()
+    ahead.result(TIMEOUT)
+    assert (manager.stats.arenas, manager.stats.leases) == (1, 0)
+
+
+@pytest.mark.parametrize("threads", ["many", "none to be had"])
+def test_every_page_is_touched(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    if threads != "many":
+
+        def refuse(*_: object) -> Executor:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(arenas, "Executor", refuse)
+    monkeypatch.setattr(arenas, "_POPULATE_STEP_BYTES", MIB)
+    monkeypatch.setattr(arenas.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    real = arenas._LIBC
+
+    class Libc:
+        @staticmethod
+        def madvise(*arguments: Any) -> int:
+            steps.append(threading.current_thread().name)
+            return int(real.madvise(*arguments))
+
+    monkeypatch.setattr(arenas, "_LIBC", Libc)
+    before = psutil.Process().memory_info().rss
+    arena = arenas.Arena(40 * MIB, "pageable")
+    assert len(steps) == 40
+    assert all("touch" in step for step in steps) is (threads == "many")
+    assert psutil.Process().memory_info().rss - before > 36 * MIB
+    assert not [thread for thread in threading.enumerate() if "touch" in thread.name]
+    arena.release()
+
+
+def test_an_arena_that_comes_after_the_end_is_no_longer_registered(
+    manager: LifetimeManager, held: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: set[int] = set()
+    monkeypatch.setattr(arenas.device, "register_host_memory", lambda address, nbytes: registered.add(address))
+    monkeypatch.setattr(arenas.device, "unregister_host_memory", registered.remove)
+    ahead = manager.map_ahead(spec(MIB, "pinned", source=GPU), arenas=1)
+    assert ahead is not None
+    held.wait_held()
+    manager.close()
+    held.open()
+    ahead.result(TIMEOUT)
+    assert (registered, manager.stats.arenas) == (set(), 0)

@@ -22,9 +22,9 @@ from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, pipeline
+from aio_ckpt.arena import POISON
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.lifetime import POISON
 
 COUNT = 5
 """Tensors of 4 MiB: six chunks."""

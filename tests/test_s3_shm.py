@@ -22,9 +22,9 @@ from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.arena import HUGE_PAGE_BYTES
 from aio_ckpt.coordinator import SoloCoordinator
 from aio_ckpt.errors import BudgetExceededError
-from aio_ckpt.lifetime import HUGE_PAGE_BYTES
 
 SHM = EngineConfig(staging="shm", debug=True)
 COUNT = 5

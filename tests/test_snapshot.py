@@ -163,7 +163,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
     planned = plan_of(uniform(4, 4 * MIB, 1.0))
     for budget_bytes, slots, arena_bytes in ((32 * MIB, 5, 18 * MIB), (16 * MIB, 4, 16 * MIB)):
         manager = LifetimeManager(budget_bytes=budget_bytes, executor=executor, debug=False)
-        image = lease_image(planned, 0, manager, "auto", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
+        image = lease_image(planned, 0, manager, "pageable", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
         assert (image.slots, len(image.chunks), image.is_whole) == (slots, 5, slots == 5)
         assert image.lease.arena.kind == "pageable"
         assert manager.stats.arena_bytes == arena_bytes
@@ -174,7 +174,7 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
         manager.close()
     small = LifetimeManager(budget_bytes=16 * MIB - 1, executor=executor, debug=False)
     with pytest.raises(BudgetExceededError, match=f"{16 * MIB} bytes of host state"):
-        lease_image(planned, 0, small, "auto", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
+        lease_image(planned, 0, small, "pageable", timeout_secs=TIMEOUT, limit_secs=TIMEOUT)
     executor.close(TIMEOUT)
 
 

@@ -23,10 +23,11 @@ from rings import TIMEOUT, image_of, plan_of, save_image
 from watched_writes import WatchedStorage, Write
 
 from aio_ckpt import envelope, layout
+from aio_ckpt.arena import POISON
 from aio_ckpt.errors import WriteError
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, ImageLayout, TensorSpec, WriteResult, align_up
 from aio_ckpt.layout import Placement, file_chunks, lay_out
-from aio_ckpt.lifetime import POISON, LifetimeManager
+from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import LocalStorage

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
+from aio_ckpt.arena import ArenaKind
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.layout import chunk_bytes_for
 from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
@@ -59,6 +62,12 @@ class Runtime:
             window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
             staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
         )
+
+    def arena_kind(self, source: torch.device | None) -> ArenaKind:
+        """For tensors from ``source``. Not measured, as an engine does: most runtimes live for one call."""
+        if self.config.staging != "auto":
+            return self.config.staging
+        return "pageable" if source is None else "pinned"
 
     def close(self) -> None:
         """End the threads. Idempotent."""

@@ -129,7 +129,7 @@ def write_rank(runtime: Runtime, directory: Path, save: RankSave, sources: Sourc
         sources.planned,
         sources.stream_bytes,
         runtime.window,
-        config.staging,
+        runtime.arena_kind(sources.planned.plan.source),
         timeout_secs=config.stall_timeout_secs,
         limit_secs=MAX_SECS,
     )

@@ -115,7 +115,12 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
     """The whole image as bytes, for as long as anybody holds the tensor or a view of it."""
     config = runtime.config
     image = lease_image(
-        planned, 0, runtime.staging, config.staging, timeout_secs=config.stall_timeout_secs, limit_secs=MAX_SECS
+        planned,
+        0,
+        runtime.staging,
+        runtime.arena_kind(planned.plan.source),
+        timeout_secs=config.stall_timeout_secs,
+        limit_secs=MAX_SECS,
     )
     lease = image.lease
     try:

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt import image, lifetime, pipeline, portal, snapshot, write
+from aio_ckpt import arena, image, lifetime, pipeline, portal, snapshot, write
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.names import OWNER_FILE
@@ -338,7 +338,7 @@ def memory_in_growth(folder: Path) -> Iterator[Point]:
     yield from _memory_points(folder / "system", places, refusal, saves=0)
     python: tuple[tuple[Any, str], ...] = (
         (mmap, "mmap"),
-        (lifetime, "_populate"),
+        (arena, "_populate"),
         (lifetime, "Lease"),
         (lifetime, "Arena"),
         (image, "Image"),
