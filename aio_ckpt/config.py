@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
     "GATHER_BYTES",
@@ -20,7 +20,10 @@ __all__ = [
     "MetricMode",
     "Staging",
     "VerifyPolicy",
+    "check_flag",
+    "check_kind",
     "check_seconds",
+    "check_wait",
 ]
 
 Staging = Literal["auto", "pinned", "shm", "pageable"]
@@ -59,12 +62,13 @@ class KeepBest:
     """Steps to keep."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(f"KeepBest(metric={self.metric!r}): give the name of a metric")
-        if self.mode not in get_args(MetricMode):
-            raise ConfigError(f"KeepBest(mode={self.mode!r}): allowed are 'min', 'max'")
+        # One that is no UTF-8 ``save(metrics=)`` refuses.
+        if not isinstance(self.metric, str) or not self.metric or any("\ud800" <= c <= "\udfff" for c in self.metric):
+            raise ConfigError(f"KeepBest(metric={shown(self.metric)}): give the name of a metric")
+        if not _is_among(self.mode, get_args(MetricMode)):
+            raise ConfigError(f"KeepBest(mode={shown(self.mode)}): allowed are 'min', 'max'")
         if type(self.count) is not int or self.count < 1:
-            raise ConfigError(f"KeepBest(count={self.count!r}): give a whole number of at least 1")
+            raise ConfigError(f"KeepBest(count={shown(self.count)}): give a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,22 +144,22 @@ class EngineConfig:
             check_seconds(name, getattr(self, name))
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+            if not _is_among(value, allowed):
+                raise ConfigError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
-            raise ConfigError(f"keep_best={self.keep_best!r}: give a KeepBest")
+            raise ConfigError(f"keep_best={shown(self.keep_best)}: give a KeepBest")
         if self.keep_best is not None and self.keep_last is None:
             raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
         for name in ("trusted_objects", "debug"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
+            check_flag(name, getattr(self, name))
         if type(self.gather_bytes) is not int or self.gather_bytes < 0:
-            raise ConfigError(f"gather_bytes={self.gather_bytes!r}: give a whole number of bytes, 0 to gather nothing")
+            told = shown(self.gather_bytes)
+            raise ConfigError(f"gather_bytes={told}: give a whole number of bytes, 0 to gather nothing")
         if self.workers > MAX_WORKERS:
-            raise ConfigError(f"workers={self.workers}: each is a thread; give at most {MAX_WORKERS}")
+            raise ConfigError(f"workers={shown(self.workers)}: each is a thread; give at most {MAX_WORKERS}")
         if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):
             raise ConfigError(
-                f"step_dir={self.step_dir!r}: give one path component with one {{step}} or {{step:09d}} field, "
+                f"step_dir={shown(self.step_dir)}: give one path component with one {{step}} or {{step:09d}} field, "
                 "no other braces and no dot in front"
             )
 
@@ -164,15 +168,44 @@ class EngineConfig:
         if value is None and name not in ("workers", "max_in_flight"):
             return
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
+            raise ConfigError(f"{name}={shown(value)}: give a whole number of at least 1")
 
 
 def check_seconds(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
     # Comparisons alone: a nan fails them, and an int of a thousand digits has no float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
-        shown = "so large a number" if isinstance(value, int) and value > MAX_SECS else repr(value)
-        raise ConfigError(f"{name}={shown}: give a finite number of seconds above 0")
+        told = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
+        raise ConfigError(f"{name}={told}: give a finite number of seconds above 0")
+
+
+def check_wait(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is None (no limit) or a number of seconds.
+
+    One below 0 is a time that has passed: what is left until a deadline may well be.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ConfigError(f"{name}={shown(value)}: give a number of seconds, or None for as long as it takes")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is None or a ``kind``."""
+    # A class has the methods of a protocol too.
+    if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
+        raise ConfigError(f"{name}={shown(value)}: give one of type {kind.__name__}, or leave it away")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is True or False: ``"no"`` would count as True."""
+    if type(value) is not bool:
+        raise ConfigError(f"{name}={shown(value)}: give True or False")
+
+
+def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
+    # An array would compare with each element.
+    return isinstance(value, str) and value in allowed
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

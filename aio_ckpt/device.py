@@ -1,4 +1,4 @@
-"""Copies from devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
+"""Copies from and to devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
 
 Host memory has a real implementation of the same interface, not a stub: :class:`HostCopies`.
 """
@@ -9,25 +9,28 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from aio_ckpt.batch import batch_copy
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
     "Copies",
     "CopyStreams",
     "HostCopies",
     "Mark",
+    "begin_uploads",
     "copies_by_address",
     "copy_secs",
     "cuda_is_available",
     "gathers_small",
     "is_capturing_graph",
+    "is_host",
     "pci_address",
     "register_host_memory",
+    "takes_registered",
     "unregister_host_memory",
 ]
 
@@ -61,7 +64,10 @@ class Mark(Protocol):
 
 
 class Copies(Protocol):
-    """The copies of one save from one device, in the order of the calls."""
+    """The copies of one save from one device, or of one load to one, in the order of the calls.
+
+    Those of a load are issued by several threads: a mark covers what its own thread issued before.
+    """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` to ``target`` (host memory, same dtype and shape) with the values it has now."""
@@ -69,6 +75,10 @@ class Copies(Protocol):
 
     def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
         """Copy by address: (offset from ``base``, source address, bytes) each."""
+        ...
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy ``source`` (host memory, same dtype and shape, any layout) to ``target``; ``source`` is free then."""
         ...
 
     def gather(
@@ -119,6 +129,11 @@ class HostCopies:
         for start, address, nbytes in moves:
             _memmove_held(base + start, address, nbytes)
 
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """By torch, whatever the device."""
+        with torch.no_grad():
+            target.copy_(source)
+
     def gather(
         self,
         target: torch.Tensor,
@@ -157,7 +172,9 @@ class _CudaMark:
         self._event.synchronize()
 
     def fence(self, stream: object = None) -> None:
-        waiting = stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self._device)
+        waiting = torch.cuda.current_stream(self._device) if stream is None else stream
+        if not isinstance(waiting, torch.cuda.Stream):  # of another kind of device, or a handle
+            raise ConfigError(f"fence(stream={shown(stream)}): give a torch.cuda.Stream")
         waiting.wait_event(self._event)
 
 
@@ -168,7 +185,7 @@ class CudaCopies:
         """``is_registered``: the targets are page-locked, so that to issue a copy takes a microsecond."""
         self._device = device
         self._side = side
-        self._driver_copy = _driver_copy(holds_gil=is_registered)
+        self._driver_copy = _driver_copy("cuMemcpyDtoHAsync_v2", holds_gil=is_registered)
         self._batch = batch_copy() if is_registered else None
         self._side.wait_event(torch.cuda.current_stream(device).record_event())
 
@@ -190,7 +207,12 @@ class CudaCopies:
             for start, address, nbytes in rows:
                 code = copy(base + start, address, nbytes, side)
                 if code:
-                    raise RuntimeError(f"cuMemcpyDtoHAsync of {nbytes} bytes from {self._device}: CUDA error {code}")
+                    raise RuntimeError(f"copy of {nbytes} bytes, host and {self._device}: CUDA error {code}")
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Blocks until ``source`` was read; ``target`` is filled behind the next mark."""
+        with torch.cuda.stream(self._side), torch.no_grad():
+            target.copy_(source)
 
     def gather(
         self,
@@ -227,6 +249,20 @@ def _foreach_copy(groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.
             torch._foreach_copy_(list(targets), list(sources))
 
 
+class CudaUploads(CudaCopies):
+    """Copies to a device on a side stream, issued by threads that may never have used CUDA."""
+
+    def __init__(self, device: torch.device, side: torch.cuda.Stream) -> None:
+        super().__init__(device, side, is_registered=False)
+        self._driver_copy = _driver_copy("cuMemcpyHtoDAsync_v2", holds_gil=False)
+
+    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Issued, not done if the sources are page-locked; they must stay as they are until a later mark is reached."""
+        with torch.cuda.device(self._device):
+            self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
+            super().issue(base, moves)
+
+
 class CopyStreams:
     """One side stream a device, kept for the life of an engine."""
 
@@ -240,6 +276,23 @@ class CopyStreams:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return CudaCopies(device, self._streams[device], is_registered=is_registered)
+
+
+def begin_uploads(device: torch.device) -> Copies:
+    """Start the copies of one load to ``device``."""
+    if device.type != "cuda":
+        return HostCopies()
+    return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether the host itself can write to the memory of ``tensor``."""
+    return tensor.is_cpu
+
+
+def takes_registered(device: torch.device) -> bool:
+    """Whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
+    return device.type == "cuda"
 
 
 def copies_by_address(device: torch.device) -> bool:
@@ -261,14 +314,15 @@ def _driver_is_there() -> bool:
 
 
 @functools.cache
-def _driver_copy(*, holds_gil: bool) -> Callable[[int, int, int, int], int]:
-    """``cuMemcpyDtoHAsync(target, source, nbytes, stream)``; with the GIL held where it returns at once."""
+def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int], int]:
+    """``name(target, source, nbytes, stream)`` of the driver; with the GIL held where it returns at once."""
     if not _driver_is_there():
         return lambda *_: 801  # CUDA_ERROR_NOT_SUPPORTED: see copies_by_address
-    copy = (ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1").cuMemcpyDtoHAsync_v2
-    copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy = getattr((ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1"), name)
+    # Device addresses and host pointers are both passed as 64 bits.
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy.restype = ctypes.c_int
-    return copy
+    return cast("Callable[[int, int, int, int], int]", copy)
 
 
 def copy_secs(target: torch.Tensor, source: torch.Tensor) -> float:

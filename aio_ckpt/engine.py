@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, check_flag, check_kind
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import ConfigError, EngineClosedError
@@ -57,7 +57,7 @@ class CheckpointEngine:
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: ``staging="pinned"`` without CUDA.
+        ConfigError: ``staging="pinned"`` without CUDA, or an argument of another type.
     """
 
     def __init__(
@@ -68,6 +68,9 @@ class CheckpointEngine:
         coordinator: Coordinator | None = None,
         storage: Storage | None = None,
     ) -> None:
+        check_kind("config", config, EngineConfig)
+        check_kind("coordinator", coordinator, Coordinator)
+        check_kind("storage", storage, Storage)
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
@@ -127,6 +130,8 @@ class CheckpointEngine:
         """
         started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
+        check_flag("overwrite", overwrite)
+        step = None if step is None else commit.check_step_number(step)
         call = SaveCall(overwrite=overwrite, metrics=check_metrics(metrics), deadline=deadline, started=started)
         return self._saver.save(state, step, call)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from aio_ckpt import tree
+from aio_ckpt import commit, tree
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import BusyError, EngineClosedError
 from aio_ckpt.image import Image, arena_spec, lease_image
@@ -76,10 +76,10 @@ class Saver:
             waited_secs = in_flight.wait_for_room(step, when_busy, deadline)
             if not in_flight.knows_steps:
                 in_flight.learn_steps(read_steps)
+            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
             if waited_secs is None:
                 skipped_step = (in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
             flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
             planned = self.cache.resolve(flat)
             plan_secs = time.perf_counter() - call.started - waited_secs
@@ -119,6 +119,7 @@ class Saver:
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
         self._portal.check_thread("rollback()")
+        step = commit.check_step_number(step)
         with self._lock:
             if self.in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
