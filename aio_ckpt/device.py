@@ -1,6 +1,6 @@
 """Copies from and to devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
 
-Host memory has a real implementation of the same interface, not a stub: :class:`HostCopies`.
+Host memory has a real implementation of the same interface, not a stub: :class:`aio_ckpt.copies.HostCopies`.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
 from aio_ckpt.batch import batch_copy
+from aio_ckpt.copies import Copies, HostCopies, Mark, foreach_copy
 from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
-    "Copies",
     "CopyStreams",
-    "HostCopies",
-    "Mark",
+    "StepClock",
     "begin_uploads",
     "copies_by_address",
     "copy_secs",
@@ -33,128 +33,6 @@ __all__ = [
     "takes_registered",
     "unregister_host_memory",
 ]
-
-
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
-_memmove_held = ctypes.PyDLL(None).memmove
-_memmove_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove_held.restype = ctypes.c_void_p
-
-_OPENMP_PAYS_THREADS = 8
-"""From so many threads on torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two, its
-barriers fight with the threads that write (240 to 440 ms a GiB beside them, against 120 to 260)."""
-
-
-class Mark(Protocol):
-    """A point in a sequence of copies."""
-
-    def query(self) -> bool:
-        """Whether every copy before it is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the thread (GIL released) until every copy before it is done."""
-        ...
-
-    def fence(self, stream: object = None) -> None:
-        """Make later work of ``stream`` (None: the current one) wait for the copies before it; blocks no thread."""
-        ...
-
-
-class Copies(Protocol):
-    """The copies of one save from one device, or of one load to one, in the order of the calls.
-
-    Those of a load are issued by several threads: a mark covers what its own thread issued before.
-    """
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` to ``target`` (host memory, same dtype and shape) with the values it has now."""
-        ...
-
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Copy by address: (offset from ``base``, source address, bytes) each."""
-        ...
-
-    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` (host memory, same dtype and shape, any layout) to ``target``; ``source`` is free then."""
-        ...
-
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
-        """Copy (targets, sources), which lie in ``line`` on the device, group by group, then ``line`` to ``target``."""
-        ...
-
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """``source`` without conj and neg bits, contiguous; made in the order of the copies."""
-        ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes on the device for :meth:`gather`; None if they cannot be had."""
-        ...
-
-    def mark(self) -> Mark:
-        """A mark behind all copies so far."""
-        ...
-
-
-class _Done:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def fence(self, stream: object = None) -> None:
-        return None
-
-
-class HostCopies:
-    """Copies that are done when the call returns: host memory, and devices without streams of their own."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until copied, GIL released. Both are contiguous."""
-        if source.device.type == "cpu" and torch.get_num_threads() < _OPENMP_PAYS_THREADS:
-            _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        else:
-            target.copy_(source)
-
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Blocks until copied, GIL held: for a few KiB that is cheaper than to give it up and win it back."""
-        for start, address, nbytes in moves:
-            _memmove_held(base + start, address, nbytes)
-
-    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """By torch, whatever the device."""
-        with torch.no_grad():
-            target.copy_(source)
-
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
-        """Blocks until copied."""
-        _foreach_copy(groups)
-        target.copy_(line)
-
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """Allocates unless ``source`` is already plain and contiguous."""
-        return source.resolve_conj().resolve_neg().contiguous()
-
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def mark(self) -> Mark:
-        """Already reached."""
-        return _Done()
 
 
 class _CudaMark:
@@ -222,7 +100,7 @@ class CudaCopies:
     ) -> None:
         """Issued, not done, as :meth:`copy`."""
         with torch.cuda.stream(self._side):
-            _foreach_copy(groups)
+            foreach_copy(groups)
             target.copy_(line, non_blocking=True)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
@@ -241,12 +119,6 @@ class CudaCopies:
     def mark(self) -> Mark:
         """An event of the side stream."""
         return _CudaMark(self._side)
-
-
-def _foreach_copy(groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
-    with torch.no_grad():
-        for targets, sources in groups:
-            torch._foreach_copy_(list(targets), list(sources))
 
 
 class CudaUploads(CudaCopies):
@@ -293,6 +165,42 @@ def is_host(tensor: torch.Tensor) -> bool:
 def takes_registered(device: torch.device) -> bool:
     """Whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
     return device.type == "cuda"
+
+
+class StepClock:
+    """Lengths of training steps: between events of the caller's stream where CUDA is in use, else of the host.
+
+    The host runs ahead of the device by whole steps: its own times would be those of the launches. No call waits.
+    """
+
+    _MAX_KNOWN_LATER = 256
+    """Steps that the device may be behind; of more the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._last_at: float | None = None
+        self._events: deque[torch.cuda.Event] = deque(maxlen=self._MAX_KNOWN_LATER)
+
+    def tick(self) -> list[float]:
+        """A step has ended here: seconds of each step whose end was reached since the last call."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._tick_device()
+        before, self._last_at = self._last_at, time.perf_counter()
+        return [] if before is None else [self._last_at - before]
+
+    def _tick_device(self) -> list[float]:
+        lengths: list[float] = []
+        if is_capturing_graph():
+            return lengths
+        try:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+            while len(self._events) > 1 and self._events[1].query():  # type: ignore[no-untyped-call]
+                begin = self._events.popleft()
+                lengths.append(begin.elapsed_time(self._events[0]) / 1e3)
+        except (RuntimeError, ValueError):  # steps on several devices: no time passes between their events
+            self._events.clear()
+        return lengths
 
 
 def copies_by_address(device: torch.device) -> bool:

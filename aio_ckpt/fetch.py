@@ -14,7 +14,8 @@ import torch
 from isal import isal_zlib
 
 from aio_ckpt.contents import Item, Slot
-from aio_ckpt.device import Copies, HostCopies, begin_uploads, takes_registered
+from aio_ckpt.copies import Copies, HostCopies
+from aio_ckpt.device import begin_uploads, takes_registered
 from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.files import Files, address_of, bounce_buffers, page_locked

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aio_ckpt.contents import ObjectArray, SmallItems
-from aio_ckpt.device import Copies
+from aio_ckpt.copies import Copies
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import IntArray

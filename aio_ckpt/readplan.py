@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from aio_ckpt.contents import Item, SmallItems, SmallTargets, StoredObject
-from aio_ckpt.device import Copies, copies_by_address, is_host
+from aio_ckpt.copies import Copies
+from aio_ckpt.device import copies_by_address, is_host
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up

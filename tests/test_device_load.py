@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, fetch, files, readplan
-from aio_ckpt.device import HostCopies, Mark
+from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.readplan import bytes_of
