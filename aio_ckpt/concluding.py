@@ -129,6 +129,7 @@ async def _publish(
     written: Sequence[Written],
 ) -> None:
     """The leader: everything is durable but the names; make it one checkpoint, visible."""
+    save.progress.resume()
     save.begin("waiting for the commit of the save before")
     await _previous(save)
     save_id = save_id_of(site, save)

@@ -124,19 +124,23 @@ class Saver:
             step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, deadline)
-        save = in_flight.enter(
-            call,
-            planned,
-            objects,
-            image,
-            step=step,
-            number=number,
-            requested=flat.names,
-            waited_secs=waited_secs + image.lease.waited_secs,
-            plan_secs=plan_secs,
-        )
-        with trace.span("capture", CALLER):
-            in_flight.start(save, planned)
+        try:
+            save = in_flight.enter(
+                call,
+                planned,
+                objects,
+                image,
+                step=step,
+                number=number,
+                requested=flat.names,
+                waited_secs=waited_secs + image.lease.waited_secs,
+                plan_secs=plan_secs,
+            )
+            with trace.span("capture", CALLER):
+                in_flight.start(save, planned)
+        except Exception:
+            image.lease.close()  # a second time, unless no memory was left to call who would have closed it
+            raise
         if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
             self._map_next(planned.plan, objects)
         save.blocked_secs = save.elapsed()
