@@ -10,8 +10,10 @@ from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
     "GATHER_BYTES",
+    "MAX_BYTES_PER_SEC",
     "MAX_SECS",
     "MAX_WORKERS",
+    "MIN_BYTES_PER_SEC",
     "BusyPolicy",
     "DirectIO",
     "EngineConfig",
@@ -36,6 +38,9 @@ MetricMode = Literal["min", "max"]
 MAX_SECS = 1e9
 """Longest time that every wait of the system takes."""
 MAX_WORKERS = 256
+MAX_BYTES_PER_SEC = 1e15
+MIN_BYTES_PER_SEC = 1 << 20
+"""Smallest cap: a chunk of 32 MiB, which is written at once, then waits half a minute."""
 GATHER_BYTES = 64 << 20
 """Default of ``EngineConfig.gather_bytes``."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
@@ -93,6 +98,16 @@ class EngineConfig:
     budget_bytes: int | None = None
     """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
 
+    max_write_bytes_per_sec: float | Literal["auto"] | None = None
+    """Cap on writing data files, for this engine; at least 1 MiB. ``auto``: as fast as training steps do not feel (2 %
+    of their length), told by guarded optimizers or ``step_done()``. None: as fast as the disk."""
+
+    thread_nice: int = 5
+    """Niceness of the I/O threads, 0 to 19; never lowers that of the process."""
+
+    thread_ioprio: int | None = 7
+    """Best-effort I/O priority of the I/O threads, 0 (first) to 7; None: what follows from the niceness."""
+
     gather_bytes: int = GATHER_BYTES
     """Memory of each GPU in which its small tensors are gathered before they are moved, at most; kept from save to
     save. 0: every tensor is moved by itself."""
@@ -142,6 +157,8 @@ class EngineConfig:
             self._check_count(name)
         for name in ("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"):
             check_seconds(name, getattr(self, name))
+        self._check_priorities()
+        check_write_cap(self.max_write_bytes_per_sec)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not _is_among(value, allowed):
@@ -162,6 +179,13 @@ class EngineConfig:
                 f"step_dir={shown(self.step_dir)}: give one path component with one {{step}} or {{step:09d}} field, "
                 "no other braces and no dot in front"
             )
+
+    def _check_priorities(self) -> None:
+        if type(self.thread_nice) is not int or not 0 <= self.thread_nice <= 19:
+            raise ConfigError(f"thread_nice={shown(self.thread_nice)}: give a whole number from 0 to 19")
+        ioprio = self.thread_ioprio
+        if ioprio is not None and (type(ioprio) is not int or not 0 <= ioprio <= 7):
+            raise ConfigError(f"thread_ioprio={shown(ioprio)}: give a whole number from 0 to 7, or None")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -206,6 +230,18 @@ def check_flag(name: str, value: object) -> None:
 def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
     # An array would compare with each element.
     return isinstance(value, str) and value in allowed
+
+
+def check_write_cap(value: object) -> None:
+    """Raise ConfigError unless ``value`` is None, "auto" or a number of bytes a second that writing can keep to."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_rate = is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
+    if value is None or is_rate or _is_among(value, ("auto",)):
+        return
+    told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
+    raise ConfigError(
+        f"max_write_bytes_per_sec={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
+    )
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from aio_ckpt.config import check_seconds
-from aio_ckpt.device import Mark
+from aio_ckpt.copies import Mark
 from aio_ckpt.errors import StallError
 from aio_ckpt.portal import Executor, run_blocking
 

@@ -61,7 +61,7 @@ def _saves(rows: Sequence[Line]) -> list[str]:
         "", "first blocks ms", "blocks ms", "staged ms", "done s", "durable s", "lost a save ms", "worst step ms",
         "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link", "on disk when done",
     ]  # fmt: skip
-    table = [_save(row) for row in rows if row["contender"] != "raw" and row["figures"]]
+    table = [_save(row) for row in rows if "first_blocked_secs" in row["figures"]]
     return [*_limits(rows), *(_table(head, table) if table else [])]
 
 
