@@ -83,6 +83,11 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(metrics)": (
         lambda engine, odd: engine.save(STATE, metrics=odd), {"None", "a dict", "an empty dict"}, "metrics"
     ),
+    "save(trace)": (
+        lambda engine, odd: engine.save(STATE, trace=engine.root.parent / odd if isinstance(odd, str) and odd else odd),
+        {"None", "text"},
+        "trace=",
+    ),
     "load(state)": (lambda engine, odd: engine.load(odd), set(), "state|'w' is an object"),
     "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1"}, "step"),
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),
@@ -181,6 +186,9 @@ SETTINGS: dict[str, Collection[str]] = {
     "gather_bytes": {"0", *COUNT},
     "max_in_flight": COUNT,
     "workers": {"1"},
+    "max_write_bytes_per_sec": {"None"},
+    "thread_nice": {"0", "1"},
+    "thread_ioprio": {"None", "0", "1"},
     "keep_best": {"None"},
 }
 
