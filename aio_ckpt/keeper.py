@@ -19,7 +19,7 @@ from aio_ckpt import commit, retention
 from aio_ckpt.errors import EngineClosedError, RootError, StallError, shown, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
-from aio_ckpt.pipeline import Site
+from aio_ckpt.pending import Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.rootlock import RootLock

@@ -34,7 +34,8 @@ from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Lease, LifetimeManager
 from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
-from aio_ckpt.pipeline import PendingSave, SaveCall, Site
+from aio_ckpt.peers import Peers
+from aio_ckpt.pending import PendingSave, SaveCall, Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import Deadline, follow
@@ -168,7 +169,7 @@ class World:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
-            coordinator=SoloCoordinator(),
+            peers=Peers(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
             executor=threads,
             config=config,
         )
@@ -179,7 +180,7 @@ class World:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
             self.portal.attach(self.loop, group, self.threads)
-            in_flight = InFlight(self.site, self.portal, on_settled=lambda step, error: None)
+            in_flight = InFlight(self.site, self.portal, on_settled=lambda step, error: None, adopt=lambda plan: None)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := in_flight.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
@@ -229,6 +230,7 @@ class World:
             step=in_flight.next_step(
                 max(committed) if overwrite else None, overwrite=overwrite, read_steps=lambda: committed
             ),
+            number=in_flight.next_number(),
             requested=flat.names,
             waited_secs=0.0,
             plan_secs=0.0,

@@ -19,16 +19,20 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
     **dict.fromkeys(("seal", "pickle_guard"), 1),
     **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
+    **dict.fromkeys(("frames", "ranks"), 1),
     **dict.fromkeys(("portal", "ticket", "device", "copies", "moves", "likeness", "batch", "preemption"), 1),
     **dict.fromkeys(("priority", "trace", "ratelimit"), 1),
     **dict.fromkeys(("numa",), 1),
     **dict.fromkeys(("arena", "staging"), 2),
     **dict.fromkeys(("lifetime", "layout", "structure", "routes", "plan", "gather", "image", "progress"), 2),
     **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator", "throttle"), 2),
+    **dict.fromkeys(("shares", "globalplan"), 2),
+    **dict.fromkeys(("agreement", "peers", "notice", "narrowing"), 3),
     **dict.fromkeys(("snapshot", "guard", "write", "record", "owner", "commit", "directory", "retention"), 3),
     **dict.fromkeys(("quarantine", "tracing"), 3),
     **dict.fromkeys(("contents", "catalog", "pieces", "files", "readplan", "fetch", "match", "read", "verify"), 3),
-    **dict.fromkeys(("undo", "pipeline", "inflight", "restore", "keeper", "saver", "closing", "engine"), 4),
+    **dict.fromkeys(("undo", "pending", "concluding", "pipeline", "inflight", "walk", "joint", "restore"), 4),
+    **dict.fromkeys(("keeper", "saver", "closing", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
     **dict.fromkeys(("demo", "demo_disk", "demo_model", "demo_plot", "demo_report", "demo_train"), 5),
     **dict.fromkeys(("integrations",), 5),
@@ -92,17 +96,34 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("verify", "readplan"),
     ("pipeline", "undo"),
     ("inflight", "pipeline"),
-    ("restore", "pipeline"),
     ("closing", "inflight"),
     ("engine", "closing"),
-    ("engine", "pipeline"),
     ("engine", "saver"),
     ("saver", "inflight"),
     ("saver", "keeper"),
-    ("saver", "pipeline"),
     ("engine", "restore"),
-    ("keeper", "pipeline"),
     ("engine", "keeper"),
+    ("notice", "peers"),
+    ("ranks", "frames"),
+    ("joint", "pending"),
+    ("joint", "walk"),
+    ("restore", "joint"),
+    ("restore", "walk"),
+    ("walk", "pending"),
+    ("concluding", "pending"),
+    ("engine", "pending"),
+    ("globalplan", "shares"),
+    ("inflight", "pending"),
+    ("keeper", "pending"),
+    ("narrowing", "snapshot"),
+    ("peers", "agreement"),
+    ("peers", "owner"),
+    ("pipeline", "concluding"),
+    ("pipeline", "pending"),
+    ("plan", "shares"),
+    ("plan", "globalplan"),
+    ("restore", "pending"),
+    ("saver", "pending"),
 }
 """Allowed imports within a layer, importer first. Faces (layer 5) may import each other."""
 
@@ -252,7 +273,7 @@ def test_planner_classes_stay_where_they_belong() -> None:
         for path in FILES
         if any(re.search(r"\.(default_planner|planner|planner_helpers)\b|Planner$", name) for name in names_of(path))
     }
-    assert users <= {"plan", "read", "dcp", "readplan"}
+    assert users <= {"plan", "globalplan", "read", "dcp", "readplan"}
 
 
 def test_stores_and_process_groups_stay_in_the_coordinator_and_the_faces() -> None:
