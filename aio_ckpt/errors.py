@@ -13,6 +13,7 @@ __all__ = [
     "AioCkptError",
     "BudgetExceededError",
     "BusyError",
+    "CheckpointExistsError",
     "CheckpointNotFoundError",
     "ConfigError",
     "CorruptCheckpointError",
@@ -128,6 +129,10 @@ class StepOrderError(AioCkptError, ValueError):
 
 class CheckpointNotFoundError(AioCkptError, FileNotFoundError):
     """No committed checkpoint, or not the one asked for."""
+
+
+class CheckpointExistsError(AioCkptError, FileExistsError, RuntimeError):
+    """``dcp.Writer(overwrite=False)``: the directory holds a checkpoint. Stock raises a RuntimeError here."""
 
 
 class CorruptCheckpointError(AioCkptError, ValueError):

@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
-import functools
 import logging
 import os
 import threading
@@ -35,7 +34,8 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 
-__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal", "run_blocking", "run_owned", "watch_submissions"]
+__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal"]
+__all__ += ["drain_at_exit", "run_blocking", "run_owned", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,7 +135,7 @@ async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, disp
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        future.add_done_callback(functools.partial(_dispose_result, dispose))
+        future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else dispose(done.result()))
         raise
 
 
@@ -145,11 +145,6 @@ def _survive(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return fn(*args, **kwargs)
     except (SystemExit, KeyboardInterrupt) as error:
         raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
-
-
-def _dispose_result(dispose: Callable[[T], object], future: Future[T]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        dispose(future.result())
 
 
 def _own_thread(owner: object, begin: Begin | None = None) -> None:
@@ -185,6 +180,13 @@ def _run_exit_hooks() -> None:
             hook()
         except Exception:  # the hooks of other engines must run too
             _logger.exception("draining at interpreter exit failed")
+
+
+def drain_at_exit(done: Future[Any], timeout_secs: float) -> None:
+    """At interpreter exit wait for ``done`` while threads still work, in this process alone."""
+    pid = os.getpid()
+    _register_exit(lambda: wait_for_futures([done] if os.getpid() == pid else [], timeout_secs), done)
+    done.add_done_callback(lambda _: _exit_hooks.pop(done, None))
 
 
 # -- the portal -----------------------------------------------------------------------------------
@@ -300,7 +302,6 @@ class Portal:
     def at_exit(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
-        # Closed, as it is in a forked child, where the loop's thread is not: nothing is left to do.
         _register_exit(lambda: self.is_closed or callback(), self)
 
     def close(self, timeout: float) -> None:

@@ -152,7 +152,7 @@ async def read_state(
         segments = await run_blocking(executor, draft.plan.segments, readers)
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
         await run_blocking(executor, _settle, draft, checkpoint, trusted)
-    if checkpoint.root is None:
+    if not checkpoint.has_skeleton:
         return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
     return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
 
@@ -336,7 +336,7 @@ def _put_back(checkpoint: Checkpoint, state: object, found: Match, values: Mappi
         leaves[name] = tree.from_tensor(tensor, kind)
     if leaves:
         tree.put_back(state, leaves, rank=rank)
-    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.root else None
+    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
     for prefix, value, names in found.stateful:
         if skeleton is not None:
             value.load_state_dict(tree.build_below(skeleton, prefix, values, rank=rank))
@@ -355,7 +355,7 @@ def _target_modified() -> Iterator[None]:
         raise
 
 
-# -- plain DCP --------------------------------------------------------------------------------------
+# -- as DCP flattened it --------------------------------------------------------------------------------
 
 
 def _dcp_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:

@@ -81,6 +81,15 @@ class ReadPlan:
                 f"{items[0].name!r}: the stored shards cover {covered} of {math.prod(shape)} elements"
             )
 
+    def add_part(self, item: Item, start: Sequence[int], target: torch.Tensor) -> None:
+        """Fill ``target``, of any dtype, from the box of its shape that begins at ``start`` inside ``item``."""
+        if 0 in target.shape:
+            return
+        if type(target) is torch.Tensor and (target.dtype, target.shape) == (item.dtype, item.shape):
+            self._add_whole(item, target)
+        else:
+            self._add_box(item, start, target)
+
     def add_small(self, items: SmallItems, targets: SmallTargets) -> None:
         """Fill plain host tensors, each laid out as the item of its row."""
         self.filled += targets.tensors

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import anyio
 
 from aio_ckpt import commit
 from aio_ckpt.config import check_flag
@@ -21,13 +17,11 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
     ReadError,
-    SaveCancelledError,
     shown,
 )
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
-from aio_ckpt.portal import watch_submissions
-from aio_ckpt.progress import Threads
+from aio_ckpt.progress import unless_given_up
 from aio_ckpt.quarantine import Condemned
 from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_state
 
@@ -60,20 +54,7 @@ async def load_state(
 
     However it ends, no thread touches ``state`` any more: whoever gave up may fill it by other means.
     """
-    threads, loop = Threads(), asyncio.get_running_loop()
-    try:
-        with anyio.CancelScope() as scope, watch_submissions(threads.add):
-            given_up.add_done_callback(lambda _: _cancel(loop, scope))
-            return await _load(site, state, step, options)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await threads.wait()
-    raise SaveCancelledError("the load was given up")
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: the load has ended
-        loop.call_soon_threadsafe(scope.cancel)
+    return await unless_given_up(given_up, lambda: _load(site, state, step, options))
 
 
 async def _load(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:

@@ -85,7 +85,7 @@ def test_what_has_not_begun_when_the_time_is_over_is_a_row(tmp_path: Path) -> No
     run(options(tmp_path, "--only", "aio", "--secs", "0", "--label", "late"))
     [path] = (tmp_path / "bench-results").iterdir()
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert {(row["status"], row["error"]) for row in rows} == {("not run", "the time of the run was over")}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -126,11 +126,12 @@ class EngineFenced(Saver):
     durability = ENGINE_SAVE_DURABILITY
     needs_fsync = False
     staging: ClassVar[Staging] = "auto"
+    settings: ClassVar[Mapping[str, Any]] = {}
     is_guarded: ClassVar[bool] = False
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
-        config = EngineConfig(staging=self.staging)
+        config = EngineConfig(staging=self.staging, **self.settings)
         self.state, root = engine_place(trainer.state, ground, folder)
         self.engine = SyncCheckpointEngine(root, config)
         if self.is_guarded:
@@ -163,6 +164,18 @@ class EngineGuarded(EngineFenced):
 
     setting = "guarded"
     is_guarded = True
+
+
+class EnginePaced(EngineGuarded):
+    """The same, writing no faster than training does not feel."""
+
+    setting = 'guarded, max_write_bytes_per_sec="auto"'
+    settings: ClassVar[Mapping[str, Any]] = {"max_write_bytes_per_sec": "auto"}
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        if missing := cls.settings.keys() - EngineConfig.__dataclass_fields__.keys():
+            raise UnavailableError(f"this EngineConfig has no {', '.join(missing)}")
 
 
 class EnginePrepared(EngineGuarded):
@@ -314,14 +327,15 @@ class DcpProcessPinned(DcpPinned):
 SAVERS: dict[str, type[Saver]] = {
     "aio-guarded": EngineGuarded,
     "aio-fenced": EngineFenced,
+    "aio-paced": EnginePaced,
     "aio-prepared": EnginePrepared,
     "aio-shm": EngineShm,
     "aio-pageable": EnginePageable,
     "torch-save": TorchSave,
     "dcp-save-threads": DcpSaveThreads,
-    "dcp-save": DcpSave,
     "dcp-async-pinned": DcpPinned,
     "dcp-async": DcpAsync,
+    "dcp-save": DcpSave,
     "dcp-process-pinned": DcpProcessPinned,
     "dcp-process": DcpProcess,
 }

@@ -197,10 +197,10 @@ class TorchCheckpointingAwaited(TorchCheckpointingTuned):
 GUESTS: dict[str, type[Saver]] = {
     "nvrx-tuned": NvrxTuned,
     "nvrx-shm-tuned": NvrxShmTuned,
+    "tc-tuned": TorchCheckpointingTuned,
+    "tc": TorchCheckpointing,
     "nvrx": Nvrx,
     "nvrx-shm": NvrxShm,
-    "tc-tuned": TorchCheckpointingTuned,
     "tc-awaited": TorchCheckpointingAwaited,
-    "tc": TorchCheckpointing,
 }
 """By key."""

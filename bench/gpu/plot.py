@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.tables import of_state
+
 __all__ = ["draw"]
 
 OURS, THEIRS = "#1f77b4", "#b0b0b0"
@@ -29,7 +31,7 @@ def draw(path: Path) -> list[Path]:
     drawn: list[Path] = []
     states = list(dict.fromkeys((row["shape"], row["gb"]) for row in document["rows"]))
     for shape, gb in states:
-        rows = [row for row in document["rows"] if (row["shape"], row["gb"]) == (shape, gb)]
+        rows = of_state(document["rows"], shape, gb)
         stem = path.with_name(f"{path.stem}-{shape}-{gb:g}.png")
         panels = LOAD_PANELS if document["settings"]["mode"] == "load" else SAVE_PANELS
         if _bars(rows, panels, stem, document):

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.report import Goal
 
-__all__ = ["goals", "render"]
+__all__ = ["goals", "of_state", "render"]
 
 Line = Mapping[str, Any]
 NONE = "-"
@@ -23,7 +23,7 @@ def render(document: Mapping[str, Any]) -> str:
     lines = [f"Run of {document['date']} with {ranks} rank{'s' * (ranks > 1)}. {about}. Options: {options}."]
     rows: Sequence[Line] = document["rows"]
     for shape, gb in dict.fromkeys((row["shape"], row["gb"]) for row in rows):
-        chosen = [row for row in rows if (row["shape"], row["gb"]) == (shape, gb)]
+        chosen = of_state(rows, shape, gb)
         sized = max(chosen, key=lambda row: int(row["nbytes"]))
         lines += ["", f"**{shape}: {sized['tensors']} tensors, {sized['nbytes'] / 1e9:.2f} GB a rank**", ""]
         lines += _loads(chosen) if document["settings"]["mode"] == "load" else _saves(chosen)
@@ -37,6 +37,13 @@ def render(document: Mapping[str, Any]) -> str:
             for goal in reached
         ]
     return "\n".join(lines) + "\n"
+
+
+def of_state(rows: Sequence[Line], shape: str, gb: float) -> list[Line]:
+    """Rows of one state; those of one library beside each other, which ran in the order of their interest."""
+    chosen = [row for row in rows if (row["shape"], row["gb"]) == (shape, gb)]
+    titles = list(dict.fromkeys(row["title"] for row in chosen))
+    return sorted(chosen, key=lambda row: titles.index(row["title"]))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -38,13 +38,12 @@ MIN_STEPS = 3
 
 
 def contender_keys(mode: str) -> tuple[str, ...]:
-    """Keys of all contenders, in the order of their trials: the limit, this library, the rivals' best, the rest."""
+    """Keys of all contenders, in the order of their trials: the limit, then what is compared first."""
     if mode == "load":
         return (RAW, *LOADERS)
-    ours = tuple(key for key in SAVERS if key.startswith("aio"))
-    tuned = ("tc-tuned", "nvrx-tuned", "dcp-async-pinned", "nvrx-shm-tuned", "torch-save", "dcp-save-threads", "tc")
-    rest = tuple(key for key in (*SAVERS, *GUESTS) if key not in (*ours, *tuned))
-    return (RAW, *ours, *tuned, *rest)
+    first = ("aio-guarded", "aio-fenced", "tc-tuned", "nvrx-tuned", "dcp-async-pinned", "nvrx-shm-tuned", "torch-save")
+    rest = (*SAVERS, *GUESTS)
+    return tuple(dict.fromkeys((RAW, *first, *rest)))
 
 
 class Events:
