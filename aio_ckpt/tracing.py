@@ -42,11 +42,11 @@ def _checked(path: object) -> Path:
     except FileNotFoundError:
         is_taken = False
     except (OSError, ValueError) as error:  # a name that is too long, a NUL, a file in the place of a directory
-        raise ConfigError(f"trace={str(found)!a}: no file can be there ({error})") from error
+        raise ConfigError(f"trace={shown(str(found))}: no file can be there ({error})") from error
     if is_taken:
-        raise ConfigError(f"trace={str(found)!a} is a directory: give the path of a file")
+        raise ConfigError(f"trace={shown(str(found))} is a directory: give the path of a file")
     if not found.parent.is_dir() or not os.access(found.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"trace={str(found)!a}: {found.parent} is no directory that can be written to")
+        raise ConfigError(f"trace={shown(str(found))}: {found.parent} is no directory that can be written to")
     return found
 
 

@@ -83,7 +83,11 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(metrics)": (
         lambda engine, odd: engine.save(STATE, metrics=odd), {"None", "a dict", "an empty dict"}, "metrics"
     ),
-    "save(trace)": (lambda engine, odd: engine.save(STATE, trace=odd), {"None", "text"}, "trace="),
+    "save(trace)": (
+        lambda engine, odd: engine.save(STATE, trace=engine.root.parent / odd if isinstance(odd, str) and odd else odd),
+        {"None", "text"},
+        "trace=",
+    ),
     "load(state)": (lambda engine, odd: engine.load(odd), set(), "state|'w' is an object"),
     "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1"}, "step"),
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),
