@@ -108,9 +108,10 @@ class Saver:
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
             )
+            # Before the start: what fails behind it would be raised by a save that goes on.
+            self._map_next(planned.plan, objects)
             with call.trace.span("capture", CALLER):
                 in_flight.start(save, planned)
-            self._map_next(planned.plan, objects)
             save.blocked_secs = save.elapsed()
             return save.ticket
 
