@@ -85,7 +85,7 @@ async def conclude(
     save.stage = "agree"
     save.begin("waiting for the other ranks")
     spans = object_spans(save.plan, save.objects)
-    share_id, is_alone = save.plan.share_id, save.previous is None or save.previous.done()
+    share_id, is_alone = save.plan.share_id, all(settled.done() for settled in save.earlier)
     report = Written(
         save.step,
         share_id,
@@ -103,7 +103,7 @@ async def conclude(
     save.is_committing = not peers.is_leader  # from here on it is the leader's to say
     with save.progress.paused():
         word = await save.round.conclude(report, publish)
-        await _previous(save)
+        await _earlier(save)
     if peers.are_several:
         peers.sent.confirm(share_id, spans)
     return word.slowest if peers.are_several else {}
@@ -113,11 +113,11 @@ def _places(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple((item.item_offset, item.envelope.item_bytes) for item in plan.layout.items)
 
 
-async def _previous(save: PendingSave) -> None:
+async def _earlier(save: PendingSave) -> None:
     """Commits keep the order of the calls."""
-    if save.previous is not None:
-        with save.progress.paused():
-            await asyncio.wrap_future(follow(save.previous))
+    with save.progress.paused():
+        for settled in save.earlier:
+            await asyncio.wrap_future(follow(settled))
 
 
 async def _publish(
@@ -131,7 +131,7 @@ async def _publish(
     """The leader: everything is durable but the names; make it one checkpoint, visible."""
     save.progress.resume()
     save.begin("waiting for the commit of the save before")
-    await _previous(save)
+    await _earlier(save)
     save_id = save_id_of(site, save)
     ranks = [FileEntry(rank_manifest_name(rank), found.nbytes, found.crc32) for rank, found in enumerate(written)]
     if metadata is None:

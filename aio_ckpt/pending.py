@@ -111,8 +111,9 @@ class PendingSave:
     """What the caller holds."""
     plan_secs: float
     """Time to plan."""
-    previous: Future[None] | None
-    """Settlement of the save before: commits keep the order of the calls."""
+    earlier: tuple[Future[None], ...]
+    """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
+    alone would not do: it may fail while one before it goes on."""
     settled: Future[None] = field(default_factory=Future)
     """Committed or failed, everything cleaned up."""
     blocked_secs: float = 0.0

@@ -136,13 +136,13 @@ class Saver:
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
             )
+            if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
+                self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
             with trace.span("capture", CALLER):
                 in_flight.start(save, planned)
         except Exception:
             image.lease.close()  # a second time, unless no memory was left to call who would have closed it
             raise
-        if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
-            self._map_next(planned.plan, objects)
         save.blocked_secs = save.elapsed()
         return save.ticket
 
