@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from aio_ckpt.errors import ConfigError
@@ -82,6 +83,10 @@ class EngineConfig:
     """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
     ``auto`` is ``pageable`` for a state in host memory; for one with CUDA tensors it is measured once."""
 
+    shm_path: str | Path | None = None
+    """Directory of a tmpfs, such as ``/dev/shm``: the shared segments get names there, and a snapshot that was whole
+    when the trainer was killed can be committed by ``aio-ckpt rescue``. Needs ``staging`` ``shm`` or ``auto``."""
+
     direct_io: DirectIO = "auto"
     """O_DIRECT: ``auto`` probes each file with a real aligned write and falls back, ``on`` refuses to
     fall back, ``off`` never tries."""
@@ -142,6 +147,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+        self._check_shm_path()
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
             raise ConfigError(f"keep_best={self.keep_best!r}: give a KeepBest")
         if self.keep_best is not None and self.keep_last is None:
@@ -157,6 +163,16 @@ class EngineConfig:
             raise ConfigError(
                 f"step_dir={self.step_dir!r}: give one path component with one {{step}} or {{step:09d}} field, "
                 "no other braces and no dot in front"
+            )
+
+    def _check_shm_path(self) -> None:
+        if self.shm_path is None:
+            return
+        if not isinstance(self.shm_path, (str, Path)) or not str(self.shm_path):
+            raise ConfigError(f"shm_path={self.shm_path!r}: give a directory of a tmpfs, such as '/dev/shm'")
+        if self.staging not in ("auto", "shm"):
+            raise ConfigError(
+                f'shm_path= with staging={self.staging!r}: only shared memory has a name; give staging="shm"'
             )
 
     def _check_count(self, name: str) -> None:

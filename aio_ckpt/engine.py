@@ -27,6 +27,7 @@ from aio_ckpt.pipeline import SaveCall, Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.preemption import Preemption
 from aio_ckpt.progress import Deadline, follow, outcome
+from aio_ckpt.rescue import open_segments, tell_rescuable
 from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
@@ -57,7 +58,7 @@ class CheckpointEngine:
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: ``staging="pinned"`` without CUDA.
+        ConfigError: ``staging="pinned"`` without CUDA, or ``shm_path`` is no directory of a memory file system.
     """
 
     def __init__(
@@ -72,17 +73,20 @@ class CheckpointEngine:
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
         self.root = make_root(root)
-        session = uuid.uuid4().hex[:12]
+        owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
+        segments = open_segments(self.root, owner, config.shm_path)
+        tell_rescuable(self.root, owner, segments)
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
         self._site = Site(
             root=self.root,
             names=StepNames(config.step_dir),
-            owner=Owner.of_this_process(session),
+            owner=owner,
             storage=storage or LocalStorage(self._portal.executor, config.direct_io),
             coordinator=coordinator or SoloCoordinator(),
             executor=self._portal.executor,
             config=config,
+            segments=segments,
         )
         self._preemption = Preemption()
         self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)

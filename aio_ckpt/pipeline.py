@@ -24,7 +24,7 @@ from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.names import StepNames
 from aio_ckpt.plan import Plan
-from aio_ckpt.portal import Executor, watch_submissions
+from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.progress import CaptureProgress, Deadline, Threads, follow
 from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.record import (
@@ -35,6 +35,8 @@ from aio_ckpt.record import (
     render_root,
     written_names,
 )
+from aio_ckpt.sealed import Seal, seal_snapshot
+from aio_ckpt.segment import SegmentDirectory
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
@@ -67,6 +69,8 @@ class Site:
     """Settings."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Checkpoints that loads proved damaged."""
+    segments: SegmentDirectory | None = None
+    """Where shared memory is made that outlives the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,10 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, site, save)
             group.start_soon(owner.keep_alive, site.storage, _pending(site, save), site.config.stale_after_secs)
-            report = await _stages(site, save)
+            try:
+                report = await _stages(site, save)
+            finally:
+                save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
             group.cancel_scope.cancel()
     if report is None:
         raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
@@ -219,6 +226,8 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     async with anyio.create_task_group() as beside:
         beside.start_soon(owner.write_owner, storage, pending, site.owner)
         beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
+        if save.image.lease.arena.segment is not None:
+            beside.start_soon(_seal, site, save, final, metadata)
         save.doing = "writing its data"
         result = await _write(site, save, pending)
         save.doing = "writing its .metadata"
@@ -243,6 +252,34 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             committed_secs=save.elapsed(),
         ),
     )
+
+
+async def _seal(site: Site, save: PendingSave, final: Path, metadata: MetadataFile) -> None:
+    """Beside the write: once all is captured, seal the snapshot, so that it can be committed after a crash.
+
+    Its memory is kept from here until the save has ended, and not only until it is written.
+    """
+    image, segment = save.image, save.image.lease.arena.segment
+    if segment is None or not image.is_whole:
+        _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
+        return
+    image.lease.hold(save.settled)
+    for chunk in image.chunks:
+        await save.progress.wait(chunk.index, site.executor)
+    seal = Seal(
+        root=str(site.root),
+        directory=final.name,
+        save_id=_save_id(site, save),
+        step=save.step,
+        world_size=site.coordinator.world_size,
+        rank=site.coordinator.rank,
+        overwrite=save.call.overwrite,
+        metrics=dict(save.call.metrics),
+        created_unix=time.time(),
+        metadata=metadata.data,
+    )
+    with watch_submissions(image.lease.hold_until):
+        await run_blocking(site.executor, seal_snapshot, segment, seal, save.plan, save.objects, image)
 
 
 async def _agree(site: Site, save: PendingSave, pending: Path, metadata: MetadataFile, result: WriteResult) -> bytes:

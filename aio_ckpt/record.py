@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ from aio_ckpt.manifest import (
 from aio_ckpt.plan import Plan
 from aio_ckpt.snapshot import ObjectBytes
 
-__all__ = ["MetadataFile", "object_entries", "render_metadata_file", "render_rank", "render_root", "written_names"]
+__all__ = [
+    "MetadataFile",
+    "metadata_file",
+    "object_entries",
+    "render_metadata_file",
+    "render_rank",
+    "render_root",
+    "written_names",
+]
 
 _VERSIONS = {
     "aio_ckpt": __version__,
@@ -110,6 +119,12 @@ def render_metadata_file(plan: Plan, objects: ObjectBytes, *, checkpoint_id: str
     digest = template.fixed_blake2b.copy()
     digest.update(rest)
     return MetadataFile(data, entry, digest.hexdigest())
+
+
+def metadata_file(data: bytes) -> MetadataFile:
+    """What the root manifest says of a ``.metadata`` that was rendered before."""
+    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
+    return MetadataFile(data, entry, hashlib.blake2b(data, digest_size=32).hexdigest())
 
 
 def render_root(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from aio_ckpt.arena import Arena, ArenaKind
+from aio_ckpt.arena import Arena, ArenaKind, map_arena
 from aio_ckpt.config import Staging
 from aio_ckpt.device import copy_secs
 from aio_ckpt.errors import BudgetExceededError
@@ -36,7 +36,7 @@ def measure(source: torch.device) -> dict[ArenaKind, float]:
     found: dict[ArenaKind, float] = {}
     kinds: tuple[ArenaKind, ...] = ("pinned", "pageable")
     for kind in kinds:
-        arena = Arena(_PROBE_BYTES, kind)
+        arena = map_arena(_PROBE_BYTES, kind, None)
         try:
             if kind == "pinned":
                 arena.register()
@@ -63,8 +63,9 @@ class StagingChoice:
     opened: a context on a device that this rank may never use would cost it half a gigabyte.
     """
 
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
+    def __init__(self, staging: Staging, *, is_named: bool) -> None:
+        """``is_named``: the memory is to have a name (``shm_path``), which only shared memory can have."""
+        self._staging: Staging = "shm" if is_named else staging
         self._measured: ArenaKind | None = None
 
     def kind(self, source: torch.device | None) -> ArenaKind:

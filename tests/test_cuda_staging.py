@@ -185,7 +185,7 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
 ) -> None:
     mapped = []
     real = lifetime._make_arena
-    monkeypatch.setattr(lifetime, "_make_arena", lambda spec: mapped.append(spec) or real(spec))
+    monkeypatch.setattr(lifetime, "_make_arena", lambda *given: mapped.append(given) or real(*given))
     state = {
         **filled(4, (256 if HAS_CUDA else 4) * MIB, 1.0),
         **{f"s{i}": torch.ones(100, device=DEVICE) for i in range(100)},
