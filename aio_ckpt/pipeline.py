@@ -42,7 +42,7 @@ from aio_ckpt.storage import Storage
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write import ChunkPreparer, write_image
 
-__all__ = ["PendingSave", "SaveCall", "Site", "run_save"]
+__all__ = ["PendingSave", "SaveCall", "Site", "first_cause", "run_save"]
 
 _log = logging.getLogger("aio_ckpt")
 _SETTLE_SECS = 5.0
@@ -174,7 +174,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         with watch_submissions(save.threads.add):
             return await _watched(site, save)
     except BaseException as error:
-        cause = _first_cause(error)
+        cause = first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             await _settle_failure(site, save, cause)
@@ -389,7 +389,7 @@ async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -
         _log.warning("step %d: %s stays: %s", save.step, pending, error)
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
     """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
     while isinstance(error, BaseExceptionGroup):
         error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))

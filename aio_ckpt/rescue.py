@@ -31,7 +31,7 @@ from aio_ckpt.manifest import (
 )
 from aio_ckpt.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner, clear_leftovers, pending_path, write_owner
-from aio_ckpt.pipeline import Site
+from aio_ckpt.pipeline import Site, first_cause
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.sealed import Decision, Left, Refusal, Seal, SealedSave, decide, find_left, layout_of, segment_prefix
@@ -266,7 +266,10 @@ async def _commit(
         if not (isinstance(error, AioCkptError) and error.in_doubt):
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
                 await storage.remove_tree(pending)
-        raise
+        cause = first_cause(error)
+        if cause is error:
+            raise
+        raise cause from cause.__cause__
     return Rescued(step=save.step, path=str(final), nbytes=sum(nbytes for _, nbytes in entries))
 
 
