@@ -44,6 +44,10 @@ MAX_BLOCK_BYTES = 16 << 20
 
 _MAX_SMALL_FILE_BYTES = 4 << 30
 _MANIFESTS_IN_FLIGHT = 8
+_AHEAD_BYTES = 32 << 20
+"""Read for nothing, so much costs some 10 ms and memory that any process has."""
+_AHEAD_TENSORS = 512
+"""With fewer the template is matched in less time than a read takes to begin."""
 T = TypeVar("T")
 
 
@@ -80,6 +84,12 @@ class Checkpoint:
         """
         return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
 
+    def small_files(self) -> tuple[FileEntry, ...]:
+        """The data files, if they are worth reading before it is known what of them is wanted: many small tensors."""
+        files = tuple(manifest.file for manifest in self.ranks if manifest.file is not None)
+        nbytes, tensors = sum(file.nbytes for file in files), sum(len(manifest.tensors) for manifest in self.ranks)
+        return files if tensors >= _AHEAD_TENSORS and nbytes <= _AHEAD_BYTES else ()
+
 
 # -- opening ----------------------------------------------------------------------------------------
 
@@ -104,16 +114,18 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -
     data = b""
     fault: str | None = None
     ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
+    is_read = anyio.Event()
 
     async def prove_metadata() -> None:
         nonlocal data, fault
         data = await _read_metadata(storage, path)
+        is_read.set()
         fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
         nonlocal ranks
         try:
-            ranks = await _read_ranks(storage, path, root, executor)
+            ranks = await _read_ranks(storage, path, root, is_read, executor)
         except CorruptCheckpointError as error:
             ranks = error  # a fault of .metadata goes before
 
@@ -191,7 +203,10 @@ def _is_exact(entry: FileEntry, data: bytes) -> bool:
     return len(data) == entry.nbytes and isal_zlib.crc32(data) == entry.crc32
 
 
-async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor: Executor) -> tuple[RankManifest, ...]:
+async def _read_ranks(
+    storage: Storage, path: Path, root: RootManifest, may_decode: anyio.Event, executor: Executor
+) -> tuple[RankManifest, ...]:
+    """Nothing is decoded before ``may_decode``: decoding keeps the GIL, which a thread needs once to begin a sum."""
     found: dict[int, RankManifest] = {}
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
@@ -199,6 +214,7 @@ async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor
         async with limit:
             entry = root.ranks[rank]
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
+        await may_decode.wait()
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
     await _run_all(read, range(root.world_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -151,11 +152,11 @@ class SmallItems:
 class SmallTargets:
     """Where small items go, in columns."""
 
-    rows: list[int] = field(default_factory=list)
+    rows: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     """Rows in :class:`SmallItems`."""
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: Sequence[torch.Tensor] = ()
     """Host tensors, each laid out like its item."""
-    addresses: list[int] = field(default_factory=list)
+    addresses: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     """Of their first elements."""
 
 
@@ -209,8 +210,12 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
             found = StoredObject(entry.fqns[0], file.name, entry.offset, entry.nbytes, entry.crc32, False)
             objects.update((name, found) for name in entry.fqns if name not in objects)
     fqns = [names for manifest, _ in stored for names in manifest.columns.fqns]
-    rows = {name: row for row, names in enumerate(fqns) for name in names}
-    is_once = len(rows) == sum(map(len, fqns))
+    names = list(itertools.chain.from_iterable(fqns))
+    numbers: Iterable[int] = range(len(fqns))
+    if len(names) > len(fqns):  # tied tensors share an item
+        numbers = itertools.chain.from_iterable(map(itertools.repeat, numbers, map(len, fqns)))
+    rows = dict(zip(names, numbers, strict=True))
+    is_once = len(rows) == len(names)
     catalog = Catalog(
         tensor_names=rows.keys(),
         make_chunks=functools.partial(_chunks_of_manifests, stored),
@@ -231,7 +236,7 @@ def _stored_once(fqns: Sequence[tuple[str, ...]], rows: Mapping[str, int]) -> Ma
 
 def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallItems:
     parts = [_small_part(manifest, number) for number, (manifest, _) in enumerate(stored)]
-    columns = [list(itertools.chain.from_iterable(part)) for part in zip(*[lists for lists, _ in parts], strict=True)]
+    columns = [_concatenated(part) for part in zip(*[lists for lists, _ in parts], strict=True)]
     names, dtypes, shapes, strides = columns or ([], [], [], [])
     arrays = np.concatenate([_NO_NUMBERS, *(numbers for _, numbers in parts)], axis=1)
     is_small = arrays[4].astype(np.bool_)
@@ -252,6 +257,10 @@ def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallIte
     )
 
 
+def _concatenated(lists: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    return lists[0] if len(lists) == 1 else list(itertools.chain.from_iterable(lists))
+
+
 _NO_NUMBERS = np.empty((5, 0), np.int64)
 
 
@@ -262,11 +271,12 @@ def _small_part(manifest: RankManifest, number: int) -> tuple[tuple[Sequence[Any
     # An empty item at the end has no block: the sum that is added is its.
     sums = np.append(np.frombuffer(manifest.sums, "<u4").astype(np.int64), -1)
     crcs = sums[np.cumsum(blocks) - blocks]
-    is_shifted = [any(offsets) for offsets in columns.offsets]
-    is_small = (blocks == 1) & ~np.array(is_shifted, np.bool_)
+    is_small = blocks == 1
+    if any(map(any, set(columns.offsets))):
+        is_small &= ~np.fromiter(map(any, columns.offsets), np.bool_, len(blocks))
     lists = (
-        [names[0] for names in columns.fqns],
-        [_REAL_DTYPES.get(dtype) for dtype in columns.dtypes],
+        list(map(operator.itemgetter(0), columns.fqns)),
+        list(map(_REAL_DTYPES.get, columns.dtypes)),
         columns.shapes,
         columns.strides,
     )

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from aio_ckpt.batch import batch_copy
 from aio_ckpt.errors import ConfigError
 
 __all__ = [
@@ -168,6 +169,7 @@ class CudaCopies:
         self._device = device
         self._side = side
         self._driver_copy = _driver_copy(holds_gil=is_registered)
+        self._batch = batch_copy() if is_registered else None
         self._side.wait_event(torch.cuda.current_stream(device).record_event())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -181,9 +183,11 @@ class CudaCopies:
         Raises:
             RuntimeError: the driver refused; tells its error number.
         """
-        copy, side = self._driver_copy, self._side.cuda_stream
+        copy, side, rows = self._driver_copy, self._side.cuda_stream, list(moves)
         with torch.cuda.device(self._device):
-            for start, address, nbytes in moves:
+            if self._batch is not None and len(rows) > 1 and not self._batch(rows, base, side):
+                return  # else one by one, which says what is wrong
+            for start, address, nbytes in rows:
                 code = copy(base + start, address, nbytes, side)
                 if code:
                     raise RuntimeError(f"cuMemcpyDtoHAsync of {nbytes} bytes from {self._device}: CUDA error {code}")

@@ -19,6 +19,7 @@ from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLe
 from aio_ckpt.files import Files, address_of, bounce_buffers
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import IntArray
+from aio_ckpt.moves import copy_all
 from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
 from aio_ckpt.portal import Executor, run_blocking
 
@@ -49,7 +50,7 @@ class Fetched:
     """What a run of a read plan did."""
 
     bytes_read: int
-    """Bytes moved from data files, alignment included."""
+    """Bytes moved from data files, alignment included; not what had been read ahead."""
     sums_checked: int
     """CRC32s that were there and matched."""
 
@@ -67,7 +68,11 @@ async def fetch(
     """
     run = _Run(files, executor, anyio.Semaphore(readers), verify)
     left = iter(segments)
-    bounced = [segment.stop - segment.start for segment in segments if segment.target is None]
+    bounced = [
+        segment.stop - segment.start
+        for segment in segments
+        if segment.target is None and segment.file not in files.ahead
+    ]
     buffers = bounce_buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
 
     async def work(buffer: memoryview) -> None:
@@ -102,7 +107,10 @@ class _Run:
 
     async def segment(self, segment: Segment, buffer: memoryview) -> None:
         """Read one segment and put its pieces where they belong."""
-        view = buffer[: segment.stop - segment.start] if segment.target is None else segment.target
+        view = await self._files.read_already(segment.file, segment.start, segment.stop)
+        is_read = view is not None
+        if view is None:
+            view = _room(segment, buffer)
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         for landing in landings:
             landing.open()
@@ -110,16 +118,30 @@ class _Run:
         # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
         with anyio.CancelScope(shield=True):
             try:
-                async with self._files.use(segment.file) as file:
-                    got = await file.read_into(segment.start, view)
+                if not is_read:
+                    got = await self._read(segment, view)
+                    self.bytes_read += got
+                    _check_length(segment, got)
             finally:
                 self._reading.release()
-            self.bytes_read += got
-            _check_length(segment, got)
-            self.sums_checked += await run_blocking(self._executor, _place, segment, view, self._verify)
+            is_proven = is_read and self._files.is_proven(segment.file)
+            self.sums_checked += await run_blocking(self._executor, _place, segment, view, self._verify, is_proven)
             complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
             if complete:
                 self.sums_checked += await run_blocking(self._executor, _finish, complete, self._verify)
+
+    async def _read(self, segment: Segment, view: memoryview) -> int:
+        async with self._files.use(segment.file) as file:
+            return await file.read_into(segment.start, view)
+
+
+def _room(segment: Segment, buffer: memoryview) -> memoryview:
+    """Where a segment is read to."""
+    if segment.target is not None:
+        return segment.target
+    nbytes = segment.stop - segment.start
+    # One that should have been read ahead has no part in the size of the buffers.
+    return buffer[:nbytes] if nbytes <= buffer.nbytes else bounce_buffers(nbytes, 1)[0][:nbytes]
 
 
 def _count_down(landing: Landing, count: int) -> bool:
@@ -138,16 +160,24 @@ def _check_length(segment: Segment, got: int) -> None:
         raise MismatchError(f"{segment.file}: ends at byte {segment.start + got}, inside {label}")
 
 
-def _place(segment: Segment, view: memoryview, verify: bool) -> int:
-    """Prove the pieces of a segment, then copy them; the number of sums that matched. The hot loops: 1 us a piece."""
+def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool) -> int:
+    """Prove the pieces of a segment, then copy them; the number of sums that matched. The hot loops: 1 us a piece.
+
+    ``is_proven`` tells that the whole file was.
+    """
     pieces = segment.pieces
     begins = pieces.starts - segment.start
-    checked = _prove(segment, view, begins) if verify else 0
-    copied = np.flatnonzero(pieces.addresses)
-    sources = begins[copied] + address_of(view)
-    columns = (pieces.addresses[copied], sources, pieces.nbytes[copied])
-    for target, source, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        (_copy if nbytes > _HELD_COPY_BYTES else _copy_held)(target, source, nbytes)
+    checked = 0
+    if verify and is_proven and (pieces.crcs >= 0).all():
+        checked = len(pieces.crcs)
+    elif verify:
+        checked = _prove(segment, view, begins)
+    sources = begins + address_of(view)
+    is_held = pieces.nbytes <= _HELD_COPY_BYTES
+    columns = np.stack([pieces.addresses, sources, pieces.nbytes], axis=1)
+    copy_all(0, columns[(pieces.addresses != 0) & is_held].astype(np.uint64))
+    for move in columns[(pieces.addresses != 0) & ~is_held].tolist():
+        _copy(*move)
     for row, landing in enumerate(pieces.landings.tolist()):
         if landing is not None:
             begin, nbytes = int(begins[row]), int(pieces.nbytes[row])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
+from isal import isal_zlib
 
-from aio_ckpt.errors import MismatchError
+from aio_ckpt.errors import MismatchError, ReadError
 from aio_ckpt.items import PAGE_BYTES, align_up
+from aio_ckpt.manifest import FileEntry
+from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import ReadFile, Storage
 
 __all__ = ["Files", "address_of", "bounce_buffers"]
@@ -23,7 +26,11 @@ _OPEN_FILES = 64
 
 
 class Files:
-    """The data files of one checkpoint, opened when first used and closed by the ``async with``."""
+    """The data files of one checkpoint, opened when first used and closed by the ``async with``.
+
+    Invariant: what is read ahead goes to memory of its own, which nobody sees before the read is done; a part that
+    could not be read ahead is read again by whoever wants it, and fails there.
+    """
 
     def __init__(self, storage: Storage, directory: Path, *, readers: int) -> None:
         self._storage = storage
@@ -34,11 +41,22 @@ class Files:
         """Per measured file, whether reads are aligned to pages."""
         self.sizes: dict[str, int] = {}
         """Per measured file, its real length."""
+        self.ahead: dict[str, _Ahead] = {}
+        """Files that are read whole while it is found out what of them is wanted."""
+        self._reading_ahead = anyio.create_task_group()
 
     async def __aenter__(self) -> Files:
+        await self._reading_ahead.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._reading_ahead.cancel_scope.cancel()
+        try:
+            await self._reading_ahead.__aexit__(None, None, None)
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
         with anyio.CancelScope(shield=True):
             for file in self._kept.values():
                 await file.close()
@@ -55,6 +73,41 @@ class Files:
                 if wanted is not None and wanted != file.nbytes:
                     raise MismatchError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
                 self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
+
+    async def read_ahead(self, entries: Sequence[FileEntry], *, executor: Executor) -> None:
+        """Begin to read and sum whole files, ``readers`` parts at a time; returns when they are open."""
+        for entry in entries:
+            with suppress(MismatchError, ReadError):  # told by whoever wants the file, if anybody does
+                await self.measure([entry.name], {entry.name: entry.nbytes})
+                self.ahead[entry.name] = _Ahead(entry, self._readers)
+        parts = ((name, part) for name, ahead in self.ahead.items() for part in ahead.parts)
+        for _ in range(self._readers):
+            self._reading_ahead.start_soon(self._read_parts, parts, executor)
+
+    async def _read_parts(self, parts: Iterator[tuple[str, _Part]], executor: Executor) -> None:
+        for name, part in parts:
+            try:
+                async with self.use(name) as file:
+                    part.got = await file.read_into(part.start, part.view)
+            except (MismatchError, ReadError):
+                part.got = 0
+            finally:
+                part.is_done.set()
+            part.crc32 = await run_blocking(executor, isal_zlib.crc32, part.view[: part.got])
+
+    @property
+    def bytes_ahead(self) -> int:
+        """What was read ahead so far."""
+        return sum(part.got for ahead in self.ahead.values() for part in ahead.parts)
+
+    def is_proven(self, name: str) -> bool:
+        """Whether all of the file was read ahead by now and is what its manifest says, byte for byte."""
+        return name in self.ahead and self.ahead[name].is_proven
+
+    async def read_already(self, name: str, start: int, stop: int) -> memoryview | None:
+        """The bytes of the file from ``start`` to ``stop``, both multiples of the page, if they were read ahead."""
+        ahead = self.ahead.get(name)
+        return None if ahead is None else await ahead.between(start, stop)
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ReadFile]:
@@ -78,6 +131,48 @@ class Files:
         finally:
             with anyio.CancelScope(shield=True):
                 await file.close()
+
+
+class _Part:
+    """What one read ahead moves."""
+
+    def __init__(self, start: int, view: memoryview) -> None:
+        self.start = start
+        self.view = view
+        self.got = 0
+        self.crc32: int | None = None
+        self.is_done = anyio.Event()
+
+
+class _Ahead:
+    """Memory for all of a file, filled part by part."""
+
+    def __init__(self, entry: FileEntry, readers: int) -> None:
+        self._entry = entry
+        (self._view,) = bounce_buffers(entry.nbytes, 1)
+        # One for each reader: a second one would begin late, when the loop gets the GIL from who matches.
+        step = self._part_bytes = align_up(-(-entry.nbytes // readers), PAGE_BYTES)
+        self.parts = [_Part(start, self._view[start : start + step]) for start in range(0, entry.nbytes, step)]
+
+    async def between(self, start: int, stop: int) -> memoryview | None:
+        """Waits until these bytes were read; None if they could not be."""
+        for part in self.parts[start // self._part_bytes : -(-stop // self._part_bytes)]:
+            await part.is_done.wait()
+            if part.start + part.got < min(part.start + part.view.nbytes, stop, self._entry.nbytes):
+                return None
+        return self._view[start:stop]
+
+    @property
+    def is_proven(self) -> bool:
+        """By the sum of the whole file: a CRC is linear, so damage to one block, or a swap of two, changes it exactly
+        where it changes the sum of a block."""
+        total = nbytes = 0
+        for part in self.parts:
+            if part.crc32 is None:
+                return False
+            total = isal_zlib.crc32_combine(total, part.crc32, part.got)
+            nbytes += part.got
+        return (nbytes, total) == (self._entry.nbytes, self._entry.crc32)
 
 
 def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:

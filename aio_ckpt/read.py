@@ -82,6 +82,7 @@ async def load_checkpoint(
         )
 
     async with Files(storage, checkpoint.path, readers=readers) as files:
+        await files.read_ahead(checkpoint.small_files(), executor=executor)
         found = await run_blocking(executor, match)
         catalog = checkpoint.catalog
         below = [name for _, _, names in found.stateful for name in names]
@@ -90,7 +91,7 @@ async def load_checkpoint(
         names = [*(name for name, _ in found.tensors), *fresh, *objects]
         await files.measure(catalog.small.files_of(found.small), catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, ahead=files.ahead))
         await run_blocking(executor, draft.plan.add_small, catalog.small, found.small)
         draft.sharded.update(found.sharded)
         await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
@@ -101,7 +102,7 @@ async def load_checkpoint(
     return LoadOutcome(
         missing=found.missing,
         unexpected=found.unexpected,
-        bytes_read=fetched.bytes_read,
+        bytes_read=fetched.bytes_read + files.bytes_ahead,
         verified=_is_verified(fetched, draft, checkpoint, verify),
     )
 

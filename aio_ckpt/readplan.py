@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,8 @@ class ReadPlan:
 
     is_direct: Mapping[str, bool]
     """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
+    ahead: Container[str] = ()
+    """Files that are read in any case, so that nothing of them is read in place."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
     """By file."""
     straight: list[Segment] = field(default_factory=list)
@@ -78,7 +80,7 @@ class ReadPlan:
     def add_small(self, items: SmallItems, targets: SmallTargets) -> None:
         """Fill plain host tensors, each laid out as the item of its row."""
         self.filled += targets.tensors
-        rows, addresses = np.array(targets.rows, np.int64), np.array(targets.addresses, np.int64)
+        rows, addresses = targets.rows, targets.addresses
         numbers = items.file_numbers[rows]
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
@@ -129,7 +131,8 @@ class ReadPlan:
             self._land_raw(item, address=address)
             return
         is_aligned = not (address % PAGE_BYTES or item.raw_offset % PAGE_BYTES)
-        count = item.raw_bytes // block if is_aligned or not self.is_direct[item.file] else 0
+        is_straight = (is_aligned or not self.is_direct[item.file]) and item.file not in self.ahead
+        count = item.raw_bytes // block if is_straight else 0
         rows = self._rows_of(item.file)
         for number in range(count, len(item.sums)):
             at = number * block

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, eq
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt import envelope, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind, TensorSpec
+from aio_ckpt.likeness import Likeness
 from aio_ckpt.objects import as_tensor
 
 __all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
@@ -87,6 +88,8 @@ class Structure:
     """Negative bits."""
     shards: dict[int, tuple[object, ...]]
     """Of DTensor leaves: global shape, mesh, placements."""
+    likeness: Likeness = field(compare=False, repr=False)
+    """Proves the six attributes of most states at once."""
 
     @classmethod
     def of(cls, flat: tree.FlatState, leaves: Leaves) -> Structure:
@@ -104,6 +107,7 @@ class Structure:
             conj=list(map(_is_conj, tensors)),
             neg=list(map(_is_neg, tensors)),
             shards=leaves.shards,
+            likeness=Likeness(tensors),
         )
 
     def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
@@ -122,12 +126,17 @@ class Structure:
             and self.types == leaves.types  # the lists have one length from here on
             and self.object_types == [type(value) for _, value in leaves.objects]
             and self.shards == leaves.shards
-            and equal(_dtype, self.dtypes)
-            and equal(_shape, self.shapes)
-            and equal(_stride, self.strides)
-            and equal(_device, self.devices)
-            and equal(_is_conj, self.conj)
-            and equal(_is_neg, self.neg)
+            and (
+                self.likeness.is_proven(leaves.tensors)
+                or (
+                    equal(_dtype, self.dtypes)
+                    and equal(_shape, self.shapes)
+                    and equal(_stride, self.strides)
+                    and equal(_device, self.devices)
+                    and equal(_is_conj, self.conj)
+                    and equal(_is_neg, self.neg)
+                )
+            )
         )
 
     def stored_spec(self, leaf: int) -> TensorSpec:

@@ -1,0 +1,66 @@
+"""Likeness: whether tensors have the type, dtype, device, shape, stride and bits that others had, by one call for all.
+
+The call is that of ``torch.compile``'s guards, which no public name stands for. So nothing rests on its word but a
+proof that was tried: a process in which it overlooks any of these differences, or lacks it, compares one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Likeness"]
+
+
+class Likeness:
+    """What tensors look like. Holds their description, never a tensor."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check: Callable[..., bool] | None = _guards(tensors) if _tells_all_apart() else None
+
+    def is_proven(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether ``tensors`` are proven to look the same.
+
+        False proves nothing: it may be for a reason of autograd's, or a tensor that is given twice.
+        """
+        return self._check is not None and self._check(*tensors)
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    make: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+    if make is None:
+        return None
+    shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    try:
+        check = make(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    except (TypeError, RuntimeError, SystemError):  # other arguments in another version of torch
+        return None
+    count = len(tensors)
+    return lambda *others: len(others) == count and bool(check(*others))
+
+
+@functools.cache
+def _tells_all_apart() -> bool:
+    """Whether the guards pass what is alike and nothing else."""
+    for tensor, other in _unlike():
+        check = _guards([tensor])
+        if check is None or not check(tensor) or check(other) or check(tensor, tensor) or check():
+            return False
+    return True
+
+
+def _unlike() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    plain, numbers = torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.complex64)
+    yield plain, torch.zeros(2, 3, dtype=torch.int32)
+    yield plain, torch.zeros(3, 2)
+    yield plain, torch.zeros(2, 3, 1)
+    yield plain, torch.zeros(3, 2).t()
+    yield plain, torch.empty(2, 3, device="meta")
+    yield plain, torch.nn.Parameter(plain.clone(), requires_grad=False)
+    yield numbers, numbers.conj()
+    yield numbers.conj(), numbers
+    yield numbers.imag, numbers.conj().imag
+    yield numbers.real, numbers.conj().imag

@@ -1,0 +1,98 @@
+"""``python -m bench.gpu``, or ``torchrun --nproc-per-node N -m bench.gpu``."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.gpu.options import GpuOptions, parse
+from bench.gpu.results import Document, Row, row_of, write_readme
+from bench.gpu.supervise import Outcome, Ranks, free_port, run_trial
+from bench.gpu.trial import contender_keys
+from bench.options import log
+
+__all__ = ["main", "run"]
+
+
+def main() -> None:
+    """What the command line asks for."""
+    options = parse()
+    # So that the trial's processes, in sessions of their own, end with a run that is given up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.plot is not None:
+        from bench.gpu.plot import draw
+
+        for path in draw(options.plot):
+            log(f"wrote {path}")
+    if options.readme:
+        write_readme(options.readme)
+    if options.plot is None and not options.readme:
+        run(options)
+
+
+def run(options: GpuOptions) -> None:
+    """All trials; the first rank gathers and writes after each."""
+    ranks, begin = Ranks(), time.monotonic()
+    document = Document(options, ranks.world) if ranks.rank == 0 else None
+    options.folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="aio_ckpt-bench-gpu-", dir=options.folder)) if document else None
+    try:
+        for number, (shape, gb, contender) in enumerate(_plan(options)):
+            decision: dict[str, object] | None = None
+            if document is not None and work is not None:
+                left = options.secs - (time.monotonic() - begin)
+                folder = work / f"trial-{number}"
+                folder.mkdir()
+                decision = {"left": left, "port": free_port(), "folder": str(folder)}
+            decided = ranks.decide(decision, wait_secs=options.limit_secs(gb))
+            outcome = _one(options, ranks, decided, shape, gb, contender)
+            gathered = ranks.gather(outcome)
+            if document is not None and work is not None:
+                _keep(document, row_of(contender, shape, gb, gathered, document.raw(shape, gb)))
+                shutil.rmtree(work / f"trial-{number}", ignore_errors=True)  # a killed one leaves anything
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+    if document is not None:
+        print(document.render())
+        log(f"wrote {document.write()}")
+        if options.write:
+            write_readme([document.path])
+
+
+def _plan(options: GpuOptions) -> list[tuple[str, float, str]]:
+    """(shape, gb, contender) of each trial in order; a shape whose size is fixed is run once."""
+    keys = [key for key in contender_keys(options.mode) if _is_chosen(key, options)]
+    sizes = {shape: options.sizes[:1] if shape == "small" else options.sizes for shape in options.shapes}
+    return [(shape, gb, key) for shape in options.shapes for gb in sizes[shape] for key in keys]
+
+
+def _is_chosen(key: str, options: GpuOptions) -> bool:
+    wanted = not options.only or key == "raw" or any(key.startswith(start) for start in options.only)
+    return wanted and not any(key.startswith(start) for start in options.without)
+
+
+def _one(
+    options: GpuOptions, ranks: Ranks, decided: dict[str, object], shape: str, gb: float, contender: str
+) -> Outcome:
+    left, port = float(str(decided["left"])), int(str(decided["port"]))
+    if left < 5:
+        return Outcome(status="not run", error="the time of the run was over")
+    if ranks.rank == 0:
+        log(f"{shape} {gb:g}: {contender}")
+    trial = options.trial(contender, shape, gb, str(decided["folder"]))
+    return run_trial(trial, ranks, port, min(left, options.limit_secs(gb)))
+
+
+def _keep(document: Document, row: Row) -> None:
+    document.add(row)
+    document.write()
+    log(f"    {row.summary()}")
+
+
+if __name__ == "__main__":
+    main()

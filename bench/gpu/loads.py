@@ -1,0 +1,134 @@
+"""Loading to the device: this library, dcp.load and torch.load."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from aio_ckpt.sync import SyncCheckpointEngine
+from bench.gpu.contenders import WAIT_SECS, fsync_tree
+from bench.gpu.train import Ground, Trainer, local_of
+
+__all__ = ["LOADERS", "Loader"]
+
+
+class Loader(ABC):
+    """Has saved the trainer's state; loads it cold into tensors on the device."""
+
+    title: ClassVar[str]
+    """Shown."""
+    setting: ClassVar[str] = "default"
+    """Ditto."""
+
+    def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
+        self.wanted = dict(trainer.state)
+        self.ground = ground
+        self.folder = folder
+        self.filled: Mapping[str, torch.Tensor] = {name: torch.zeros_like(v) for name, v in self.wanted.items()}
+        self.write()
+        ground.barrier()
+        fsync_tree(folder)
+
+    @abstractmethod
+    def write(self) -> None:
+        """Make the checkpoint."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """The timed operation; the device may still be copying."""
+
+    def make_cold(self) -> None:
+        """Drop the files from the page cache; they are clean: fsynced."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    def check(self) -> None:
+        """A fast load of wrong bytes is no load.
+
+        Raises:
+            AssertionError: names the first tensor that differs.
+        """
+        filled = local_of(self.filled)
+        for name, value in local_of(self.wanted).items():
+            if not torch.equal(filled[name], value):
+                raise AssertionError(f"{self.title}: {name} differs from what was saved")
+
+    def close(self) -> None:  # noqa: B027
+        """Let go."""
+
+
+class EngineLoader(Loader):
+    """``engine.load(state)``: every sum checked, in place."""
+
+    title = "aio_ckpt"
+
+    def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
+        self.engine = SyncCheckpointEngine(folder / f"rank{ground.rank}")
+        super().__init__(trainer, ground, folder)
+        self.local = local_of(self.filled)
+
+    def write(self) -> None:
+        self.engine.save(local_of(self.wanted)).result(WAIT_SECS)
+
+    def load(self) -> None:
+        self.engine.load(self.local)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class DcpLoader(Loader):
+    """``dcp.load(state)``: in place."""
+
+    title = "dcp.load"
+
+    def write(self) -> None:
+        dcp_save(self.wanted, checkpoint_id=self.folder / "ckpt")
+
+    def load(self) -> None:
+        dcp_load(dict(self.filled), checkpoint_id=self.folder / "ckpt")
+
+
+class TorchLoader(Loader):
+    """``torch.load(map_location=device)``: fresh tensors, nothing copied to live ones."""
+
+    title = "torch.load"
+
+    def write(self) -> None:
+        torch.save(local_of(self.wanted), self.folder / f"state-{self.ground.rank}.pt")
+
+    def load(self) -> None:
+        self.filled = {}
+        path = self.folder / f"state-{self.ground.rank}.pt"
+        self.filled = torch.load(path, map_location=self.ground.device, weights_only=True)
+
+
+class TorchMmapLoader(TorchLoader):
+    """The file mapped."""
+
+    setting = "mmap"
+
+    def load(self) -> None:
+        self.filled = {}
+        path = self.folder / f"state-{self.ground.rank}.pt"
+        mapped = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.filled = {name: value.to(self.ground.device) for name, value in mapped.items()}
+
+
+LOADERS: Mapping[str, type[Loader]] = {
+    "aio": EngineLoader,
+    "dcp-load": DcpLoader,
+    "torch-load": TorchLoader,
+    "torch-load-mmap": TorchMmapLoader,
+}
+"""By key."""

@@ -1,0 +1,193 @@
+"""A results document as Markdown: tables by state, goals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.report import Goal
+
+__all__ = ["goals", "render"]
+
+Line = Mapping[str, Any]
+NONE = "-"
+GOAL_GB = 8.0
+"""Of the state that the goals are stated for."""
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """Tables of all states in the order in which they were measured."""
+    described, ranks = document["machine"], document["ranks"]
+    about = ", ".join(f"{key} {value}" for key, value in described.items() if value != [])
+    options = ", ".join(f"{key}={value}" for key, value in document["settings"].items() if value != [])
+    lines = [f"Run of {document['date']} with {ranks} rank{'s' * (ranks > 1)}. {about}. Options: {options}."]
+    rows: Sequence[Line] = document["rows"]
+    for shape, gb in dict.fromkeys((row["shape"], row["gb"]) for row in rows):
+        chosen = [row for row in rows if (row["shape"], row["gb"]) == (shape, gb)]
+        sized = max(chosen, key=lambda row: int(row["nbytes"]))
+        lines += ["", f"**{shape}: {sized['tensors']} tensors, {sized['nbytes'] / 1e9:.2f} GB a rank**", ""]
+        lines += _loads(chosen) if document["settings"]["mode"] == "load" else _saves(chosen)
+        lines += _tokens(chosen) + _missing(chosen)
+    if reached := goals(document):
+        lines += ["", "| goal | measured | promised |  |", "| --- | ---: | ---: | ---: |"]
+        lines += [
+            f"| {goal.text} | {goal.figure:.3g} {goal.unit} "
+            f"| {'>=' if goal.is_floor else '<='} {goal.bound:g} {goal.unit} "
+            f"| {'met' if goal.is_met else '**missed**'} |"
+            for goal in reached
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+
+
+def _name(row: Line) -> str:
+    return f"{row['title']}: {row['setting']}"
+
+
+def _cell(row: Line, name: str, scale: float = 1.0, digits: int = 3) -> str:
+    value = row["figures"].get(name)
+    if value is None:
+        return NONE
+    scaled = value * scale
+    return f"{scaled:.0f}" if abs(scaled) >= 10 ** (digits - 1) else f"{scaled:.{digits}g}"
+
+
+def _saves(rows: Sequence[Line]) -> list[str]:
+    head = [
+        "", "first blocks ms", "blocks ms", "staged ms", "done s", "durable s", "lost a save ms", "worst step ms",
+        "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link", "on disk when done",
+    ]  # fmt: skip
+    table = [_save(row) for row in rows if row["contender"] != "raw" and row["figures"]]
+    return [*_limits(rows), *(_table(head, table) if table else [])]
+
+
+def _save(row: Line) -> list[str]:
+    host = f"{_cell(row, 'system_bytes', 1e-9)} / {_cell(row, 'tree_bytes', 1e-9)}"
+    mark = "" if row["status"] == "ok" else f" **{row['status']}**"
+    return [
+        _name(row) + mark,
+        *(_cell(row, f"{name}_secs", 1e3) for name in ("first_blocked", "blocked", "staged")),
+        *(_cell(row, f"{name}_secs") for name in ("done", "durable")),
+        *(_cell(row, f"{name}_secs", 1e3) for name in ("lost", "worst_step")),
+        _cell(row, "drain_step_ratio"),
+        _cell(row, "cpu_secs_per_gb"),
+        host,
+        _cell(row, "device_bytes", 1e-9),
+        _cell(row, "disk_share"),
+        _cell(row, "link_share"),
+        str(row["durability"]),
+    ]
+
+
+def _limits(rows: Sequence[Line]) -> list[str]:
+    """What the machine gave in this run."""
+    raw = next((row for row in rows if row["contender"] == "raw"), None)
+    if raw is None or not raw["figures"]:
+        return []
+    gigabytes, figures, said = raw["nbytes"] / 1e9, raw["figures"], []
+    if "disk_secs" in figures:
+        said.append(f"disk by O_DIRECT {gigabytes / figures['disk_secs']:.2f} GB/s a rank")
+    if "copy_secs" in figures:
+        said.append(f"one pinned copy to the host {gigabytes / figures['copy_secs']:.1f} GB/s a rank")
+    steps = [row["figures"]["step_secs"] for row in rows if "step_secs" in row["figures"]]
+    if steps:
+        said.append(f"training step {min(steps) * 1e3:.1f} to {max(steps) * 1e3:.1f} ms")
+    return ["Limits in this run: " + ", ".join(said) + ".", ""]
+
+
+def _loads(rows: Sequence[Line]) -> list[str]:
+    head = ["", "first s", "load s", "GB/s", "of the disk", "CPU-s/GB", "host GB", "device GB"]
+    table = []
+    for row in rows:
+        if row["contender"] == "raw" or "load_secs" not in row["figures"]:
+            continue
+        rate = f"{row['nbytes'] / 1e9 / row['figures']['load_secs']:.2f}"
+        host = f"{_cell(row, 'system_bytes', 1e-9)} / {_cell(row, 'tree_bytes', 1e-9)}"
+        cells = [_cell(row, "load_first_secs"), _cell(row, "load_secs"), rate]
+        cells += [_cell(row, "disk_share"), _cell(row, "cpu_secs_per_gb"), host]
+        table.append([_name(row), *cells, _cell(row, "device_bytes", 1e-9)])
+    return [*_limits(rows), *(_table(head, table) if table else [])]
+
+
+def _tokens(rows: Sequence[Line]) -> list[str]:
+    counted = [row for row in rows if row["every"]]
+    if not counted:
+        return []
+    steps = sorted({int(item["every"]) for row in counted for item in row["every"]})
+    head = ["tokens/s, share of no saves", *(f"every {count} step{'s' * (count > 1)}" for count in steps)]
+    table = []
+    for row in counted:
+        by_steps = {int(item["every"]): item for item in row["every"]}
+        table.append([_name(row), *(_rate(by_steps.get(count)) for count in steps)])
+    return ["", *_table(head, table)]
+
+
+def _rate(item: Mapping[str, float] | None) -> str:
+    if item is None:
+        return NONE
+    return f"{item['tokens_per_sec']:.0f} ({item['tokens_per_sec'] / item['bare_tokens_per_sec']:.1%})"
+
+
+def _missing(rows: Sequence[Line]) -> list[str]:
+    """A contender that could not run, or not to its end, is a line, too."""
+    bad = [row for row in rows if row["status"] != "ok"]
+    if not bad:
+        return []
+    return ["", *_table(["did not run to its end", "", "why"], [[_name(r), r["status"], r["error"]] for r in bad])]
+
+
+def goals(document: Mapping[str, Any]) -> list[Goal]:
+    """What was promised for 8.5 GB on one GPU, from the rows of this run."""
+    if not document["machine"]["devices"] or document["ranks"] != 1:
+        return []
+    rows = {(row["shape"], row["gb"], row["contender"]): row["figures"] for row in document["rows"]}
+    if document["settings"]["mode"] == "load":
+        return _load_goals(rows)
+    found: list[Goal] = []
+    guarded = rows.get(("blocks", GOAL_GB, "aio-guarded"), {})
+    fenced = rows.get(("blocks", GOAL_GB, "aio-fenced"), {})
+
+    def add(
+        text: str, figures: Mapping[str, float], name: str, bound: float, unit: str, *, floor: bool = False
+    ) -> None:
+        if name in figures:
+            scale = 1e3 if unit == "ms" else 1.0
+            found.append(Goal(text=text, figure=figures[name] * scale, bound=bound, unit=unit, is_floor=floor))
+
+    add("8.5 GB: save() blocks, later saves", guarded, "blocked_secs", 3, "ms")
+    add("8.5 GB: save() blocks, later saves, fenced", fenced, "blocked_secs", 3, "ms")
+    add("8.5 GB: first save blocks", guarded, "first_blocked_secs", 1, "s")
+    add("8.5 GB: training lost a save, guarded, drain included", guarded, "lost_secs", 30, "ms")
+    rivals = [
+        figures["lost_secs"]
+        for (shape, gb, key), figures in rows.items()
+        if (shape, gb) == ("blocks", GOAL_GB) and not key.startswith("aio") and figures.get("lost_secs", 0) > 0
+    ]
+    if rivals and "lost_secs" in guarded:
+        share = guarded["lost_secs"] / min(rivals)
+        found.append(Goal(text="8.5 GB: training lost a save / best rival", figure=share, bound=0.4))
+    add("8.5 GB: durable, share of raw O_DIRECT", guarded, "disk_share", 0.95, "x", floor=True)
+    add("8.5 GB: staged, share of one pinned copy", guarded, "link_share", 0.95, "x", floor=True)
+    add("8.5 GB: CPU", guarded, "cpu_secs_per_gb", 0.1, "CPU-s/GB")
+    add("8.5 GB: median step of the drain / without", guarded, "drain_step_ratio", 1.02, "x")
+    for (shape, _, key), figures in rows.items():
+        if (shape, key) == ("small", "aio-guarded"):
+            add("10,000 x 64 KiB: save() blocks", figures, "blocked_secs", 20, "ms")
+    return found
+
+
+def _load_goals(rows: Mapping[tuple[str, float, str], Mapping[str, float]]) -> list[Goal]:
+    ours = rows.get(("blocks", GOAL_GB, "aio"), {})
+    theirs = rows.get(("blocks", GOAL_GB, "dcp-load"), {})
+    found: list[Goal] = []
+    if "disk_share" in ours:
+        text = "8.5 GB: load to the device, share of raw O_DIRECT read"
+        found.append(Goal(text=text, figure=ours["disk_share"], bound=0.9, is_floor=True))
+    if "load_secs" in ours and "load_secs" in theirs:
+        faster = theirs["load_secs"] / ours["load_secs"]
+        found.append(Goal(text="8.5 GB: times faster than dcp.load", figure=faster, bound=4, is_floor=True))
+    return found

@@ -1,0 +1,225 @@
+"""Many small tensors: their file is read while the template is matched, and nothing is less sure for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gated_storage import TIMEOUT
+
+from aio_ckpt import CheckpointEngine, EngineConfig, datafile, match, read
+from aio_ckpt.errors import MismatchError, ReadError, TemplateMismatchError
+from aio_ckpt.items import LoadReport
+
+COUNT = 600
+ELEMENTS = 250
+State = dict[str, torch.Tensor]
+
+
+def made(seed: int = 1) -> State:
+    torch.manual_seed(seed)
+    return {f"layer.{i}.bias": torch.randn(ELEMENTS) for i in range(COUNT)}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[CheckpointEngine]:
+    """With one step committed: the state of :func:`made`."""
+    engine = CheckpointEngine(tmp_path)
+    engine.save(made()).result(TIMEOUT)
+    yield engine
+    engine.close_blocking()
+
+
+def data_file(engine: CheckpointEngine) -> Path:
+    (path,) = engine.root.glob("step_*/*.distcp")
+    return path
+
+
+def load(engine: CheckpointEngine, state: State, **changed: bool) -> LoadReport:
+    options = {"strict": False, "allow_missing": False, "fallback": True} | changed
+    return engine.submit_load(state, None, **options).result(TIMEOUT)
+
+
+def zeros() -> State:
+    return {name: torch.zeros(ELEMENTS) for name in made()}
+
+
+def check_equal(state: State) -> None:
+    assert all(torch.equal(state[name], value) for name, value in made().items())
+
+
+def change(path: Path, edit: Callable[[bytearray], None]) -> None:
+    data = bytearray(path.read_bytes())
+    edit(data)
+    path.write_bytes(data)
+
+
+def place_of(path: Path, name: str) -> int:
+    """Where the raw bytes of a tensor begin in the data file."""
+    return path.read_bytes().index(made()[name].numpy().tobytes())
+
+
+class Reads:
+    """What was read of data files, as it is read; may fail or hold the first read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans: list[tuple[int, int]] = []
+        self.begun = threading.Event()
+        self.error: OSError | None = None
+        inner = datafile._read_fully
+
+        def counted(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
+            self.begun.set()
+            self.spans.append((offset, view.nbytes))
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+            return inner(numbers, offset, view)
+
+        monkeypatch.setattr(datafile, "_read_fully", counted)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+def test_the_file_is_being_read_before_the_template_is_matched_and_only_once(
+    engine: CheckpointEngine, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def match_later(*arguments: object, **options: object) -> match.Match:
+        assert reads.begun.wait(TIMEOUT)
+        return match.match_template(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(read, "match_template", match_later)
+    state, nbytes = zeros(), data_file(engine).stat().st_size
+    report = load(engine, state)
+    check_equal(state)
+    assert sum(length for _, length in reads.spans) == nbytes == report.bytes_read
+    assert report.verified
+
+
+def test_a_flipped_byte_of_any_tensor_is_found_and_named(engine: CheckpointEngine) -> None:
+    path, whole = data_file(engine), data_file(engine).read_bytes()
+    for number in (0, COUNT // 2, COUNT - 1):
+        name = f"layer.{number}.bias"
+        place = place_of(path, name)
+        change(path, lambda data, place=place: data.__setitem__(place + 7, data[place + 7] ^ 1))
+        with pytest.raises(MismatchError, match=name) as caught:
+            load(engine, zeros(), fallback=False)
+        assert path.name in str(caught.value)
+        path.write_bytes(whole)
+    check_equal_after_load(engine)
+
+
+def check_equal_after_load(engine: CheckpointEngine) -> None:
+    state = zeros()
+    load(engine, state)
+    check_equal(state)
+
+
+def test_swapped_tensors_are_found(engine: CheckpointEngine) -> None:
+    path = data_file(engine)
+    one, other = place_of(path, "layer.3.bias"), place_of(path, "layer.500.bias")
+
+    def swap(data: bytearray) -> None:
+        nbytes = 4 * ELEMENTS
+        data[one : one + nbytes], data[other : other + nbytes] = data[other : other + nbytes], data[one : one + nbytes]
+
+    change(path, swap)
+    with pytest.raises(MismatchError, match=r"layer\.(3|500)\.bias"):
+        load(engine, zeros(), fallback=False)
+
+
+def test_a_byte_that_belongs_to_no_tensor_spoils_no_load(engine: CheckpointEngine) -> None:
+    """As of a file that is not read ahead: ``verify`` finds it."""
+    path = data_file(engine)
+    change(path, lambda data: data.__setitem__(-1, data[-1] ^ 1))
+    state = zeros()
+    assert load(engine, state, fallback=False).verified
+    check_equal(state)
+
+
+def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(engine: CheckpointEngine, reads: Reads) -> None:
+    reads.error = OSError(5, "once")
+    check_equal_after_load(engine)
+    assert not reads.error
+
+
+def test_what_can_never_be_read_fails_the_load_with_its_own_error(
+    engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(5, "always")
+
+    monkeypatch.setattr(datafile, "_read_fully", fails)
+    with pytest.raises(ReadError, match="always") as caught:
+        load(engine, zeros())
+    assert caught.value.errno == 5
+
+
+def test_a_file_that_was_cut_short_is_a_mismatch(engine: CheckpointEngine) -> None:
+    path = data_file(engine)
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(MismatchError, match=path.name):
+        load(engine, zeros(), fallback=False)
+
+
+def test_a_template_that_does_not_match_is_told_and_left_alone(engine: CheckpointEngine, reads: Reads) -> None:
+    state = zeros()
+    state["layer.7.bias"] = torch.zeros(ELEMENTS + 1)
+    with pytest.raises(TemplateMismatchError, match=r"layer\.7\.bias") as caught:
+        load(engine, state)
+    assert not caught.value.target_modified
+    assert not any(value.any() for value in state.values())
+    path = data_file(engine)
+    path.unlink()
+    with pytest.raises(TemplateMismatchError):  # goes before a file that is missing
+        load(engine, state)
+    with pytest.raises(MismatchError, match=path.name):
+        load(engine, zeros(), fallback=False)
+
+
+def test_without_verification_nothing_is_said_to_be_verified(tmp_path: Path) -> None:
+    engine = CheckpointEngine(tmp_path, EngineConfig(verify="never"))
+    engine.save(made()).result(TIMEOUT)
+    state = zeros()
+    assert not load(engine, state).verified
+    check_equal(state)
+    engine.close_blocking()
+
+
+def test_a_large_file_is_read_where_it_is_wanted_only(tmp_path: Path) -> None:
+    engine = CheckpointEngine(tmp_path)
+    state = made() | {"large": torch.ones(9 << 20)}
+    engine.save(state).result(TIMEOUT)
+    one = {"layer.9.bias": torch.zeros(ELEMENTS)}
+    assert load(engine, one).bytes_read <= 8192
+    assert torch.equal(one["layer.9.bias"], state["layer.9.bias"])
+    engine.close_blocking()
+
+
+def test_ties_views_and_arrays_come_back_beside_small_tensors(tmp_path: Path) -> None:
+    engine = CheckpointEngine(tmp_path)
+    state: dict[str, object] = dict(made())
+    state |= {
+        "tied": state["layer.0.bias"],
+        "permuted": torch.randn(30, 20).t(),
+        "complex": torch.randn(9, dtype=torch.complex64),
+        "blocks": torch.randn(700_000),
+        "object": {"text": "x" * 100},
+    }
+    engine.save(state).result(TIMEOUT)
+    target = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in state.items()
+    }
+    target["object"] = {"text": ""}
+    target["permuted"] = torch.zeros(20, 30)
+    target["complex"] = torch.zeros(9, dtype=torch.complex64).conj()
+    engine.submit_load(target, None, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
+    for name, value in state.items():
+        assert torch.equal(target[name], value) if isinstance(value, torch.Tensor) else target[name] == value, name
+    engine.close_blocking()

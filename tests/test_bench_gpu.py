@@ -1,0 +1,102 @@
+"""``python -m bench.gpu`` as a dry run without a GPU: it keeps what was measured, and nothing hangs it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.gpu.__main__ import run
+from bench.gpu.options import GpuOptions, parse
+from bench.gpu.results import row_of
+from bench.gpu.supervise import EventReader, Outcome, Ranks, free_port, run_trial
+from bench.gpu.tables import render
+
+READY = {"event": "ready", "nbytes": 2_000_000_000, "tensors": 3, "step_secs": 0.07}
+
+
+def options(folder: Path, *more: str) -> GpuOptions:
+    return parse(["--dir", str(folder), "--gb", "0.005", "--repeats", "1", "--step-ms", "2", *more])
+
+
+def test_every_contender_is_a_row_also_one_that_cannot_run(tmp_path: Path) -> None:
+    run(options(tmp_path, "--only", "aio-guarded,nvrx-tuned", "--without", "raw", "--label", "dry"))
+    [path] = (tmp_path / "bench-results").iterdir()
+    document = json.loads(path.read_text())
+    rows = {row["contender"]: row for row in document["rows"]}
+    assert {key: row["status"] for key, row in rows.items()} == {"aio-guarded": "ok", "nvrx-tuned": "not run"}
+    ours = rows["aio-guarded"]
+    assert {"first_blocked_secs", "blocked_secs", "staged_secs", "durable_secs", "lost_secs"} <= ours["figures"].keys()
+    assert ours["tensors"] == 432
+    assert ours["figures"]["blocked_secs"] <= ours["figures"]["staged_secs"] <= ours["figures"]["durable_secs"]
+    assert "nvidia-resiliency-ext" in rows["nvrx-tuned"]["error"]
+    assert "| aio_ckpt: guarded |" in render(document)
+    assert not list(tmp_path.glob("aio_ckpt-bench-gpu-*"))
+
+
+def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    (tmp_path / "trial").mkdir()
+    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"))
+    # What it had reported before: the file is read, whoever wrote it.
+    (tmp_path / "trial-events-0.jsonl").write_text('{"event": "alone", "blocked_secs": 1.0, "durable_secs": 2.0}\n')
+    begin = time.monotonic()
+    outcome = run_trial(trial, Ranks(), free_port(), limit_secs=0.3)
+    assert time.monotonic() - begin < 10
+    assert (outcome.status, outcome.error) == ("failed", "killed after 0 s")
+    assert [event["event"] for event in outcome.events] == ["alone"]
+    assert not [child for child in psutil.Process().children() if "bench.gpu.trial" in " ".join(child.cmdline())]
+
+
+def test_what_has_not_begun_when_the_time_is_over_is_a_row(tmp_path: Path) -> None:
+    run(options(tmp_path, "--only", "aio", "--secs", "0", "--label", "late"))
+    [path] = (tmp_path / "bench-results").iterdir()
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 5
+    assert {(row["status"], row["error"]) for row in rows} == {("not run", "the time of the run was over")}
+
+
+def test_lost_time_is_what_the_steps_took_beyond_as_many_without_a_save() -> None:
+    beside = {
+        "event": "beside",
+        "blocked_secs": 0.01,
+        "done_secs": 0.5,
+        "durable_secs": 0.6,
+        "blocked_cpu_secs": 0.2,
+        "base_secs": [0.1, 0.1],
+        "steps_secs": [0.25, 0.1, 0.1, 0.11, 0.1, 0.1, 0.1],
+    }
+    row = row_of("torch-save", "blocks", 8, [Outcome(status="ok", events=[READY, beside])], {"disk_secs": 0.3})
+    assert row.figures["lost_secs"] == pytest.approx(0.16)
+    assert row.figures["worst_step_secs"] == 0.25
+    assert row.figures["drain_step_ratio"] == pytest.approx(1.0)
+    assert row.figures["cpu_secs_per_gb"] == pytest.approx(0.1)
+    assert row.figures["disk_share"] == pytest.approx(0.5)
+
+
+def test_a_row_of_several_ranks_has_the_slowest_and_the_failure_of_the_first_that_failed() -> None:
+    def alone(secs: float) -> list[dict[str, object]]:
+        names = ("blocked_secs", "staged_secs", "done_secs", "durable_secs", "cpu_secs")
+        return [READY, *({"event": "alone", **dict.fromkeys(names, secs)} for _ in range(2))]
+
+    ranks = [
+        Outcome(status="failed", error="another rank failed", events=alone(1.0), peaks={"system": 600, "tree": 500}),
+        Outcome(status="failed", error="OSError: full", events=alone(2.0), peaks={"system": 800, "tree": 100}),
+    ]
+    row = row_of("aio-guarded", "blocks", 8, ranks, {})
+    assert row.figures["durable_secs"] == 2.0
+    assert (row.figures["system_bytes"], row.figures["tree_bytes"]) == (400, 500)
+    assert (row.status, row.error) == ("failed", "OSError: full")
+
+
+def test_a_line_that_is_not_whole_yet_is_read_when_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    reader = EventReader(path)
+    assert reader.read() == []
+    path.write_text('{"event": "a"}\n{"eve')
+    assert reader.read() == [{"event": "a"}]
+    with path.open("a") as file:
+        file.write('nt": "b"}\n')
+    assert reader.read() == [{"event": "b"}]
