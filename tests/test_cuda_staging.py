@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import io
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,9 +37,23 @@ class Mode:
     settings: dict[str, Any]
 
 
-@pytest.fixture(params=[pinned, "shm", "pageable", "auto"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return Mode({"staging": request.param})
+@pytest.fixture(params=[pinned, "shm", "pageable", "auto", "shm_path"])
+def mode(request: pytest.FixtureRequest) -> Iterator[Mode]:
+    if request.param != "shm_path":
+        yield Mode({"staging": request.param})
+        return
+    with named_segments() as place:
+        yield Mode({"shm_path": place})
+        assert list(place.iterdir()) == [], "closed engines leave nothing"
+
+
+@contextmanager
+def named_segments() -> Iterator[Path]:
+    """A directory for segments with room for all that is staged here."""
+    if shutil.disk_usage("/dev/shm").free < 2 << 30:
+        pytest.skip("/dev/shm has less than 2 GiB")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as place:
+        yield Path(place)
 
 
 @contextmanager

@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from child_python import child_environment, python
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
+from image_files import pin_chunk_bytes
 from rescued_trainer import NOT_SEALED, POINTS, kill, start_trainer, state, train_until_killed
 from tensor_bits import assert_same_tensor
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, rescue
+from aio_ckpt.device import HostCopies
 from aio_ckpt.errors import BudgetExceededError, ConfigError, WriteError
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.names import SEGMENTS_FILE, StepNames
@@ -432,6 +436,45 @@ def test_it_is_sealed_from_the_staged_snapshot_to_the_commit_and_never_outside(r
             ticket.result(TIMEOUT)
             assert "not sealed" in read_segment(path).fault
             assert segments_in(shm) == [path]
+
+
+def test_it_is_not_sealed_while_anything_is_still_to_be_captured(
+    root: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's thread is held before the last tensor; the first chunk is on the disk by then."""
+    pin_chunk_bytes(monkeypatch)
+    held, real = threading.Event(), HostCopies.copy
+    may_go = threading.Event()
+
+    def copy(copies: HostCopies, target: torch.Tensor, source: torch.Tensor) -> None:
+        if bool((source[:4].view(torch.float32) == 3.0).all()):
+            held.set()
+            assert may_go.wait(TIMEOUT)
+        real(copies, target, source)
+
+    monkeypatch.setattr(HostCopies, "copy", copy)
+    with gated_engine(root, shm_path=shm) as (engine, storage), ThreadPoolExecutor(1) as trainer:
+        gate = storage.hold("rename", ".pending-*")
+        saving = trainer.submit(engine.save, {str(n): torch.full((MIB,), float(n)) for n in (1, 2, 3)})
+        assert held.wait(TIMEOUT)
+        storage.wait_for("write", "*.distcp")
+        (path,) = segments_in(shm)
+        assert "not sealed" in read_segment(path).fault
+        may_go.set()
+        gate.wait_reached()
+        assert read_segment(path).fault == ""
+        gate.open()
+        saving.result(TIMEOUT).result(TIMEOUT)
+
+
+def test_after_a_change_of_structure_the_old_segment_is_gone(root: Path, shm: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(shm_path=shm)) as engine:
+        engine.save({"w": torch.ones(MIB)}).result(TIMEOUT)
+        before = segments_in(shm)
+        engine.save({"w": torch.ones(8 * MIB)}).result(TIMEOUT)
+        after = segments_in(shm)
+    assert (len(before), len(after)) == (1, 1)
+    assert before != after
 
 
 def test_a_save_that_failed_is_not_rescued(root: Path, shm: Path) -> None:
