@@ -190,18 +190,23 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
 @commands.command("rescue")
 @click.argument("root", type=_DIRECTORY)
 @click.option("--shm-path", type=_DIRECTORY, multiple=True, help="Look here, too; the root tells where it was saved.")
+@click.option(
+    "--stale-after",
+    type=click.FloatRange(min=0),
+    default=EngineConfig().stale_after_secs,
+    show_default=True,
+    help="Seconds without a sign of life after which a trainer counts as dead that cannot be proven to be.",
+)
 @_step_dir_option
 @_json_option
-def rescue_command(root: Path, shm_path: tuple[Path, ...], step_dir: str, *, as_json: bool) -> int:
+def rescue_command(root: Path, shm_path: tuple[Path, ...], stale_after: float, step_dir: str, *, as_json: bool) -> int:
     """Commit what a trainer with shm_path= had staged when it was killed; exit code 1 if a snapshot is lost."""
     screen, names, here = Screen(as_json=as_json), _names(step_dir), Owner.of_this_process(f"rescue{os.getpid()}")
 
-    at, places, stale_after_secs = root.absolute(), [*map(Path.absolute, shm_path)], EngineConfig().stale_after_secs
+    at, places = root.absolute(), [*map(Path.absolute, shm_path)]
 
     async def work(storage: Storage, executor: Executor) -> RescueReport:
-        return await rescue_root(
-            storage, executor, at, names, here, directories=places, stale_after_secs=stale_after_secs
-        )
+        return await rescue_root(storage, executor, at, names, here, directories=places, stale_after_secs=stale_after)
 
     report = _call(work)
     if as_json:

@@ -75,7 +75,7 @@ class CheckpointEngine:
         self.root = make_root(root)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
         segments = open_segments(self.root, owner, config.shm_path)
-        tell_rescuable(self.root, owner, segments)
+        tell_rescuable(self.root, owner, segments, stale_after_secs=config.stale_after_secs)
         self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
         self._portal.start()
         self._site = Site(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -110,10 +111,7 @@ def open_segments(root: Path, owner: Owner, shm_path: str | Path | None) -> Segm
     return SegmentDirectory(Path(shm_path).absolute(), f"{segment_prefix(root)}{owner.session}-{owner.tag}")
 
 
-async def _decide(
-    storage: Storage, executor: Executor, root: Path, names: StepNames, here: Owner, directories: Sequence[Path]
-) -> Decision:
-    found = await run_blocking(executor, find_left, directories, root, here)
+async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[Left]) -> Decision:
     steps = {left.seal.step for left in found if left.seal is not None}
     committed = {
         checkpoint.step: await _save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
@@ -134,9 +132,9 @@ async def _save_id(storage: Storage, checkpoint: Path) -> str:
 # -- a writer's own -------------------------------------------------------------------------------
 
 
-def tell_rescuable(root: Path, here: Owner, own: SegmentDirectory | None) -> None:
+def tell_rescuable(root: Path, here: Owner, own: SegmentDirectory | None, *, stale_after_secs: float) -> None:
     """When an engine is opened: say in the log what a dead trainer left that may be worth more than a resume."""
-    for left in find_left([*segment_directories(root), *([own.path] if own else [])], root, here):
+    for left in find_left(_places(root, own), root, here, stale_after_secs=stale_after_secs):
         if left.seal is not None and left.owner_is_dead:
             _log.warning(
                 "step %d was staged by a trainer that died, and maybe not written: `aio-ckpt rescue %s` commits it; "
@@ -154,12 +152,13 @@ async def reclaim(site: Site) -> None:
     root, own = site.root, site.segments
     if own is None and not await site.storage.exists(root / SEGMENTS_FILE):
         return
-    directories = [*segment_directories(root), *([own.path] if own else [])]
-    decision = await _decide(site.storage, site.executor, root, site.names, site.owner, directories)
+    find = functools.partial(find_left, stale_after_secs=site.config.stale_after_secs)
+    found = await run_blocking(site.executor, find, _places(root, own), root, site.owner)
+    decision = await _decide(site.storage, root, site.names, found)
     for refusal in decision.refusals:
         if refusal.is_obsolete:
             (_log.warning if refusal.is_loss else _log.info)("removed %s: %s", _told(refusal.segments), refusal.reason)
-            _remove(refusal.segments)
+            await run_blocking(site.executor, _remove, refusal.segments)
     kept = [left.path for save in decision.saves for left, _ in save.ranks]
     if own is not None:
         own.kept = kept
@@ -176,6 +175,10 @@ def forget_segments(root: Path, own: SegmentDirectory | None) -> None:
     if own is not None and not own.kept:
         with contextlib.suppress(OSError):  # a hint, that costs the next writer a look
             (root / SEGMENTS_FILE).unlink(missing_ok=True)
+
+
+def _places(root: Path, own: SegmentDirectory | None) -> list[Path]:
+    return [*segment_directories(root), *([own.path] if own else [])]
 
 
 def _told(segments: Iterable[Left]) -> str:
@@ -209,24 +212,28 @@ async def rescue_root(
         RootError: a writer, alive, holds the root.
         WriteError: the disk; what was not committed stays where it is.
     """
+    places = [*directories, *segment_directories(root)]
+    find = functools.partial(find_left, places, root, here, stale_after_secs=stale_after_secs)
+    if not await run_blocking(executor, find):
+        return RescueReport(root=str(root), rescued=(), refused=())  # a root that nobody staged for is not touched
     with storage.lock(root / LOCK_FILE):
         await clear_leftovers(storage, root, here=here, stale_after_secs=stale_after_secs)
-        places = [*directories, *segment_directories(root)]
-        decision = await _decide(storage, executor, root, names, here, places)
+        decision = await _decide(storage, root, names, await run_blocking(executor, find))
         rescued, refused = [], [_unrescued(refusal) for refusal in decision.refusals]
         for number, save in enumerate(decision.saves, start=1):
             try:
+                _check_name(save, names)
                 rescued.append(await _commit(storage, executor, root, here, save, number))
             except CorruptCheckpointError as error:
                 segments = tuple(left for left, _ in save.ranks)
                 refusal = Refusal(step=save.step, reason=str(error), segments=segments, is_obsolete=False, is_loss=True)
                 refused.append(_unrescued(refusal))
             else:
-                _remove(left for left, _ in save.ranks)
+                await run_blocking(executor, _remove, [left for left, _ in save.ranks])
         for refusal in decision.refusals:
             if refusal.is_obsolete and not refusal.is_loss:
-                _remove(refusal.segments)
-        if not find_left(places, root, here):
+                await run_blocking(executor, _remove, refusal.segments)
+        if not await run_blocking(executor, find):
             await storage.remove_file(root / SEGMENTS_FILE)
         return RescueReport(root=str(root), rescued=tuple(rescued), refused=tuple(refused))
 
@@ -239,6 +246,13 @@ def _unrescued(refusal: Refusal) -> Unrescued:
         is_loss=refusal.is_loss,
         is_removed=refusal.is_obsolete and not refusal.is_loss,
     )
+
+
+def _check_name(save: SealedSave, names: StepNames) -> None:
+    """Committed steps were looked for by name: under another pattern the order of the steps was not checked."""
+    directory = save.ranks[0][1].directory
+    if names.step(directory) != save.step:
+        raise CorruptCheckpointError(f"step {save.step} is to be called {directory!r}: give the trainer's --step-dir")
 
 
 async def _commit(

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, ImageLayout, TensorItem, Ten
 from aio_ckpt.layout import cut_chunks
 from aio_ckpt.manifest import RankManifest, decode_rank
 from aio_ckpt.metadata import DTYPES, MAX_BYTES
-from aio_ckpt.owner import Owner, owner_by_name
+from aio_ckpt.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.plan import Plan
 from aio_ckpt.record import object_entries, render_rank
 from aio_ckpt.segment import SEGMENT_PREFIX, Segment, StoredSegment, list_segments, read_segment
@@ -211,7 +212,7 @@ class Left:
     path: Path
     """Its file."""
     owner_is_dead: bool
-    """Whether this host proves it."""
+    """Whether this host proves it, or has seen no sign of life for long."""
     stored: StoredSegment
     """What is in it."""
     seal: Seal | None
@@ -228,8 +229,12 @@ def segment_prefix(root: Path) -> str:
     return f"{SEGMENT_PREFIX}{hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()}-"
 
 
-def find_left(directories: Sequence[Path], root: Path, here: Owner) -> list[Left]:
-    """Segments for ``root`` that other processes made, whether they live or not."""
+def find_left(directories: Sequence[Path], root: Path, here: Owner, *, stale_after_secs: float) -> list[Left]:
+    """Segments for ``root`` that other processes made, whether they live or not.
+
+    An owner whose death cannot be proven, as of another container, counts as dead once it has sealed nothing for
+    ``stale_after_secs``: only the holder of the root's lock, which a living writer would have, may act on that.
+    """
     prefix, found = segment_prefix(root), []
     for directory in dict.fromkeys(directories):
         for path in list_segments(directory, prefix):
@@ -243,7 +248,8 @@ def find_left(directories: Sequence[Path], root: Path, here: Owner) -> list[Left
                     seal = decode_seal(stored)
                 except AioCkptError as error:
                     fault, is_damaged = str(error), True
-            is_dead = owner is not None and owner.is_proven_dead(here)
+            idle_secs = None if stored.modified_unix is None else time.time() - stored.modified_unix
+            is_dead = is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs)
             left = Left(path=path, owner_is_dead=is_dead, stored=stored, seal=seal, fault=fault, is_damaged=is_damaged)
             found.append(left)
     return found

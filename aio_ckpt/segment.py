@@ -196,6 +196,8 @@ class StoredSegment:
     """Bytes of the image's memory."""
     seal: bytes = b""
     """Its seal; empty if there is none."""
+    modified_unix: float | None = None
+    """When it was made or sealed last, by the file system's clock; None if that cannot be told."""
     fault: str = ""
     """Why there is none."""
     is_damaged: bool = False
@@ -217,8 +219,10 @@ def list_segments(directory: Path, prefix: str) -> list[Path]:
 def read_segment(path: Path) -> StoredSegment:
     """What is at ``path``, its seal checked against the header; never raises for what is wrong with it."""
 
+    modified_unix: float | None = None
+
     def faulty(fault: str, *, is_damaged: bool) -> StoredSegment:
-        return StoredSegment(path=path, fault=fault, is_damaged=is_damaged)
+        return StoredSegment(path=path, modified_unix=modified_unix, fault=fault, is_damaged=is_damaged)
 
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -226,6 +230,7 @@ def read_segment(path: Path) -> StoredSegment:
         return faulty(f"cannot be opened: {error.strerror}", is_damaged=True)
     try:
         status, data = os.fstat(descriptor), os.pread(descriptor, _HEADER.size, 0)
+        modified_unix = status.st_mtime
         if not stat.S_ISREG(status.st_mode) or len(data) < _HEADER.size:
             return faulty("cut short", is_damaged=True)
         magic, generation, capacity, seal_bytes, crc32 = _HEADER.unpack(data)
@@ -244,7 +249,7 @@ def read_segment(path: Path) -> StoredSegment:
         os.close(descriptor)
     if isal_zlib.crc32(seal) != crc32:
         return faulty("torn: its seal does not match its sum", is_damaged=True)
-    return StoredSegment(path=path, generation=generation, capacity=capacity, seal=seal)
+    return StoredSegment(path=path, generation=generation, capacity=capacity, seal=seal, modified_unix=modified_unix)
 
 
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:

@@ -584,6 +584,24 @@ def test_memory_that_a_budget_forbids_makes_no_segment(root: Path, shm: Path) ->
         assert segments_in(shm) == []
 
 
+def test_a_root_that_nobody_staged_for_is_not_touched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root.mkdir()
+    assert called(capsys, root) == (0, {"root": str(root), "rescued": [], "refused": []})
+    assert names(root) == []
+
+
+def test_steps_of_another_pattern_are_not_committed_without_it(
+    root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the trainer's pattern nobody can tell whether the step is newer than what is committed."""
+    train_until_killed(root, shm, settings=json.dumps({"step_dir": "run-{step}"}))
+    code, told = called(capsys, root)
+    assert (code, told["rescued"]) == (1, [])
+    assert "give the trainer's --step-dir" in told["refused"][0]["reason"]
+    assert called(capsys, root, "--step-dir", "run-{step}")[0] == 0
+    assert names(root) == [".aio_ckpt.lock", "run-1", "run-2"]
+
+
 def test_the_words_of_the_command(killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed.copy(root, shm)
     assert cli.run(["rescue", str(root), "--shm-path", str(shm)]) == 0

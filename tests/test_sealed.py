@@ -312,9 +312,20 @@ def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_pat
     other.make(1 << 16)
     SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}").make(1 << 16)
     SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}").make(1 << 16)
-    (found,) = find_left([shm, shm], tmp_path, HERE)
+    (found,) = find_left([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
     assert (found.owner_is_dead, found.seal, found.is_damaged) == (True, None, False)
-    assert find_left([shm / "none"], tmp_path, HERE) == []
+    assert find_left([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
+
+
+def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: Path, tmp_path: Path) -> None:
+    """As one in another container, whose processes cannot be seen from here."""
+    elsewhere = msgspec.structs.replace(HERE, pid_namespace="pid:[7]", pid=7)
+    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}").make(1 << 16)
+    (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
+    assert not found.owner_is_dead
+    os.utime(segment.path, (0, 0))
+    (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
+    assert found.owner_is_dead
 
 
 def test_a_directory_removes_what_it_made_but_not_in_a_fork(shm: Path) -> None:
