@@ -66,6 +66,11 @@ class Checkpoint:
     ranks: tuple[RankManifest, ...]
     """By rank; empty for plain DCP."""
 
+    @property
+    def has_skeleton(self) -> bool:
+        """Whether the state's containers are known; else its names are as DCP flattened them."""
+        return any(rank.skeleton for rank in self.ranks)
+
     @functools.cached_property
     def metadata(self) -> Metadata:
         """``.metadata``, parsed when first asked for: 20 us an entry, and our own manifests tell all that it does.
@@ -94,17 +99,26 @@ class Checkpoint:
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -> Checkpoint:
+async def open_checkpoint(
+    storage: Storage,
+    path: Path,
+    *,
+    executor: Executor,
+    metadata_name: str = METADATA_FILE,
+    root_name: str = ROOT_MANIFEST,
+) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
+
+    The two may stand under other names, see :func:`aio_ckpt.directory.standing_names`.
 
     Raises:
         CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
         CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         FormatVersionError: written by a newer major version.
     """
-    root_data = await read_small_file(storage, path / ROOT_MANIFEST)
+    root_data = await read_small_file(storage, path / root_name)
     if root_data is None:
-        data = await read_small_file(storage, path / METADATA_FILE)
+        data = await read_small_file(storage, path / metadata_name)
         if data is None:
             raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
         if await storage.exists(path / rank_manifest_name(0)):
@@ -118,7 +132,7 @@ async def open_checkpoint(storage: Storage, path: Path, *, executor: Executor) -
 
     async def prove_metadata() -> None:
         nonlocal data, fault
-        data = await _read_metadata(storage, path)
+        data = await _read_metadata(storage, path / metadata_name)
         is_read.set()
         fault = await run_blocking(executor, check_metadata, root, data)
 
@@ -152,7 +166,7 @@ def _opened(
 
 
 async def _read_metadata(storage: Storage, path: Path) -> bytes:
-    data = await read_small_file(storage, path / METADATA_FILE)
+    data = await read_small_file(storage, path)
     if data is None:
         raise MismatchError(f"{METADATA_FILE}: missing, although {ROOT_MANIFEST} is there")
     return data

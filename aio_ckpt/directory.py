@@ -1,8 +1,9 @@
 """Directory mode: a checkpoint in the caller's own directory, which may hold foreign files; those stay.
 
-The checkpoint exists from the rename of its ``.metadata`` on. Invariant: while a save replaces an older checkpoint,
-that one's ``.metadata`` and root manifest stand aside under names that end with the save's id, its other files
-untouched; so what a crash leaves can be mended from the names alone (``recover_directory``).
+The checkpoint exists from the rename of its ``.metadata`` on. Invariants: from its first byte until it is committed a
+save is named by a mark of its id; while it replaces an older checkpoint, that one's ``.metadata`` and root manifest
+stand aside under names that end with the id, its other files untouched. So what a crash leaves can be mended from the
+names alone (``recover_directory``).
 """
 
 from __future__ import annotations
@@ -15,18 +16,42 @@ from aio_ckpt.errors import AioCkptError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
 from aio_ckpt.storage import Storage
 
-__all__ = ["commit_directory", "recover_directory", "retire_directory"]
+__all__ = [
+    "ASIDE",
+    "begin_directory",
+    "commit_directory",
+    "pending_saves",
+    "recover_directory",
+    "retire_directory",
+    "standing_names",
+]
 
 ASIDE = ".replaced-"
+"""Before the id of the save that replaces it, behind the name of what stands aside."""
+PENDING = "aio_ckpt.pending-"
+"""Before the id of a save, in the name of its mark: an empty file."""
 MAX_SMALL_FILE_BYTES = 1 << 30
 _log = logging.getLogger("aio_ckpt")
 
 
-async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
-    """Before the first byte of a save: put an old ``.metadata`` and its root manifest aside.
+async def begin_directory(storage: Storage, directory: Path, *, save_id: str) -> None:
+    """Leader, before the first byte of a save and after ``recover_directory``: leave its mark, durably."""
+    await storage.write_file(directory / f"{PENDING}{save_id}", b"")
+    await storage.sync_dir(directory)
 
-    Call ``recover_directory`` first. Returns the names of the files that the old checkpoint consists of, for
-    ``commit_directory`` to remove once the new one is durable. Files that no manifest of ours names are foreign.
+
+async def pending_saves(storage: Storage, directory: Path) -> list[str]:
+    """Ids of the saves whose mark is there."""
+    return [name.removeprefix(PENDING) for name in await storage.list_dir(directory) if name.startswith(PENDING)]
+
+
+async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
+    """Before anything of a save gets a name of its own: put an old ``.metadata`` and its root manifest aside.
+
+    Call ``recover_directory`` first. Data may be written before, to names with the save's id: the later this is
+    called, the shorter the directory holds no checkpoint for those who look for ``.metadata``. Returns the names of
+    the files that the old checkpoint consists of, for ``commit_directory`` to remove once the new one is durable. Files
+    that no manifest of ours names are foreign.
     """
     if not await storage.exists(directory / METADATA_FILE):
         return ()
@@ -43,14 +68,20 @@ async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -
 async def commit_directory(
     storage: Storage, directory: Path, *, metadata: bytes, root_manifest: bytes, save_id: str, retired: Sequence[str]
 ) -> None:
-    """Leader: root manifest, then ``.metadata``, each by temporary file, fsync and rename; then remove the old one."""
+    """Leader: root manifest, then ``.metadata``, each by temporary file, fsync and rename; then remove the old one.
+
+    What cannot be removed is logged and left to the next ``recover_directory``: the new checkpoint stands.
+    """
     for name, data in ((ROOT_MANIFEST, root_manifest), (METADATA_FILE, metadata)):
         temporary = directory / f"{name}.tmp-{save_id}"
         await storage.write_file(temporary, data)
         await storage.replace(temporary, directory / name)
         await storage.sync_dir(directory)
     await storage.sync_dir(directory.parent)
-    await _remove(storage, directory, retired)
+    try:
+        await _remove(storage, directory, [*retired, f"{PENDING}{save_id}"])
+    except OSError as error:
+        _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
 
 
 async def recover_directory(storage: Storage, directory: Path) -> bool:
@@ -58,20 +89,51 @@ async def recover_directory(storage: Storage, directory: Path) -> bool:
 
     A save that had not committed is undone: its files go, the old checkpoint comes back. Of one that had, what it
     replaced is removed. A crash within is mended by the next call. Returns whether an old checkpoint came back.
-    Of a first save that died, what it wrote stays: no name tells it from foreign files.
+    Of a save without a mark that died before it put anything aside, what it wrote stays: no name tells it from foreign
+    files.
     """
     if not await storage.exists(directory):
         return False
     names = await storage.list_dir(directory)
     asides = [name for name in names if name.startswith((METADATA_FILE + ASIDE, ROOT_MANIFEST + ASIDE))]
+    came_back = False
     if METADATA_FILE in names:
         await _finish(storage, directory, asides)
-        return False
-    for name in asides:
-        if name.startswith(METADATA_FILE):
-            await _undo(storage, directory, names, save_id=name.removeprefix(METADATA_FILE + ASIDE))
-            return True
-    return False
+    else:
+        for name in asides:
+            if name.startswith(METADATA_FILE):
+                await _undo(storage, directory, names, save_id=name.removeprefix(METADATA_FILE + ASIDE))
+                came_back = True
+                break
+    for mark in [name for name in names if name.startswith(PENDING)]:
+        await _end(storage, directory, names, save_id=mark.removeprefix(PENDING))
+    return came_back
+
+
+async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_id: str) -> None:
+    """Of a save with a mark: remove its files unless it is what the directory holds, then the mark."""
+    is_current = await storage.exists(directory / ROOT_MANIFEST) and await _save_id_of(storage, directory) == save_id
+    if not is_current or not await storage.exists(directory / METADATA_FILE):
+        own = [ROOT_MANIFEST] if is_current else []
+        await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
+        await storage.sync_dir(directory)
+    await _remove(storage, directory, [f"{PENDING}{save_id}"])
+
+
+async def standing_names(storage: Storage, directory: Path) -> tuple[str, str]:
+    """Names of ``.metadata`` and root manifest of the checkpoint that ``recover_directory`` would leave; no change.
+
+    Neither need be there: then there is no checkpoint, or one of plain DCP.
+    """
+    names = await storage.list_dir(directory)
+    aside = [name for name in names if name.startswith(METADATA_FILE + ASIDE)]
+    if METADATA_FILE in names or not aside:
+        return METADATA_FILE, ROOT_MANIFEST
+    save_id = aside[0].removeprefix(METADATA_FILE + ASIDE)
+    manifest = f"{ROOT_MANIFEST}{ASIDE}{save_id}"
+    if manifest not in names and ROOT_MANIFEST in names and await _save_id_of(storage, directory) != save_id:
+        manifest = ROOT_MANIFEST  # a crash between the two renames
+    return aside[0], manifest
 
 
 async def _finish(storage: Storage, directory: Path, asides: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
     Raises:
         MissingNameError: one of ``only`` selects nothing.
     """
-    if checkpoint.root is None:
+    if not checkpoint.has_skeleton:
         names = list(checkpoint.metadata.state_dict_metadata)
     else:
         names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank)
@@ -102,7 +102,7 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
 
 
 def _check_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> None:
-    if checkpoint.root is None:
+    if not checkpoint.has_skeleton:
         raise MissingNameError(f"{checkpoint.path}: holds nothing named or below {name!r}")
     tree.subtree(skeleton_of(checkpoint, rank), name, rank=rank)
 
@@ -291,7 +291,7 @@ def _unexpected(checkpoint: Checkpoint, known: set[str], rank: int, world_size: 
     expect each other's names; other ranks' PerRank values are nobody else's.
     """
     beyond = checkpoint.catalog.names() - known
-    if not beyond or len(checkpoint.ranks) < 2:
+    if not beyond or len(checkpoint.ranks) < 2 or not checkpoint.has_skeleton:
         return beyond
     if world_size == len(checkpoint.ranks):
         return beyond.intersection(tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank))

@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
-import functools
 import logging
 import os
 import threading
@@ -35,12 +34,14 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 
-__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal", "run_blocking", "run_owned", "watch_submissions"]
+__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal"]
+__all__ += ["drain_at_exit", "run_blocking", "run_owned", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Watcher = Callable[["Future[Any]"], None]
+Begin = Callable[[], object]
 
 _logger = logging.getLogger("aio_ckpt")
 _START_TIMEOUT_SECS = 60.0
@@ -80,9 +81,9 @@ class Executor(ThreadPoolExecutor):
     cannot be had it raises although an older thread will still run the work, on bytes that nobody holds.
     """
 
-    def __init__(self, name: str, threads: int, owner: object = None) -> None:
-        """:meth:`Portal.check_thread` knows the threads by ``owner``. RuntimeError: the system gives no more."""
-        super().__init__(threads, thread_name_prefix=f"{name}-io", initializer=_own_thread, initargs=(owner,))
+    def __init__(self, name: str, threads: int, owner: object = None, begin: Begin | None = None) -> None:
+        """``Portal.check_thread`` knows the threads by ``owner``; each calls ``begin()``. RuntimeError: no more."""
+        super().__init__(threads, thread_name_prefix=f"{name}-io", initializer=_own_thread, initargs=(owner, begin))
         self._pid = os.getpid()
         self._name = name
         self._unfinished: set[Future[Any]] = set()
@@ -134,7 +135,7 @@ async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, disp
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        future.add_done_callback(functools.partial(_dispose_result, dispose))
+        future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else dispose(done.result()))
         raise
 
 
@@ -146,13 +147,10 @@ def _survive(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
 
 
-def _dispose_result(dispose: Callable[[T], object], future: Future[T]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        dispose(future.result())
-
-
-def _own_thread(owner: object) -> None:
+def _own_thread(owner: object, begin: Begin | None = None) -> None:
     _OWNER.value = owner
+    if begin is not None:
+        begin()
 
 
 def _check_process(pid: int, name: str) -> None:
@@ -162,11 +160,11 @@ def _check_process(pid: int, name: str) -> None:
 
 # -- interpreter exit -----------------------------------------------------------------------------
 
-_exit_hooks: dict[object, Callable[[], None]] = {}
+_exit_hooks: dict[object, Callable[[], object]] = {}
 _exit_registered_by: int | None = None
 
 
-def _register_exit(hook: Callable[[], None], key: object) -> None:
+def _register_exit(hook: Callable[[], object], key: object) -> None:
     """Run ``hook`` while threads still work: before the executors are joined, unlike ``atexit``'s; newest first."""
     global _exit_registered_by
     _exit_hooks[key] = hook
@@ -184,6 +182,13 @@ def _run_exit_hooks() -> None:
             _logger.exception("draining at interpreter exit failed")
 
 
+def drain_at_exit(done: Future[Any], timeout_secs: float) -> None:
+    """At interpreter exit wait for ``done`` while threads still work, in this process alone."""
+    pid = os.getpid()
+    _register_exit(lambda: wait_for_futures([done] if os.getpid() == pid else [], timeout_secs), done)
+    done.add_done_callback(lambda _: _exit_hooks.pop(done, None))
+
+
 # -- the portal -----------------------------------------------------------------------------------
 
 
@@ -196,10 +201,10 @@ class Portal:
     :class:`EngineForkedError`.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
-        """Nothing is started yet; ``threads`` is the size of the executor."""
+    def __init__(self, name: str, threads: int, begin: Begin | None = None) -> None:
+        """Nothing is started yet; ``threads`` is the size of the executor, whose threads call ``begin()`` first."""
         self.name = name
-        self._threads = threads
+        self._threads, self._begin = threads, begin
         self._pid = os.getpid()
         self._is_closing = False
         self._executor: Executor | None = None
@@ -215,7 +220,7 @@ class Portal:
         _check_process(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
-        self._executor = Executor(self.name, self._threads, owner=self)
+        self._executor = Executor(self.name, self._threads, self, self._begin)
         self._thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
         self._thread.start()
         self._ready.result(_START_TIMEOUT_SECS)
@@ -294,15 +299,10 @@ class Portal:
         _check_process(self._pid, self.name)
         self._schedule(fn, *args)
 
-    def at_exit(self, callback: Callable[[], None]) -> None:
+    def at_exit(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
-
-        def run_if_open() -> None:
-            if not self.is_closed:  # as it is in a forked child, where the loop's thread is not
-                callback()
-
-        _register_exit(run_if_open, self)
+        _register_exit(lambda: self.is_closed or callback(), self)
 
     def close(self, timeout: float) -> None:
         """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import anyio
+
 from aio_ckpt.config import check_seconds
-from aio_ckpt.device import Mark
-from aio_ckpt.errors import StallError
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.copies import Mark
+from aio_ckpt.errors import SaveCancelledError, StallError
+from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 
 __all__ = [
     "NO_DEADLINE",
@@ -24,6 +26,7 @@ __all__ = [
     "follow",
     "outcome",
     "outcome_blocking",
+    "unless_given_up",
 ]
 
 T = TypeVar("T")
@@ -141,6 +144,30 @@ class Threads:
     def are_idle(self) -> bool:
         """Whether all are done."""
         return not self._busy
+
+
+async def unless_given_up(given_up: Future[None], work: Callable[[], Awaitable[T]]) -> T:
+    """What ``work`` gives, on the loop; it is cancelled once ``given_up`` is done.
+
+    However it ends, no thread that it began is at work any more.
+
+    Raises:
+        SaveCancelledError: it was given up.
+    """
+    threads, loop = Threads(), asyncio.get_running_loop()
+    try:
+        with anyio.CancelScope() as scope, watch_submissions(threads.add):
+            given_up.add_done_callback(lambda _: _cancel(loop, scope))
+            return await work()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await threads.wait()
+    raise SaveCancelledError("the load was given up")
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: the work has ended
+        loop.call_soon_threadsafe(scope.cancel)
 
 
 async def outcome(work: Future[T], given_up: Future[None]) -> T:

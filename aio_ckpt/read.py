@@ -141,7 +141,7 @@ async def read_state(
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
         await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
         await run_blocking(executor, _settle, draft, checkpoint, trusted)
-    if checkpoint.root is None:
+    if not checkpoint.has_skeleton:
         return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
     return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
 
@@ -285,7 +285,8 @@ def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
 
 async def _fetch(files: Files, draft: _Draft, *, executor: Executor, readers: int, verify: bool) -> Fetched:
     segments = await run_blocking(executor, draft.plan.segments, readers)
-    return await fetch(files, segments, executor=executor, readers=readers, verify=verify)
+    devices = draft.plan.devices
+    return await fetch(files, segments, executor=executor, readers=readers, verify=verify, devices=devices)
 
 
 def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
@@ -323,7 +324,7 @@ def _put_back(checkpoint: Checkpoint, state: object, found: Match, values: Mappi
         leaves[name] = tree.from_tensor(tensor, kind)
     if leaves:
         tree.put_back(state, leaves, rank=rank)
-    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.root else None
+    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
     for prefix, value, names in found.stateful:
         if skeleton is not None:
             value.load_state_dict(tree.build_below(skeleton, prefix, values, rank=rank))
@@ -342,7 +343,7 @@ def _target_modified() -> Iterator[None]:
         raise
 
 
-# -- plain DCP --------------------------------------------------------------------------------------
+# -- as DCP flattened it --------------------------------------------------------------------------------
 
 
 def _dcp_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:

@@ -32,12 +32,15 @@ from aio_ckpt.manifest import (
 )
 from aio_ckpt.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner, clear_leftovers, pending_path, write_owner
-from aio_ckpt.pipeline import Site, first_cause
+from aio_ckpt.pipeline import Site
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.record import metadata_file, render_root
-from aio_ckpt.sealed import Decision, Left, Refusal, Seal, SealedSave, decide, find_left, layout_of, segment_prefix
+from aio_ckpt.remains import Decision, Left, Refusal, SealedSave, decide, find_left, segment_prefix
+from aio_ckpt.sealed import Seal, layout_of
 from aio_ckpt.segment import SegmentDirectory, map_image
 from aio_ckpt.storage import Storage
+from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.undo import first_cause
 from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = [
@@ -291,6 +294,10 @@ async def _is_captured(_: int) -> None:
     """Every chunk is: it is sealed."""
 
 
+async def _is_admitted(_: int) -> None:
+    """At any rate: no training waits beside it."""
+
+
 async def _write_rank(
     storage: Storage, executor: Executor, pending: Path, left: Left, seal: Seal
 ) -> tuple[FileEntry, int]:
@@ -314,7 +321,9 @@ async def _write_rank(
             executor,
             workers=_WORKERS,
             captured=_is_captured,
+            admit=_is_admitted,
             on_written=lambda _: None,
+            trace=NO_TRACE,
         )
         await file.sync()
     finally:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import anyio
-
 from aio_ckpt import commit
+from aio_ckpt.config import check_flag
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -20,12 +17,11 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
     ReadError,
-    SaveCancelledError,
+    shown,
 )
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
-from aio_ckpt.portal import watch_submissions
-from aio_ckpt.progress import Threads
+from aio_ckpt.progress import unless_given_up
 from aio_ckpt.quarantine import Condemned
 from aio_ckpt.read import Checkpoint, load_checkpoint, open_checkpoint, read_state
 
@@ -46,6 +42,10 @@ class LoadOptions:
     fallback: bool
     """Without a step: walk back past what does not verify."""
 
+    def __post_init__(self) -> None:
+        for name in ("strict", "allow_missing", "fallback"):
+            check_flag(name, getattr(self, name))
+
 
 async def load_state(
     site: Site, state: object, step: int | None, options: LoadOptions, given_up: Future[None]
@@ -54,20 +54,7 @@ async def load_state(
 
     However it ends, no thread touches ``state`` any more: whoever gave up may fill it by other means.
     """
-    threads, loop = Threads(), asyncio.get_running_loop()
-    try:
-        with anyio.CancelScope() as scope, watch_submissions(threads.add):
-            given_up.add_done_callback(lambda _: _cancel(loop, scope))
-            return await _load(site, state, step, options)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await threads.wait()
-    raise SaveCancelledError("the load was given up")
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: the load has ended
-        loop.call_soon_threadsafe(scope.cancel)
+    return await unless_given_up(given_up, lambda: _load(site, state, step, options))
 
 
 async def _load(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:
@@ -114,9 +101,11 @@ def selection(only: Any) -> list[str] | None:
     """
     if only is None:
         return None
-    names = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"only={only!r}: give the name of a leaf or branch, or several")
+    names: list[str] = []
+    for name in [only] if isinstance(only, str) or not isinstance(only, Iterable) else only:
+        if not isinstance(name, str):  # at the first: there may be no last one
+            raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
+        names.append(name)
     return names
 
 
@@ -241,7 +230,7 @@ class _Walk:
         proven = (
             Condemned(checkpoint=found.checkpoint, error=found.error) for found in self.damaged if found.is_proven
         )
-        moved = await site.quarantine.condemn(site.storage, site.root, proven)
+        moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
         for found in self.damaged:
             _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
         return tuple(

@@ -13,7 +13,7 @@ import pytest
 from gated_storage import TIMEOUT, Call, GatedStorage
 from power_loss import Disk, Generation, NotDurableError, check_directory_mode, dropped
 
-from aio_ckpt.directory import commit_directory, recover_directory, retire_directory
+from aio_ckpt.directory import begin_directory, commit_directory, recover_directory, retire_directory
 from aio_ckpt.errors import WriteError
 from aio_ckpt.manifest import FileEntry, RootManifest, encode_rank, encode_root, encode_static
 from aio_ckpt.portal import Executor
@@ -86,9 +86,10 @@ def generation(number: int) -> Generation:
 async def save_into_directory(storage: GatedStorage, directory: Path, number: int) -> None:
     """What a face of directory mode does around the two calls of ``commit``."""
     made = generation(number)
-    retired = await retire_directory(storage, directory, save_id=f"s{number}")
+    await begin_directory(storage, directory, save_id=f"s{number}")
     for name in sorted(made.files):
         await storage.write_file(directory / name, rank_manifest(number) if name.endswith(".bin") else b"abc")
+    retired = await retire_directory(storage, directory, save_id=f"s{number}")
     await commit_directory(
         storage,
         directory,
@@ -107,12 +108,14 @@ async def log_of_directory_mode(storage: GatedStorage, directory: Path) -> list[
 
 
 DIRECTORY_MODE = [
+    "write_file aio_ckpt.pending-s2",
+    "sync_dir mine",
+    "write_file __s2_0_0.distcp",
+    "write_file aio_ckpt.s2.0.bin",
     f"rename {META} -> {META}.replaced-s2",
     "sync_dir mine",
     f"rename {ROOT} -> {ROOT}.replaced-s2",
     "sync_dir mine",
-    "write_file __s2_0_0.distcp",
-    "write_file aio_ckpt.s2.0.bin",
     f"write_file {ROOT}.tmp-s2",
     f"replace {ROOT}.tmp-s2 -> {ROOT}",
     "sync_dir mine",
@@ -124,12 +127,16 @@ DIRECTORY_MODE = [
     "remove_file aio_ckpt.s1.0.bin",
     f"remove_file {META}.replaced-s2",
     f"remove_file {ROOT}.replaced-s2",
+    "remove_file aio_ckpt.pending-s2",
 ]
-ASIDE = DIRECTORY_MODE[:4]
+RETIRED = DIRECTORY_MODE.index(f"rename {META} -> {META}.replaced-s2")
+ASIDE = DIRECTORY_MODE[RETIRED : RETIRED + 4]
 """What recovery rests on."""
+MARK = (0, 1)
+"""What tells the files of a save that died from foreign ones; no checkpoint rests on it."""
 
 
-async def test_a_save_into_a_directory_puts_the_old_metadata_aside_first_and_its_own_last(
+async def test_a_save_into_a_directory_puts_the_old_metadata_aside_before_anything_gets_its_name_and_its_own_last(
     storage: GatedStorage, tmp_path: Path
 ) -> None:
     directory = tmp_path / "top" / "mine"
@@ -140,7 +147,12 @@ async def test_a_save_into_a_directory_puts_the_old_metadata_aside_first_and_its
 
 
 @pytest.mark.parametrize(
-    "position", [n for n, line in enumerate(DIRECTORY_MODE) if line.startswith(DURABILITY) and n not in (2, 3)]
+    "position",
+    [
+        n
+        for n, line in enumerate(DIRECTORY_MODE)
+        if line.startswith(DURABILITY) and n not in (*MARK, RETIRED + 2, RETIRED + 3)
+    ],
 )
 async def test_without_any_one_fsync_or_rename_a_power_loss_breaks_a_directory(
     storage: GatedStorage, tmp_path: Path, position: int
@@ -210,8 +222,9 @@ async def test_before_the_old_manifest_is_replaced_a_power_loss_finds_both_parts
     directory = tmp_path / "top" / "mine"
     directory.parent.mkdir()
     calls = await log_of_directory_mode(storage, directory)
-    first = len(calls) - len(DIRECTORY_MODE)
-    until = first + DIRECTORY_MODE.index(f"replace {ROOT}.tmp-s2 -> {ROOT}")
+    start = len(calls) - len(DIRECTORY_MODE)
+    first = start + RETIRED
+    until = start + DIRECTORY_MODE.index(f"replace {ROOT}.tmp-s2 -> {ROOT}")
     disk = Disk(tmp_path)
     for call in calls[:until] if left_out < 0 else dropped(calls, first + left_out)[: until - 1]:
         disk.apply(call)
@@ -233,7 +246,7 @@ async def test_a_save_that_dies_before_any_of_its_calls_leaves_the_old_or_the_ne
         await save_into_directory(storage, directory, 2)
     storage.lives = None
     committed = position > DIRECTORY_MODE.index(f"replace {META}.tmp-s2 -> {META}")
-    assert await recover_directory(storage, directory) is (position > 0 and not committed)
+    assert await recover_directory(storage, directory) is (position > RETIRED and not committed)
     check_whole(directory, 2 if committed else 1)
     await save_into_directory(storage, directory, 3)
     check_whole(directory, 3)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, restore
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, progress
 
 ELEMENTS = 1000
 
@@ -75,13 +75,13 @@ def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
     tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, other = empty_state(), empty_state()
-    heard, cancel = threading.Event(), restore._cancel
+    heard, cancel = threading.Event(), progress._cancel
 
     def hear(*arguments: Any) -> None:
         cancel(*arguments)
         heard.set()
 
-    monkeypatch.setattr(restore, "_cancel", hear)
+    monkeypatch.setattr(progress, "_cancel", hear)
 
     def interrupt() -> None:
         held.begun.wait(TIMEOUT)

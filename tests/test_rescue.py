@@ -34,7 +34,7 @@ from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner
 from aio_ckpt.portal import Executor
-from aio_ckpt.sealed import segment_prefix
+from aio_ckpt.remains import segment_prefix
 from aio_ckpt.segment import IMAGE_OFFSET, Segment, read_segment
 
 MIB = 1 << 20

@@ -22,17 +22,8 @@ from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.manifest import decode_rank
 from aio_ckpt.owner import Owner
-from aio_ckpt.sealed import (
-    Left,
-    Seal,
-    decide,
-    decode_seal,
-    find_left,
-    layout_of,
-    raw_sums,
-    seal_snapshot,
-    segment_prefix,
-)
+from aio_ckpt.remains import Left, decide, find_left, segment_prefix
+from aio_ckpt.sealed import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
 from aio_ckpt.segment import Segment, SegmentDirectory, StoredSegment, read_segment
 from aio_ckpt.snapshot import ObjectBytes
 
@@ -55,7 +46,6 @@ def left(
 ) -> Left:
     """A sealed segment of one rank; rank 0 has the ``.metadata``."""
     seal = Seal(
-        root="/root",
         directory=directory or f"step_{step:09d}",
         save_id=save_id,
         step=step,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aio_ckpt.directory import commit_directory, recover_directory, retire_directory
+from aio_ckpt.directory import begin_directory, commit_directory, recover_directory, retire_directory
 from aio_ckpt.manifest import (
     METADATA_FILE,
     ROOT_MANIFEST,
@@ -28,8 +28,6 @@ from bench.crash.points import KillPoint, PointedStorage
 __all__ = ["DIRECTORY"]
 
 _FOREIGN = "notes.txt"
-_FIRST = "s1x"
-"""In the names of all that a first save leaves."""
 
 
 def _files_of(number: int, save_id: str) -> dict[str, bytes]:
@@ -71,7 +69,7 @@ async def _save(storage: Storage, directory: Path, number: int) -> None:
     save_id = f"s{number}x{os.getpid()}"  # never that of an earlier try
     files = _files_of(number, save_id)
     metadata, root_manifest = files.pop(METADATA_FILE), files.pop(ROOT_MANIFEST)
-    retired = await retire_directory(storage, directory, save_id=save_id)
+    await begin_directory(storage, directory, save_id=save_id)
     (data_name, data), (rank_name, rank) = files.items()
     file = await storage.create_data_file(directory / data_name, len(data), writers=2)
     try:
@@ -82,6 +80,7 @@ async def _save(storage: Storage, directory: Path, number: int) -> None:
     finally:
         await file.close()
     await storage.write_file(directory / rank_name, rank)
+    retired = await retire_directory(storage, directory, save_id=save_id)
     await commit_directory(
         storage, directory, metadata=metadata, root_manifest=root_manifest, save_id=save_id, retired=retired
     )
@@ -121,7 +120,6 @@ def _newest(root: Path) -> int | None:
         if (root / name).read_bytes() != data:
             raise BrokenError(f"{name} is not what save {number} wrote")
     left = sorted({path.name for path in root.iterdir()} - {*expected, _FOREIGN})
-    left = [name for name in left if _FIRST not in name]  # see recover_directory: nothing tells whose those are
     if left:
         raise BrokenError(f"leftovers stay: {left}")
     return number

@@ -1,0 +1,11 @@
+"""Faces for ``torch.distributed.checkpoint``: ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` on this package.
+
+``Writer`` and ``Reader`` stand where ``FileSystemWriter`` and ``FileSystemReader`` stand, ``AsyncStager`` where
+``DefaultStager`` stands. A checkpoint is a directory of the caller's (:mod:`aio_ckpt.directory`).
+"""
+
+from aio_ckpt.dcp.reader import Reader
+from aio_ckpt.dcp.stager import AsyncStager
+from aio_ckpt.dcp.writer import Writer, recover
+
+__all__ = ["AsyncStager", "Reader", "Writer", "recover"]

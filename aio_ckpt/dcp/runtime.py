@@ -1,0 +1,132 @@
+"""What a face runs on: a portal, a storage, staging memory; for one call, or for the life of a ``with``."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from aio_ckpt.arena import ArenaKind
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.layout import chunk_bytes_for
+from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
+from aio_ckpt.portal import Portal
+from aio_ckpt.snapshot import Copiers
+from aio_ckpt.storage import LocalStorage, Storage
+from aio_ckpt.throttle import WriteThrottle
+
+__all__ = ["Face", "Runtime"]
+
+_HOUSEKEEPING_THREADS = 4
+"""Threads beside the ``workers`` that read or write: sums, device copies, manifests."""
+_WINDOW_CHUNKS = 2
+"""Chunks of an image that are in memory at once, for each write in flight: one is filled while another is written."""
+_STOP_SECS = 10.0
+"""How long closing waits for threads in a system call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """Threads and memory. Whoever opened it closes it; what is lent then returns with its last user."""
+
+    config: EngineConfig
+    """Settings."""
+    portal: Portal
+    """Its loop and I/O threads."""
+    storage: Storage
+    """Where files are."""
+    window: LifetimeManager
+    """Lends the window through which an image is written."""
+    staging: LifetimeManager
+    """Lends memory that holds a whole state."""
+    throttle: WriteThrottle
+    """Paces the writes. Without steps to look at, ``"auto"`` paces nothing."""
+    copiers: Copiers = field(default_factory=Copiers)
+    """Side streams and gather buffers."""
+
+    @classmethod
+    def open(cls, config: EngineConfig, storage: Storage | None) -> Runtime:
+        """Start the threads; no memory is taken yet."""
+        portal = Portal(f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}", config.workers + _HOUSEKEEPING_THREADS)
+        portal.start()
+        executor = portal.executor
+        window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
+        limit = config.max_write_bytes_per_sec
+        staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
+        return cls(
+            config=config,
+            portal=portal,
+            storage=storage or LocalStorage(executor, config.direct_io),
+            window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
+            throttle=WriteThrottle(None if limit == "auto" else limit),
+            staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
+        )
+
+    def arena_kind(self, source: torch.device | None) -> ArenaKind:
+        """For tensors from ``source``. Not measured, as an engine does: most runtimes live for one call."""
+        if self.config.staging != "auto":
+            return self.config.staging
+        return "pageable" if source is None else "pinned"
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self.window.close()
+        self.staging.close()
+        self.portal.close(_STOP_SECS)
+
+
+class Face:
+    """Base of the faces: a :class:`Runtime` of its own.
+
+    Inside ``with`` the face keeps one, so that threads and staging memory are used again from call to call; outside,
+    each call opens one and closes it before it returns. A face that keeps none can be pickled and survives a fork.
+    """
+
+    def __init__(self, config: EngineConfig, storage: Storage | None) -> None:
+        self._config = config
+        self._storage = storage
+        self._kept: Runtime | None = None
+
+    def __enter__(self) -> Self:
+        self._keep()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads that are kept, if any. Idempotent; a later call works, for itself."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without threads and memory: another process opens its own."""
+        return {**self.__dict__, "_kept": None}
+
+    def _keep(self) -> Runtime:
+        """The runtime that is kept until :meth:`close`; opened by the first call."""
+        if self._kept is None:
+            self._kept = Runtime.open(self._config, self._storage)
+        self._kept.portal.check_thread(type(self).__name__)
+        return self._kept
+
+    @contextmanager
+    def _running(self) -> Iterator[Runtime]:
+        """The kept runtime, or one for this block."""
+        if self._kept is not None:
+            yield self._keep()
+            return
+        runtime = Runtime.open(self._config, self._storage)
+        try:
+            yield runtime
+        finally:
+            runtime.close()

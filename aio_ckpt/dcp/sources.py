@@ -1,0 +1,197 @@
+"""What one rank writes, taken from DCP's plan: tensors laid out in an image, and streams of bytes behind them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from aio_ckpt import envelope, tree
+from aio_ckpt.errors import PlanChangedError
+from aio_ckpt.items import LeafKind
+from aio_ckpt.layout import Placement
+from aio_ckpt.manifest import ObjectEntry
+from aio_ckpt.plan import PlannedImage, plan_image
+from aio_ckpt.structure import Leaves, Structure, addresses, check_sources, partition
+
+__all__ = ["Sources", "Stream", "collect_sources", "is_plain", "plan_tensors"]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """An item that is stored as bytes: an object, what went through extensions, a tensor that only torch.save knows."""
+
+    index: MetadataIndex
+    """DCP's name for it."""
+    data: bytes
+    """What stands in the file."""
+    descriptors: tuple[str, ...]
+    """Extensions that made it, outermost first; empty if none did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """One rank's share of a save, resolved; lives no longer than the save."""
+
+    planned: PlannedImage
+    """Tensors, and where each goes."""
+    indices: tuple[MetadataIndex, ...]
+    """Of each tensor leaf of ``planned``."""
+    aliases: tuple[int, ...]
+    """Per tensor leaf, the leaf that is stored for it."""
+    streams: tuple[Stream, ...]
+    """In the order in which they follow the tensors."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return not self.indices and not self.streams
+
+    @property
+    def stream_bytes(self) -> int:
+        """Length of all streams together."""
+        return sum(len(stream.data) for stream in self.streams)
+
+    def object_entries(self) -> list[ObjectEntry]:
+        """The streams as the rank manifest lists them."""
+        start = self.planned.plan.layout.tensor_bytes
+        entries = []
+        for stream in self.streams:
+            nbytes = len(stream.data)
+            entries.append(ObjectEntry((stream.index.fqn,), start, nbytes, isal_zlib.crc32(stream.data)))
+            start += nbytes
+        return entries
+
+    def places(self, file: str) -> dict[MetadataIndex, _StorageInfo]:
+        """Where ``file`` holds each item, as ``.metadata`` tells it."""
+        by_leaf = {
+            item.leaf: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
+            for item in self.planned.plan.layout.items
+        }
+        places = {index: by_leaf[leaf] for index, leaf in zip(self.indices, self.aliases, strict=True)}
+        for stream, entry in zip(self.streams, self.object_entries(), strict=True):
+            places[stream.index] = _storage_info(file, entry, stream.descriptors)
+        return places
+
+
+def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> _StorageInfo:
+    if not descriptors:
+        return _StorageInfo(file, entry.offset, entry.nbytes)
+    return _StorageInfo(file, entry.offset, entry.nbytes, transform_descriptors=list(descriptors))
+
+
+def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, gather_bytes: int) -> Sources:
+    """Resolve every item of ``plan``; ``transforms`` is torch's ``_StorageWriterTransforms``, None without extensions.
+
+    Tensors are resolved before the first is copied, so a planner that makes new ones needs room for all of them.
+
+    Raises:
+        PlanChangedError: a tensor has not the shape that was planned.
+        SourceChangedError: a tensor's memory was freed.
+    """
+    items: list[WriteItem] = []
+    tensors: list[torch.Tensor] = []
+    streams: list[Stream] = []
+    for item in plan.items:
+        data: Any = planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO or transforms is not None or not is_plain(data):
+            streams.append(_encode(item, data, transforms))
+            continue
+        _check_shape(item, data)
+        items.append(item)
+        tensors.append(data.detach())
+    boxes = [_box(item) for item in items]
+    planned, aliases = plan_tensors([item.index.fqn for item in items], tensors, boxes, gather_bytes=gather_bytes)
+    # The whole save happens in one call: nothing of the host must be captured at once, a window will do.
+    planned = replace(planned, plan=replace(planned.plan, host_bytes=0))
+    return Sources(
+        planned=planned,
+        indices=tuple(item.index for item in items),
+        aliases=tuple(aliases),
+        streams=tuple(streams),
+    )
+
+
+def is_plain(data: object) -> bool:
+    """Whether ``data`` is a tensor whose raw bytes, dtype, shape and stride are all of it."""
+    return (
+        type(data) in _PLAIN_TYPES
+        and isinstance(data, torch.Tensor)
+        and data.layout is torch.strided
+        and not (data.is_quantized or data.is_meta)
+        and envelope.storable_dtype(data.dtype)
+    )
+
+
+def plan_tensors(
+    names: Sequence[str],
+    tensors: list[torch.Tensor],
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    *,
+    gather_bytes: int,
+) -> tuple[PlannedImage, list[int]]:
+    """Lay tensors out, those that share bytes once; ``boxes`` holds global shape and offsets of each.
+
+    Returns the plan and, per tensor, the first that shares its bytes.
+    """
+    flat = tree.FlatState(list(names), list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
+    leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards=dict(enumerate(boxes)), objects=[])
+    structure = Structure.of(flat, leaves)
+    fingerprint = addresses(tensors)
+    check_sources(flat, tensors, fingerprint)
+    aliases = partition(structure, fingerprint)
+    tied: dict[int, list[str]] = {}
+    for name, first in zip(names, aliases, strict=True):
+        tied.setdefault(first, []).append(name)
+    placements = [
+        Placement(leaf, tuple(fqns), boxes[leaf][1], spec, envelope.render(spec))
+        for leaf, fqns in tied.items()
+        for spec in (structure.stored_spec(leaf),)
+    ]
+    plan = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
+    return PlannedImage(plan=plan, tensors=tensors, objects=[]), aliases
+
+
+def _box(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    data = item.tensor_data
+    assert data is not None
+    return tuple(data.size), tuple(data.chunk.offsets)
+
+
+def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
+    planned = tuple(item.tensor_data.chunk.sizes) if item.tensor_data is not None else ()
+    if tuple(tensor.shape) != planned:
+        raise PlanChangedError(
+            f"{item.index.fqn!r}: planned with shape {planned}, now {tuple(tensor.shape)}: a cached plan is out of "
+            "date, or the planner changes shapes; plan anew"
+        )
+
+
+def _encode(item: WriteItem, data: Any, transforms: Any) -> Stream:
+    """As stock writes it: an object's own bytes, a tensor by torch.save, each through the extensions."""
+    out = io.BytesIO()
+    stream, descriptors = transforms.transform_save_stream(item, out) if transforms is not None else (out, [])
+    if item.type is WriteItemType.BYTE_IO:
+        stream.write(data.getbuffer())
+    else:
+        torch.save(_on_host(data), stream)
+    if stream is not out:
+        stream.close()  # which ends the transformation and leaves what is below it open
+    return Stream(index=item.index, data=out.getvalue(), descriptors=tuple(descriptors))
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, without bytes of its storage that are not its own, which torch.save would store too."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return tensor.clone()
+    return tensor

@@ -1,0 +1,255 @@
+"""``Writer``: a ``FileSystemWriter`` for ``dcp.save`` and ``dcp.async_save`` that writes as the engine does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.datafile import translated
+from aio_ckpt.dcp.runtime import Face, Runtime
+from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save, find_save, write_rank
+from aio_ckpt.dcp.sources import collect_sources
+from aio_ckpt.dcp.stager import stage_state
+from aio_ckpt.directory import ASIDE, recover_directory
+from aio_ckpt.errors import CheckpointExistsError, ConfigError, WriteError
+from aio_ckpt.manifest import METADATA_FILE
+from aio_ckpt.names import StepNames
+from aio_ckpt.storage import Storage, make_dirs
+
+__all__ = ["Writer", "recover"]
+
+
+class Writer(Face, StorageWriter, AsyncStager):
+    """Saves into a directory of the caller's, for ``dcp.save(storage_writer=...)`` and ``dcp.async_save``.
+
+    Data goes to one new file a rank, by O_DIRECT where the file system takes it; everything is summed and fsynced; the
+    checkpoint that the directory held stays whole and visible until the new one is durable, then it is removed. Files
+    that are not ours stay. One job at a time saves into a directory.
+
+    Outside ``with`` every call starts threads of its own and ends them before it returns; inside, they and the memory
+    are kept from save to save. As a stager (``dcp.async_save`` without ``async_stager=``) it copies the whole state,
+    host tensors too, before ``async_save`` returns.
+
+    Args:
+        path: the directory; made if it is missing.
+        single_file_per_rank: accepted; there is always one file a rank.
+        sync_files: accepted; files are always fsynced.
+        thread_count: writes in flight at once; ``config.workers`` unless given.
+        per_thread_copy_ahead: accepted; how far copies run ahead follows from the chunks in flight.
+        cache_staged_state_dict: accepted; inside ``with`` staging memory is always used again.
+        overwrite: replace a checkpoint that is there; False refuses to.
+        _extensions: applied to each item as stock does. Each item is transformed in memory.
+        serialization_format: only torch's own, ``TORCH_SAVE``.
+        config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
+            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest
+            concerns an engine's root.
+        storage: where the bytes go; the local file system unless given.
+
+    Raises:
+        ConfigError: an argument that stock has and that cannot be had here.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+        *,
+        config: EngineConfig | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        config = config or EngineConfig()
+        super().__init__(config if thread_count is None else replace(config, workers=thread_count), storage)
+        if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+            raise ConfigError(
+                f"serialization_format={serialization_format}: this writer writes torch's own; use stock's "
+                "HuggingFaceStorageWriter for safetensors"
+            )
+        self.path = Path(path)
+        self.overwrite = overwrite
+        self.save_id = uuid.uuid4().hex
+        self._is_id_used = False
+        self._transforms = _transforms(_extensions)
+
+    # -- what DCP calls, in this order ------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins; into ``checkpoint_id`` if one is given."""
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self._is_id_used = True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Told to the planner, and stored in ``.metadata``."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self._fresh_id())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError for ``use_collectives=False``: the ranks' parts would never be one checkpoint."""
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("use_collectives=False: not supported here; use stock's FileSystemWriter for it")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory.
+
+        Raises:
+            CheckpointExistsError: with ``overwrite=False``, it holds a checkpoint.
+            WriteError: it cannot be made.
+        """
+        with translated(WriteError, self.path):
+            make_dirs(self.path.absolute())
+            if not self.overwrite and any(_stands_for_a_checkpoint(name) for name in os.listdir(self.path)):
+                raise CheckpointExistsError(
+                    errno.EEXIST, "holds a checkpoint, and overwrite=False keeps it", str(self.path)
+                )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Leader: mend the directory if a crash left it torn, mark the save, tell each rank which part is its own."""
+        save_id, path = self._fresh_id(), self.path.absolute()
+        self._is_id_used = True
+        with self._running() as runtime:
+            runtime.portal.call(begin_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs)
+        return [
+            replace(plan, storage_data=RankSave(save_id, rank, len(plans), self._step()))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; returns when they are durable.
+
+        Raises:
+            WriteError, StallError, SourceChangedError, PlanChangedError, RootError: nothing becomes visible.
+        """
+        path = self.path.absolute()
+        with self._running() as runtime:
+            save: RankSave = runtime.portal.call(
+                find_save, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
+            )
+            sources = collect_sources(plan, planner, self._transforms, gather_bytes=self._config.gather_bytes)
+            results = write_rank(runtime, path, save, sources)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Leader, when all ranks have written: make the checkpoint visible.
+
+        Raises:
+            WriteError, RootError, StallError: what the directory held before stands again.
+        """
+        manifests = [found for of_rank in results for found in of_rank if isinstance(found, ManifestResult)]
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {
+            found.index: found.storage_data
+            for of_rank in results
+            for found in of_rank
+            if not isinstance(found, ManifestResult)
+        }
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+        with self._running() as runtime:
+            self._commit(runtime, metadata, manifests)
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint goes."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path that can be written to, as stock decides it."""
+        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`."""
+        with self._running() as runtime:
+            return stage_state(runtime, state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing: :meth:`stage` returns when everything is copied."""
+
+    def _fresh_id(self) -> str:
+        if self._is_id_used:
+            self.save_id = uuid.uuid4().hex
+            self._is_id_used = False
+        return self.save_id
+
+    def _step(self) -> int:
+        return StepNames(self._config.step_dir).step(self.path.absolute().name) or 0
+
+    def _commit(self, runtime: Runtime, metadata: Metadata, manifests: list[ManifestResult]) -> None:
+        timeout_secs = runtime.config.stall_timeout_secs
+
+        async def commit() -> None:
+            await commit_save(
+                runtime.storage,
+                self.path.absolute(),
+                metadata=metadata,
+                manifests=[found.storage_data for found in manifests],
+                save_id=self.save_id,
+                step=self._step(),
+                timeout_secs=timeout_secs,
+            )
+
+        runtime.portal.call(commit, timeout=2 * timeout_secs, what="finish()")
+
+
+def recover(path: str | os.PathLike[str]) -> bool:
+    """Mend a directory in which a save died, for those who read it without :class:`Reader`; no save may be under way.
+
+    The next save and ``Reader`` do without it. Returns whether an older checkpoint came back.
+
+    Raises:
+        WriteError, ReadError: with errno and path.
+    """
+    runtime = Runtime.open(EngineConfig(), None)
+    try:
+        return runtime.portal.call(
+            recover_directory,
+            runtime.storage,
+            Path(path).absolute(),
+            timeout=runtime.config.stall_timeout_secs,
+        )
+    finally:
+        runtime.close()
+
+
+def _stands_for_a_checkpoint(name: str) -> bool:
+    return name == METADATA_FILE or name.startswith(METADATA_FILE + ASIDE)
+
+
+def _transforms(extensions: Sequence[Any] | None) -> Any:
+    """torch's own way to apply extensions; None without any.
+
+    Raises:
+        ConfigError: this torch has none.
+    """
+    if not extensions:
+        return None
+    kind = getattr(filesystem, "_StorageWriterTransforms", None)
+    if kind is None:
+        raise ConfigError("_extensions: this torch has no stream extensions; use torch 2.7 or newer")
+    return kind(extensions)

@@ -1,0 +1,106 @@
+"""Real ranks: one process each, in a gloo group whose store lives in this process, as it does under torchrun."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt"])
+
+WAIT_SECS = 60.0
+
+
+class Ranks:
+    """``count`` processes that call functions of test modules, all at once or one by one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pairs = [_CONTEXT.Pipe() for _ in range(count)]
+        self._pipes = [mine for mine, _ in pairs]
+        self.processes = [
+            _CONTEXT.Process(target=_serve, args=(rank, count, self.store.port, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+
+    def start(self, rank: int, fn: Callable[..., object], *args: object) -> None:
+        """``rank`` begins ``fn(rank, count, *args)``."""
+        self._pipes[rank].send((fn, args))
+
+    def finish(self, rank: int, timeout: float = WAIT_SECS) -> Any:
+        """What the function of ``rank`` returned; AssertionError with its traceback if it raised."""
+        assert self._pipes[rank].poll(timeout), f"rank {rank} is not done after {timeout} s"
+        failure, value = self._pipes[rank].recv()
+        assert not failure, f"rank {rank}:\n{failure}"
+        return value
+
+    def run(self, fn: Callable[..., object], *args: object, timeout: float = WAIT_SECS) -> list[Any]:
+        """``fn(rank, count, *args)`` on every rank; what each returned."""
+        for rank in range(self.count):
+            self.start(rank, fn, *args)
+        return [self.finish(rank, timeout) for rank in range(self.count)]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Look until it holds: for what another process does."""
+        deadline = time.monotonic() + WAIT_SECS
+        while not holds():
+            assert time.monotonic() < deadline, "it never came to hold"
+            os.sched_yield()
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to one rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.signal(rank, signal.SIGKILL)
+        self.processes[rank].join(WAIT_SECS)
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self.processes:
+            process.kill()
+            process.join(WAIT_SECS)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[Ranks]:
+    """Processes for one test, or one module."""
+    running = Ranks(count)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WAIT_SECS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("", fn(rank, count, *args)))
+        except Exception:  # noqa: BLE001 - the parent's to judge
+            pipe.send((traceback.format_exc(), None))

@@ -1,0 +1,686 @@
+"""``dcp.save``, ``dcp.load`` on our Writer and Reader, in one process: beside stock, with faults, deaths and leaks."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import re
+import signal
+import textwrap
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_states import Flip, assert_same_state, blank, state_of
+from gated_storage import TIMEOUT, Call, GatedStorage
+from rank_processes import ranks
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.dcp import Reader, Writer, recover
+from aio_ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    PlanChangedError,
+    StallError,
+    WriteError,
+)
+from aio_ckpt.portal import Executor
+from aio_ckpt.storage import LocalStorage, ReadFile
+
+T = TypeVar("T")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected an existing checkpoint"
+)
+
+
+@pytest.fixture
+def storage() -> Iterator[GatedStorage]:
+    executor = Executor("test", 6)
+    gated = GatedStorage(executor)
+    yield gated
+    gated.open_gates()
+    assert executor.close(TIMEOUT)
+
+
+def save(state: dict[str, Any], path: Path, **arguments: Any) -> None:
+    dcp.save(state, storage_writer=Writer(path, **arguments))
+
+
+def save_stock(state: dict[str, Any], path: Path) -> None:
+    dcp.save(state, checkpoint_id=path)
+
+
+def load(state: dict[str, Any], path: Path, **arguments: Any) -> dict[str, Any]:
+    """What our reader reads into a blank state like ``state``."""
+    target = blank(state)
+    dcp.load(target, storage_reader=Reader(path, **arguments))
+    return target
+
+
+def load_stock(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    target = blank(state)
+    dcp.load(target, checkpoint_id=path)
+    return target
+
+
+def names_in(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def assert_holds(path: Path, state: dict[str, Any]) -> None:
+    """Both readers find this very state."""
+    assert_same_state(load(state, path), state)
+    assert_same_state(load_stock(state, path), state)
+
+
+# -- beside stock ---------------------------------------------------------------------------------
+
+
+def test_what_our_writer_saves_both_readers_load_bit_for_bit(tmp_path: Path) -> None:
+    state = state_of(1)
+    save(state, tmp_path / "a")
+    assert_holds(tmp_path / "a", state)
+
+
+def test_what_stock_saves_our_reader_loads_bit_for_bit(tmp_path: Path) -> None:
+    state = state_of(2)
+    save_stock(state, tmp_path / "a")
+    assert_same_state(load(state, tmp_path / "a"), state)
+
+
+def test_a_step_of_an_engine_is_loaded_and_what_we_save_as_a_step_an_engine_loads(tmp_path: Path) -> None:
+    state = state_of(3)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(state, step=1).result()
+    assert_same_state(load(state, tmp_path / "step_000000001"), state)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    given = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "x": 1.5}
+    save(given, tmp_path / "step_000000002")
+    other = torch.nn.Linear(5, 3)
+    restored: dict[str, Any] = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "x": 0.0}
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert engine.load(restored).step == 2
+    assert restored["x"] == 1.5
+    assert_same_state(other.state_dict(), given["model"])
+    assert restored["optimizer"].state_dict()["state"].keys() == {0, 1}
+    assert_same_state(restored["optimizer"].state_dict(), given["optimizer"])
+
+
+async def test_every_byte_that_our_writer_saves_verifies(tmp_path: Path) -> None:
+    from aio_ckpt.verify import verify_checkpoint
+
+    save(state_of(4), tmp_path / "a")
+    save(state_of(4, mebibytes=1), tmp_path / "b", _extensions=[Flip()])
+    executor = Executor("verify", 2)
+    try:
+        for name in ("a", "b"):
+            faults = await verify_checkpoint(
+                LocalStorage(executor), tmp_path / name, executor=executor, readers=2, on_progress=lambda _: None
+            )
+            assert faults == ()
+    finally:
+        assert executor.close(TIMEOUT)
+
+
+def test_values_that_are_no_tensors_come_back_as_stock_gives_them_back(tmp_path: Path) -> None:
+    state = {"array": np.arange(5), "file": io.BytesIO(b"abc"), "none": None, "set": {1, 2}, "t": torch.ones(1)}
+    save(state, tmp_path / "a")
+    target: dict[str, Any] = dict.fromkeys(state, 0) | {"t": torch.zeros(1)}
+    dcp.load(target, storage_reader=Reader(tmp_path / "a"))
+    assert (target["array"] == state["array"]).all()
+    assert (target["file"].getvalue(), target["none"], target["set"]) == (b"abc", None, {1, 2})
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    tensor = torch.rand(1 << 20)
+    save({"a": tensor, "b": tensor, "c": tensor[:100]}, tmp_path / "a")
+    (data,) = (tmp_path / "a").glob("*.distcp")
+    assert data.stat().st_size < 1.1 * tensor.nbytes
+    assert_holds(tmp_path / "a", {"a": tensor, "b": tensor.clone(), "c": tensor[:100]})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
+def test_a_tensor_that_only_torch_save_knows_is_stored_as_stock_stores_it(tmp_path: Path) -> None:
+    state = {"q": torch.quantize_per_tensor(torch.arange(6.0), 0.5, 1, torch.qint8), "t": torch.ones(2)}
+    target = {"q": torch.quantize_per_tensor(torch.zeros(6), 0.5, 1, torch.qint8), "t": torch.zeros(2)}
+    for path, write in ((tmp_path / "a", save), (tmp_path / "b", save_stock)):
+        write(state, path)
+        dcp.load(target, storage_reader=Reader(path))
+        assert torch.equal(target["q"].int_repr(), state["q"].int_repr())
+
+
+def test_a_target_of_another_dtype_is_converted_as_stock_does(tmp_path: Path) -> None:
+    save({"w": torch.arange(10.0)}, tmp_path / "a")
+    target = {"w": torch.zeros(10, dtype=torch.float64)}
+    dcp.load(target, storage_reader=Reader(tmp_path / "a"))
+    assert target["w"].tolist() == list(range(10))
+
+
+def test_a_state_without_a_template_is_loaded_as_stock_does(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    state = state_of(5)
+    save(state, tmp_path / "a")
+    assert_same_state(_load_state_dict_from_keys(storage_reader=Reader(tmp_path / "a")), state)
+
+
+# -- planners -------------------------------------------------------------------------------------
+
+
+class Halving(DefaultSavePlanner):
+    """Makes another tensor of each, as planners that cast do."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data / 2 if isinstance(data, torch.Tensor) and data.is_floating_point() else data
+
+
+class Replacing(DefaultLoadPlanner):
+    """Gives fresh memory and puts it in place when told that it is filled."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return torch.empty_like(super().resolve_tensor(read_item))
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.state_dict[read_item.dest_index.fqn].copy_(tensor)
+
+
+def test_planners_that_transform_are_asked_as_by_stock(tmp_path: Path) -> None:
+    state = {"a": torch.arange(6.0), "b": torch.arange(4)}
+    dcp.save(state, storage_writer=Writer(tmp_path / "a"), planner=Halving())
+    target = blank(state)
+    dcp.load(target, storage_reader=Reader(tmp_path / "a"), planner=Replacing())
+    assert_same_state(target, {"a": state["a"] / 2, "b": state["b"]})
+
+
+def test_with_dcps_plan_cache_every_save_has_its_own_values_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{cache}", {})
+    state = state_of(0, mebibytes=1)
+    for seed in (1, 2, 3):
+        state = state_of(seed, mebibytes=1)
+        dcp.save(state, storage_writer=Writer(tmp_path / "a"), planner=DefaultSavePlanner(enable_plan_caching=True))
+        assert_holds(tmp_path / "a", state)
+    dcp.save(state, storage_writer=Writer(tmp_path / "b"), planner=DefaultSavePlanner(enable_plan_caching=True))
+    assert_holds(tmp_path / "b", state)
+    assert len(names_in(tmp_path / "a")) == 4
+    changed = {**state, "lr": torch.ones(2)}
+    dcp.save(changed, storage_writer=Writer(tmp_path / "a"), planner=DefaultSavePlanner(enable_plan_caching=True))
+    assert_holds(tmp_path / "a", changed)
+
+
+# -- extensions -----------------------------------------------------------------------------------
+
+
+def registry() -> ExtensionRegistry:
+    made = ExtensionRegistry()
+    made.register(Flip)
+    return made
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_went_through_extensions_is_read_by_both(tmp_path: Path, is_ours: bool) -> None:
+    state, path = state_of(6, mebibytes=1), tmp_path / "a"
+    made = Writer if is_ours else dcp.FileSystemWriter
+    dcp.save(state, storage_writer=made(path, _extensions=[Flip(), Flip(), Flip()]))
+    places = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+    assert {tuple(place.transform_descriptors) for place in places} == {("stream.flip/1",) * 3}
+    for reader in (Reader, dcp.FileSystemReader):
+        target = blank(state)
+        dcp.load(target, storage_reader=reader(path, registry()))
+        assert_same_state(target, state)
+    with pytest.raises(dcp.api.CheckpointException, match="Unknown extension"):
+        load(state, path)
+
+
+def test_a_flipped_bit_behind_an_extension_is_found(tmp_path: Path) -> None:
+    state = {"w": torch.arange(1000.0)}
+    save(state, tmp_path / "a", _extensions=[Flip()])
+    damage(tmp_path / "a", -3000)
+    assert isinstance(failure_of(lambda: load(state, tmp_path / "a", _extension_registry=registry())), Exception)
+
+
+# -- one directory, many saves --------------------------------------------------------------------
+
+
+def test_the_old_checkpoint_goes_and_foreign_files_stay(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "deep"
+    save(state_of(1), path)
+    (path / "notes.txt").write_bytes(b"mine")
+    (path / "__9_0.distcp").write_bytes(b"somebody's")
+    before = names_in(path)
+    save(state_of(2), path)
+    assert_holds(path, state_of(2))
+    assert names_in(path) & before == {".metadata", "aio_ckpt.json", "notes.txt", "__9_0.distcp"}
+    assert len(names_in(path)) == len(before)
+
+
+def test_overwrite_false_keeps_what_is_there(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path / "a", overwrite=False)
+    before = names_in(tmp_path / "a")
+    error = failure_of(lambda: save(state_of(2), tmp_path / "a", overwrite=False))
+    assert isinstance(error, CheckpointExistsError)
+    assert isinstance(error, RuntimeError)
+    assert names_in(tmp_path / "a") == before
+    assert_holds(tmp_path / "a", state_of(1))
+
+
+def test_ours_and_stock_replace_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_stock(state_of(1), path)
+    save(state_of(2), path)
+    assert_holds(path, state_of(2))
+    save_stock(state_of(3), path)
+    assert_holds(path, state_of(3))
+    save(state_of(4), path)
+    assert_holds(path, state_of(4))
+
+
+def test_one_writer_saves_again_and_again_also_to_other_places(tmp_path: Path) -> None:
+    with Writer(tmp_path / "a") as writer:
+        for seed in (1, 2):
+            dcp.save(state_of(seed), storage_writer=writer)
+            assert_holds(tmp_path / "a", state_of(seed))
+        dcp.save(state_of(3), storage_writer=writer, checkpoint_id=tmp_path / "b")
+    dcp.save(state_of(4), storage_writer=writer, checkpoint_id=str(tmp_path / "c"))
+    assert_holds(tmp_path / "a", state_of(2))
+    assert_holds(tmp_path / "b", state_of(3))
+    assert_holds(tmp_path / "c", state_of(4))
+
+
+# -- what fails -----------------------------------------------------------------------------------
+
+
+def failure_of(act: Callable[[], object]) -> BaseException:
+    """The error of the only rank."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        act()
+    ((error, _),) = caught.value.failures.values()
+    return error
+
+
+FAILING = {
+    "mark": ("write_file", "aio_ckpt.pending-*"),
+    "data": ("write", "__*.distcp"),
+    "fdatasync": ("sync", "__*.distcp"),
+    "rank manifest": ("write_file", "aio_ckpt.*.0.bin"),
+    "directory": ("sync_dir", "a"),
+    "aside": ("rename", ".metadata"),
+    "root manifest": ("write_file", "aio_ckpt.json.tmp-*"),
+    "metadata": ("write_file", ".metadata.tmp-*"),
+    "visible": ("replace", ".metadata.tmp-*"),
+}
+
+
+@pytest.mark.parametrize("where", FAILING)
+def test_a_full_disk_fails_the_save_with_errno_and_path_and_keeps_the_old_checkpoint(
+    storage: GatedStorage, tmp_path: Path, where: str
+) -> None:
+    path = tmp_path / "a"
+    save(state_of(1), path)
+    before = names_in(path)
+    storage.fail(*FAILING[where], WriteError(errno.ENOSPC, "full", f"{path}/x"))
+    error = failure_of(lambda: save(state_of(2), path, storage=storage))
+    assert isinstance(error, WriteError)
+    assert (error.errno, error.filename) == (errno.ENOSPC, f"{path}/x")
+    assert_holds(path, state_of(1))
+    save(state_of(3), path, storage=storage)
+    assert_holds(path, state_of(3))
+    assert len(names_in(path)) == len(before)
+
+
+def test_a_failed_first_save_leaves_no_checkpoint_and_the_next_one_clears_up(
+    storage: GatedStorage, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    storage.fail("write_file", ".metadata.tmp-*", WriteError(errno.EIO, "broken", "x"))
+    failure_of(lambda: save(state_of(1), path, storage=storage))
+    assert names_in(path) == set()
+    storage.fail("write_file", "aio_ckpt.*.0.bin", WriteError(errno.EIO, "broken", "x"))
+    failure_of(lambda: save(state_of(1), path, storage=storage))
+    with pytest.raises(dcp.api.CheckpointException, match=r"no \.metadata"):
+        load(state_of(1), path)
+    save(state_of(2), path, storage=storage)
+    assert len(names_in(path)) == 4
+
+
+def test_what_stays_behind_after_the_commit_fails_no_save(storage: GatedStorage, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save(state_of(1), path)
+    storage.fail("remove_file", "*.distcp", WriteError(errno.EIO, "broken", "x"))
+    save(state_of(2), path, storage=storage)
+    assert_holds(path, state_of(2))
+    assert not recover(path)
+    assert len(names_in(path)) == 4
+
+
+def test_a_disk_that_hangs_ends_in_a_stall_error(storage: GatedStorage, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save(state_of(1), path)
+    config = EngineConfig(stall_timeout_secs=0.2)
+    storage.hold("write")
+    error = failure_of(lambda: save(state_of(2), path, storage=storage, config=config))
+    assert isinstance(error, StallError)
+    storage.open_gates()
+    assert_holds(path, state_of(1))
+
+
+def test_a_save_larger_than_its_window_goes_in_waves_and_a_failure_in_it_is_the_writers(
+    storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aio_ckpt.dcp.runtime.chunk_bytes_for", lambda _: 4 << 20)
+    state, path = state_of(1, mebibytes=33), tmp_path / "a"
+    dcp.save(state, storage_writer=Writer(path, thread_count=1))
+    assert_holds(path, state)
+    storage.fail("write", "__*.distcp", WriteError(errno.ENOSPC, "full", "x"))
+    error = failure_of(lambda: save(state_of(2, mebibytes=33), path, storage=storage, thread_count=1))
+    assert isinstance(error, WriteError)
+    assert_holds(path, state)
+
+
+def test_a_tensor_whose_memory_was_freed_is_named(tmp_path: Path) -> None:
+    state = {"kept": torch.ones(3), "gone": torch.ones(8)}
+    state["gone"].untyped_storage().resize_(0)
+    assert "'gone'" in str(failure_of(lambda: save(state, tmp_path / "a")))
+
+
+def test_a_planner_that_changes_shapes_is_refused(tmp_path: Path) -> None:
+    class Cutting(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return super().resolve_data(write_item)[1:]
+
+    error = failure_of(lambda: dcp.save({"a": torch.ones(4)}, storage_writer=Writer(tmp_path / "a"), planner=Cutting()))
+    assert isinstance(error, PlanChangedError)
+
+
+def test_what_cannot_be_had_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="HuggingFace"):
+        Writer(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ConfigError, match="workers"):
+        Writer(tmp_path, thread_count=0)
+    with pytest.raises(ConfigError, match="use_collectives"):
+        dcp.save({"a": torch.ones(1)}, storage_writer=Writer(tmp_path / "a"), use_collectives=False)
+    (tmp_path / "file").touch()
+    assert isinstance(failure_of(lambda: save({"a": torch.ones(1)}, tmp_path / "file")), WriteError)
+    with pytest.raises(CheckpointNotFoundError):
+        Reader(tmp_path / "nowhere").read_metadata()
+
+
+def test_a_checkpoint_that_each_rank_saved_for_itself_is_read(tmp_path: Path) -> None:
+    state = state_of(7)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "a"), use_collectives=False)
+    assert names_in(tmp_path / "a") == {"__0.metadata", "__0_0.distcp"}
+    assert_same_state(load(state, tmp_path / "a"), state)
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+def damage(path: Path, at: int) -> None:
+    (data,) = path.glob("*.distcp")
+    raw = bytearray(data.read_bytes())
+    raw[at] ^= 1
+    data.write_bytes(raw)
+
+
+@pytest.mark.parametrize("write", [save, save_stock])
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path, write: Callable[[dict[str, Any], Path], None]) -> None:
+    state = {"w": torch.rand(1 << 19)}
+    write(state, tmp_path / "a")
+    damage(tmp_path / "a", 1 << 20)
+    error = failure_of(lambda: load(state, tmp_path / "a"))
+    assert isinstance(error, CorruptCheckpointError)
+    assert "'w'" in str(error)
+    assert ".distcp" in str(error)
+    load(state, tmp_path / "a", config=EngineConfig(verify="never"))
+
+
+@pytest.mark.parametrize("victim", [".metadata", "aio_ckpt.json", "aio_ckpt.*.bin"])
+def test_a_changed_small_file_is_named(tmp_path: Path, victim: str) -> None:
+    save({"w": torch.rand(10)}, tmp_path / "a")
+    (file,) = (tmp_path / "a").glob(victim)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CorruptCheckpointError, match=file.name.replace(".", r"\.")):
+        Reader(tmp_path / "a").read_metadata()
+
+
+def test_a_missing_or_short_data_file_is_named(tmp_path: Path) -> None:
+    state = {"w": torch.rand(1000)}
+    save(state, tmp_path / "a")
+    (data,) = (tmp_path / "a").glob("*.distcp")
+    os.truncate(data, 4096)
+    assert data.name in str(failure_of(lambda: load(state, tmp_path / "a")))
+    data.unlink()
+    error = failure_of(lambda: load(state, tmp_path / "a"))
+    assert isinstance(error, CorruptCheckpointError)
+    assert data.name in str(error)
+
+
+class CountingStorage(LocalStorage):
+    """Counts the bytes that are read from data files."""
+
+    read_bytes = 0
+
+    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
+        file = await super().open_data_file(path, readers=readers)
+        read_into = file.read_into
+
+        async def counted(offset: int, view: memoryview) -> int:
+            self.read_bytes += view.nbytes
+            return await read_into(offset, view)
+
+        file.read_into = counted  # type: ignore[method-assign]
+        return file
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+    save({name: torch.rand(1 << 20) for name in "abcdef"}, tmp_path / "a")
+    executor = Executor("count", 4)
+    try:
+        storage = CountingStorage(executor)
+        dcp.load({"c": torch.zeros(1 << 20)}, storage_reader=Reader(tmp_path / "a", storage=storage))
+        assert 4 << 20 <= storage.read_bytes <= 1.05 * (4 << 20)
+    finally:
+        assert executor.close(TIMEOUT)
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+class DyingStorage(GatedStorage):
+    """Ends, for good, before its call number ``lives``: with its process, or with every further call."""
+
+    lives = 0
+    kills = False
+
+    async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
+        if self.lives == 0:
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise WriteError(errno.EIO, "the process is dead", str(call.path))
+        self.lives -= 1
+        return await super().run(call, act)
+
+
+SAVE = [
+    "write_file",  # its mark
+    "sync_dir",
+    "create_data_file",
+    "write",
+    "sync",
+    "write_file",  # the rank's manifest
+    "sync_dir",
+    "rename",
+    "sync_dir",
+    "rename",
+    "sync_dir",
+    "write_file",
+    "replace",
+    "sync_dir",
+    "write_file",
+    "replace",  # .metadata: from here on it is the new checkpoint
+    "sync_dir",
+    "sync_dir",
+    *["remove_file"] * 5,
+]
+COMMITTED = 15
+
+
+def check_mended(path: Path, lives: int) -> None:
+    """Our reader finds the one or the other at once, stock after a recovery; the next save leaves nothing behind."""
+    wanted = state_of(2 if lives > COMMITTED else 1, mebibytes=1)
+    assert_same_state(load(wanted, path), wanted)
+    if not (path / ".metadata").exists():
+        assert recover(path)
+    assert_holds(path, wanted)
+    save(state_of(3, mebibytes=1), path)
+    assert_holds(path, state_of(3, mebibytes=1))
+    assert len(names_in(path)) == 4
+
+
+def test_a_save_calls_the_storage_in_this_order(storage: GatedStorage, tmp_path: Path) -> None:
+    save(state_of(1, mebibytes=1), tmp_path / "a")
+    save(state_of(2, mebibytes=1), tmp_path / "a", storage=storage)
+    assert [call.name for call in storage.calls] == SAVE
+
+
+@pytest.mark.parametrize("lives", range(len(SAVE)))
+def test_a_save_that_dies_before_any_of_its_calls_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, lives: int
+) -> None:
+    path = tmp_path / "a"
+    save(state_of(1, mebibytes=1), path)
+    executor = Executor("dying", 6)
+    try:
+        storage = DyingStorage(executor)
+        storage.lives = lives
+        if lives < len(SAVE) - 5:
+            failure_of(lambda: save(state_of(2, mebibytes=1), path, storage=storage))
+        else:
+            save(state_of(2, mebibytes=1), path, storage=storage)
+    finally:
+        assert executor.close(TIMEOUT)
+    check_mended(path, lives)
+
+
+def save_and_die(rank: int, count: int, path: Path, lives: int) -> None:
+    storage = DyingStorage(Executor("dying", 6))
+    storage.lives, storage.kills = lives, True
+    dcp.save(state_of(2, mebibytes=1), storage_writer=Writer(path, storage=storage), no_dist=True)
+
+
+@pytest.mark.parametrize("lives", [3, 9, COMMITTED, COMMITTED + 4])
+def test_kill_9_in_the_middle_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, lives: int) -> None:
+    save(state_of(1, mebibytes=1), tmp_path / "a")
+    with ranks(1) as running:
+        running.start(0, save_and_die, tmp_path / "a", lives)
+        running.processes[0].join(TIMEOUT)
+        assert running.processes[0].exitcode == -signal.SIGKILL
+    check_mended(tmp_path / "a", lives)
+
+
+# -- lifetimes ------------------------------------------------------------------------------------
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_fifty_saves_and_loads_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
+    state = {"w": torch.rand(1000), "x": 1}
+
+    def turn() -> None:
+        save(state, tmp_path / "a")
+        load(state, tmp_path / "a")
+
+    turn()
+    before = threading.active_count(), open_files()
+    for _ in range(50):
+        turn()
+    assert (threading.active_count(), open_files()) == before
+
+
+def test_inside_with_threads_are_kept_and_afterwards_they_are_gone(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with Writer(tmp_path / "a") as writer, Reader(tmp_path / "a") as reader:
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+        kept = threading.active_count()
+        assert kept > before
+        for _ in range(3):
+            dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+            dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+        assert threading.active_count() == kept
+    assert threading.active_count() == before
+    writer.close()
+
+
+def test_a_failed_save_leaves_no_thread_and_no_file_open(storage: GatedStorage, tmp_path: Path) -> None:
+    save({"w": torch.rand(1000)}, tmp_path / "a")
+    before = threading.active_count(), open_files()
+    for name, where in FAILING.values():
+        storage.fail(name, where, WriteError(errno.ENOSPC, "full", "x"))
+        failure_of(lambda: save({"w": torch.rand(1000)}, tmp_path / "a", storage=storage))
+    assert (threading.active_count(), open_files()) == before
+
+
+def test_a_writer_and_a_reader_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    with Writer(tmp_path / "a") as writer, Reader(tmp_path / "a") as reader:
+        dcp.save({"w": torch.ones(3)}, storage_writer=pickle.loads(pickle.dumps(writer)))
+        dcp.load({"w": torch.zeros(3)}, storage_reader=pickle.loads(pickle.dumps(reader)))
+
+
+def save_in_a_fork(rank: int, count: int, path: Path) -> str:
+    """In a child of fork: what a writer that is kept raises, and whether one that is not saves."""
+    with Writer(path) as kept, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            said = type(_error_of(lambda: kept.write_data(None, None))).__name__  # type: ignore[arg-type]
+            failed = _error_of(lambda: dcp.save({"w": torch.ones(3)}, storage_writer=Writer(path), no_dist=True))
+            os.write(writer, f"{said} {type(failed).__name__}".encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader) as answer:
+            return answer.read()
+
+
+def _error_of(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001 - of any kind: it is told by name
+        return error
+    return None
+
+
+def test_a_fork_cannot_use_the_threads_of_a_kept_writer_but_one_of_its_own(tmp_path: Path) -> None:
+    with ranks(1) as running:
+        assert running.run(save_in_a_fork, tmp_path / "a") == ["EngineForkedError NoneType"]
+    assert (tmp_path / "a" / ".metadata").exists()
+
+
+def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = [part for part in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "aio_ckpt.dcp" in part]
+    monkeypatch.chdir(tmp_path)
+    exec(textwrap.dedent(code), {"state_dict": {"w": torch.ones(3), "x": 1}})
+    assert_holds(tmp_path / "ckpt", {"w": torch.ones(3), "x": 1})

@@ -1,0 +1,238 @@
+"""``dcp.async_save`` on our Writer and AsyncStager: what is saved is what was there at the call."""
+
+from __future__ import annotations
+
+import gc
+import io
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from child_python import child_environment, python
+from dcp_states import assert_same_state, blank, leaves_of, state_of
+from gated_storage import TIMEOUT, GatedStorage
+from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
+
+from aio_ckpt import EngineConfig
+from aio_ckpt.dcp import AsyncStager, Reader, Writer
+from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.portal import Executor
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+@pytest.fixture
+def storage() -> Iterator[GatedStorage]:
+    executor = Executor("test", 6)
+    gated = GatedStorage(executor)
+    yield gated
+    gated.open_gates()
+    assert executor.close(TIMEOUT)
+
+
+def spoil(state: dict[str, Any]) -> None:
+    """Change everything that can be changed in place."""
+    with torch.no_grad():
+        for _, value in leaves_of(state):
+            if isinstance(value, torch.Tensor) and value.numel():
+                value.view(torch.uint8).fill_(0xCB) if value.is_contiguous() and value.dim() else value.zero_()
+    state["names"][2]["c"] = "changed"
+    state["names"].clear()
+    state["added"] = 1
+
+
+def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    target = blank(state)
+    dcp.load(target, storage_reader=Reader(path))
+    return target
+
+
+def with_writer_as_stager(state: dict[str, Any], path: Path, storage: GatedStorage) -> Any:
+    return dcp.async_save(state, storage_writer=Writer(path, storage=storage))
+
+
+def with_a_stager_of_its_own(state: dict[str, Any], path: Path, storage: GatedStorage) -> Any:
+    return dcp.async_save(state, storage_writer=Writer(path, storage=storage), async_stager=AsyncStager())
+
+
+def with_a_writer_that_is_kept(state: dict[str, Any], path: Path, storage: GatedStorage) -> Any:
+    return dcp.async_save(state, storage_writer=Writer(path, storage=storage).__enter__())
+
+
+@pytest.mark.parametrize(
+    "begin", [with_writer_as_stager, with_a_stager_of_its_own, with_a_writer_that_is_kept], ids=lambda f: f.__name__
+)
+def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path, storage: GatedStorage, begin: Any) -> None:
+    gate = storage.hold("create_data_file")
+    state = state_of(1)
+    saving = begin(state, tmp_path / "a", storage)
+    spoil(state)
+    gate.wait_reached()
+    gate.open()
+    saving.result(TIMEOUT)
+    assert_same_state(load(state_of(1), tmp_path / "a"), state_of(1))
+
+
+def test_our_stager_serves_stocks_writer(tmp_path: Path) -> None:
+    state = state_of(2)
+    with AsyncStager() as stager:
+        saving = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "a"), async_stager=stager)
+        spoil(state)
+        saving.result(TIMEOUT)
+    assert_same_state(load(state_of(2), tmp_path / "a"), state_of(2))
+
+
+def test_saves_that_overlap_have_memory_of_their_own(tmp_path: Path, storage: GatedStorage) -> None:
+    gate = storage.hold("create_data_file")
+    with AsyncStager(EngineConfig(debug=True)) as stager:
+        savings = []
+        for seed in (1, 2, 3):
+            writer = Writer(tmp_path / str(seed), storage=storage)
+            savings.append(dcp.async_save(state_of(seed), storage_writer=writer, async_stager=stager))
+        gate.wait_reached()
+        gate.open()
+        for saving in savings:
+            saving.result(TIMEOUT)
+    for seed in (1, 2, 3):
+        assert_same_state(load(state_of(seed), tmp_path / str(seed)), state_of(seed))
+
+
+def stats_of(stager: AsyncStager) -> tuple[int, int]:
+    """(arenas, leases) once what was posted is done."""
+    runtime = stager._keep()
+
+    async def nothing() -> None: ...
+
+    runtime.portal.call(nothing, timeout=TIMEOUT)
+    return runtime.staging.stats.arenas, runtime.staging.stats.leases
+
+
+def test_staging_memory_is_used_again_when_the_save_has_ended_and_not_before(
+    tmp_path: Path, storage: GatedStorage
+) -> None:
+    with AsyncStager() as stager:
+        gate = storage.hold("create_data_file")
+        saving = dcp.async_save(
+            state_of(1), storage_writer=Writer(tmp_path / "a", storage=storage), async_stager=stager
+        )
+        gate.wait_reached()
+        gc.collect()
+        assert stats_of(stager) == (1, 1)
+        gate.open()
+        saving.result(TIMEOUT)
+        for seed in range(2, 7):
+            dcp.async_save(state_of(seed), storage_writer=Writer(tmp_path / "a"), async_stager=stager).result(TIMEOUT)
+            wait_for_executors()
+            assert stats_of(stager) == (1, 0)
+
+
+def wait_for_executors() -> None:
+    """DCP's thread drops what it saved just after it told its future."""
+    for thread in threading.enumerate():
+        if "AsyncCheckpointExecutor" in thread.name or thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(TIMEOUT)
+
+
+def test_a_copy_keeps_its_memory_after_the_stager_was_closed() -> None:
+    state = state_of(3)
+    with AsyncStager(EngineConfig(debug=True, drain_timeout_secs=0.1)) as stager:
+        staged = stager.stage(state)
+        kept = staged["model"]["big"][1:]
+        del staged
+        gc.collect()
+        assert stats_of(stager) == (1, 1)
+    torch.testing.assert_close(kept, state["model"]["big"][1:], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_copy_is_like_the_state_and_shares_nothing_with_it() -> None:
+    state = {**state_of(4), "file": io.BytesIO(b"abc"), "pair": (torch.ones(2), 1), "twice": None}
+    state["twice"] = state["pair"]
+    with AsyncStager() as stager:
+        staged = stager.stage(state)
+        assert_same_state({**staged, "file": 0}, {**state, "file": 0})
+        assert staged["file"].getvalue() == b"abc"
+        assert staged["twice"] is staged["pair"]
+        assert staged["model"]["tied"].data_ptr() == staged["model"]["head"].data_ptr()
+        ours = {value.untyped_storage().data_ptr() for _, value in leaves_of(staged) if isinstance(value, torch.Tensor)}
+        theirs = {
+            value.untyped_storage().data_ptr() for _, value in leaves_of(state) if isinstance(value, torch.Tensor)
+        }
+        assert ours.isdisjoint(theirs - {0})
+        assert all(not value.requires_grad for _, value in leaves_of(staged) if isinstance(value, torch.Tensor))
+
+
+def memory_of(state: dict[str, Any]) -> set[int]:
+    tensors = [value for _, value in leaves_of(state) if isinstance(value, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_dcp_takes_our_writer_and_stager_for_stagers() -> None:
+    assert isinstance(Writer("x"), StockAsyncStager)
+    assert isinstance(AsyncStager(), StockAsyncStager)
+    assert not Writer("x").should_synchronize_after_execute
+
+
+def test_a_state_beyond_the_budget_is_refused() -> None:
+    with AsyncStager(EngineConfig(budget_bytes=1 << 20)) as stager:
+        with pytest.raises(BudgetExceededError, match="budget_bytes"):
+            stager.stage({"w": torch.zeros(1 << 20)})
+        assert stats_of(stager) == (0, 0)
+        stager.stage({"w": torch.zeros(100)})
+
+
+def test_a_failed_save_tells_its_future_and_gives_the_memory_back(tmp_path: Path, storage: GatedStorage) -> None:
+    from aio_ckpt.errors import WriteError
+
+    storage.fail("write", "*", WriteError(28, "full", "x"))
+    with AsyncStager() as stager:
+        saving = dcp.async_save(
+            state_of(1), storage_writer=Writer(tmp_path / "a", storage=storage), async_stager=stager
+        )
+        with pytest.raises(dcp.api.CheckpointException, match="full"):
+            saving.result(TIMEOUT)
+        del saving
+        wait_for_executors()
+        gc.collect()
+        assert stats_of(stager)[1] == 0
+
+
+def test_fifty_async_saves_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
+    import os
+
+    def turn() -> None:
+        dcp.async_save({"w": torch.rand(1000)}, storage_writer=Writer(tmp_path / "a")).result(TIMEOUT)
+        wait_for_executors()
+
+    turn()
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        turn()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+EXITS = """
+    import sys, torch, warnings
+    warnings.simplefilter("ignore")
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from aio_ckpt.dcp import AsyncStager, Writer
+    planner = DefaultSavePlanner()
+    stager = AsyncStager() if sys.argv[2] == "stager" else None
+    state = {"w": torch.full((5 << 20,), 7.0)}
+    dcp.async_save(state, storage_writer=Writer(sys.argv[1]), planner=planner, async_stager=stager)
+    state["w"].zero_()
+"""
+
+
+@pytest.mark.parametrize("stager", ["writer", "stager"])
+def test_a_save_that_is_pending_at_interpreter_exit_is_finished(tmp_path: Path, stager: str) -> None:
+    command = python(EXITS, str(tmp_path / "a"), stager)
+    subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT)
+    target = {"w": torch.zeros(5 << 20)}
+    dcp.load(target, storage_reader=Reader(tmp_path / "a"))
+    assert (target["w"] == 7).all()
