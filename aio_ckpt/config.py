@@ -198,10 +198,10 @@ class EngineConfig:
 
     def _check_priorities(self) -> None:
         if type(self.thread_nice) is not int or not 0 <= self.thread_nice <= 19:
-            raise ConfigError(f"thread_nice={self.thread_nice!r}: give a whole number from 0 to 19")
+            raise ConfigError(f"thread_nice={shown(self.thread_nice)}: give a whole number from 0 to 19")
         ioprio = self.thread_ioprio
         if ioprio is not None and (type(ioprio) is not int or not 0 <= ioprio <= 7):
-            raise ConfigError(f"thread_ioprio={ioprio!r}: give a whole number from 0 to 7, or None")
+            raise ConfigError(f"thread_ioprio={shown(ioprio)}: give a whole number from 0 to 7, or None")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -251,11 +251,12 @@ def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
 def check_write_cap(value: object) -> None:
     """Raise ConfigError unless ``value`` is None, "auto" or a number of bytes a second that writing can keep to."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or value == "auto" or (is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC):  # type: ignore[operator]
+    is_rate = is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
+    if value is None or is_rate or _is_among(value, ("auto",)):
         return
-    shown = "so large a number" if isinstance(value, int) and value > 1 << 64 else repr(value)
+    told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
     raise ConfigError(
-        f"max_write_bytes_per_sec={shown}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
+        f"max_write_bytes_per_sec={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
     )
 
 

@@ -165,7 +165,7 @@ class InFlight:
                         waited_secs=waited_secs,
                     ),
                     plan_secs=plan_secs,
-                    previous=self._pending[-1].settled if self._pending else None,
+                    earlier=tuple(pending.settled for pending in self._pending),
                 )
         except BaseException:
             image.lease.close()

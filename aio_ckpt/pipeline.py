@@ -127,8 +127,9 @@ class PendingSave:
     """What the caller holds."""
     plan_secs: float
     """Time to plan."""
-    previous: Future[None] | None
-    """Settlement of the save before: commits keep the order of the calls."""
+    earlier: tuple[Future[None], ...]
+    """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
+    alone would not do: it may fail while one before it goes on."""
     settled: Future[None] = field(default_factory=Future)
     """Committed or failed, everything cleaned up."""
     blocked_secs: float = 0.0
@@ -313,10 +314,11 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
     results = await site.coordinator.exchange(
         f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
     )
-    if save.previous is not None:
+    if save.earlier:
         save.begin("waiting for the commit of the save before")
         with save.progress.paused():
-            await asyncio.wrap_future(follow(save.previous))
+            for settled in save.earlier:
+                await asyncio.wrap_future(follow(settled))
     save.progress.touch()
     save.agreed_secs = save.elapsed()
     ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]

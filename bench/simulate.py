@@ -70,6 +70,8 @@ class Attempt:
     """When, by the virtual clock."""
     ended: float = 0.0
     """When it was settled."""
+    was_first: bool = True
+    """Whether every save before it was settled by then."""
 
     @property
     def may_be_visible(self) -> bool:
@@ -244,6 +246,8 @@ class World:
 
     def _ended(self, attempt: Attempt) -> None:
         attempt.ended = self.loop.time()
+        before = self.attempts[: self.attempts.index(attempt)]
+        attempt.was_first = all(earlier.save.settled.done() for earlier in before)
 
     def _state(self, number: int) -> dict[str, Any]:
         rng = random.Random(self.run.seed * 1000 + number // 2)  # a pair of saves shares its structure
@@ -290,6 +294,8 @@ class World:
             save = attempt.save
             error = save.ticket.committed.peek()
             self.run.outcomes.append("committed" if error is None else type(error).__name__)
+            if error is None and not attempt.was_first:
+                raise BrokenPromiseError(f"save {attempt.state['number']} was committed before one that came earlier")
             if error is not None and not isinstance(error, AioCkptError | OSError):
                 raise BrokenPromiseError(f"save {attempt.state['number']} failed with {error!r}") from error
             limit = save.call.deadline.secs
