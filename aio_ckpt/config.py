@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from aio_ckpt.errors import ConfigError, shown
@@ -91,6 +92,10 @@ class EngineConfig:
     """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
     ``auto`` is ``pageable`` for a state in host memory; for one with CUDA tensors it is measured once."""
 
+    shm_path: str | Path | None = None
+    """Directory of a tmpfs, such as ``/dev/shm``: the shared segments get names there, and a snapshot that was whole
+    when the trainer was killed can be committed by ``aio-ckpt rescue``. Needs ``staging`` ``shm`` or ``auto``."""
+
     direct_io: DirectIO = "auto"
     """O_DIRECT: ``auto`` probes each file with a real aligned write and falls back, ``on`` refuses to
     fall back, ``off`` never tries."""
@@ -163,6 +168,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_among(value, allowed):
                 raise ConfigError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
+        self._check_shm_path()
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
             raise ConfigError(f"keep_best={shown(self.keep_best)}: give a KeepBest")
         if self.keep_best is not None and self.keep_last is None:
@@ -178,6 +184,16 @@ class EngineConfig:
             raise ConfigError(
                 f"step_dir={shown(self.step_dir)}: give one path component with one {{step}} or {{step:09d}} field, "
                 "no other braces and no dot in front"
+            )
+
+    def _check_shm_path(self) -> None:
+        if self.shm_path is None:
+            return
+        if not isinstance(self.shm_path, (str, Path)) or not str(self.shm_path):
+            raise ConfigError(f"shm_path={shown(self.shm_path)}: give a directory of a tmpfs, such as '/dev/shm'")
+        if self.staging not in ("auto", "shm"):
+            raise ConfigError(
+                f'shm_path= with staging={self.staging!r}: only shared memory has a name; give staging="shm"'
             )
 
     def _check_priorities(self) -> None:
