@@ -42,7 +42,8 @@ def fastest(bytes_per_sec: Mapping[ArenaKind, float]) -> ArenaKind:
 def measure(source: torch.device) -> dict[ArenaKind, float]:
     """Bytes per second copied from ``source`` to memory of each kind; a kind that the driver refuses is left out.
 
-    One copy that is not counted, then the best of two, of 16 MiB: about 20 ms in all.
+    One copy that is not counted, then the best of two, of 16 MiB: about 20 ms in all, once the device has done what is
+    queued on it: the driver waits for that before it unlocks memory.
     """
     found: dict[ArenaKind, float] = {}
     kinds: tuple[ArenaKind, ...] = ("pinned", "pageable")

@@ -23,7 +23,6 @@ from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, lifetime
 from aio_ckpt.arena import HUGE_PAGE_BYTES
-from aio_ckpt.staging import measure
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -228,15 +227,3 @@ def test_auto_takes_registered_memory_for_the_device(tmp_path: Path) -> None:
         engine.save(filled(2, 4 * MIB, 1.0)).result(TIMEOUT)
         (arena,) = engine._engine._saver.lifetime._arenas
         assert (arena.kind, arena.is_registered) == ("pinned", True)
-
-
-@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device on this machine")
-def test_measuring_does_not_wait_for_what_the_trainer_has_queued(tmp_path: Path) -> None:
-    measure(torch.device("cuda", 0))
-    busy, done = torch.cuda.Event(), torch.cuda.Event()
-    torch.cuda._sleep(2_000_000_000)
-    busy.record()
-    measure(torch.device("cuda", 0))
-    done.record()
-    assert not busy.query(), "the device was still busy when the measurement had ended"
-    done.synchronize()
