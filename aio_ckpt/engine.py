@@ -18,8 +18,7 @@ from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
 from aio_ckpt.config import EngineConfig, check_flag, check_kind
 from aio_ckpt.coordinator import Coordinator, default_coordinator
-from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import ConfigError, EngineClosedError, StallError
+from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeStats
@@ -31,9 +30,11 @@ from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.priority import lower_priority
 from aio_ckpt.progress import Deadline, follow, outcome
+from aio_ckpt.rescue import open_segments, tell_rescuable
 from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
+from aio_ckpt.staging import check_staging
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -64,7 +65,7 @@ class CheckpointEngine:
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: ``staging="pinned"`` without CUDA, or an argument of another type.
+        ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
     """
 
     def __init__(
@@ -79,18 +80,19 @@ class CheckpointEngine:
         check_kind("coordinator", coordinator, Coordinator)
         check_kind("storage", storage, Storage)
         self.config = config = config or EngineConfig()
-        if config.staging == "pinned" and not cuda_is_available():
-            raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
+        coordinator = coordinator or default_coordinator()
+        check_staging(config.staging, config.shm_path, coordinator.world_size)
         self.root = make_root(root)
-        session = uuid.uuid4().hex[:12]
+        owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
+        segments = open_segments(self.root, owner, config.shm_path)
+        tell_rescuable(self.root, owner, segments, stale_after_secs=config.stale_after_secs)
         self._portal = Portal(
             f"aio_ckpt-{session}",
             config.workers + _HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         self._portal.start()
-        owner = Owner.of_this_process(session)
-        peers = Peers(coordinator or default_coordinator(), owner, stall_secs=config.stall_timeout_secs)
+        peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs)
         self._notice = Notice(peers, self._portal)
         self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
         self._site = Site(
@@ -101,6 +103,7 @@ class CheckpointEngine:
             peers=peers,
             executor=self._portal.executor,
             config=config,
+            segments=segments,
             throttle=self._throttle,
         )
         self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)

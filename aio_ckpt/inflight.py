@@ -23,6 +23,7 @@ from aio_ckpt.pipeline import keep_trace, run_save
 from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
+from aio_ckpt.shadow import Shadows
 from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
@@ -53,7 +54,7 @@ class InFlight:
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
-        self._copiers = Copiers()
+        self._copiers = Copiers(shadows=Shadows(site.config.device_copy_bytes))
         self.guards = Guards(on_step=site.throttle.guarded_step)
         self._max = site.config.max_in_flight
         self._on_failure = site.config.on_failure
@@ -120,7 +121,7 @@ class InFlight:
 
     def clear_buffers(self) -> None:
         """Let go of the gather buffers: 64 MiB of each device."""
-        self._copiers.gathers.clear()
+        self._copiers.clear()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -264,8 +265,8 @@ class InFlight:
             save.staged_secs = save.elapsed()
             save.ticket.staged.resolve(None)
 
-        save.marks = work.marks
-        self.guards.wait_for(work.marks)
+        save.marks = work.source_marks
+        self.guards.wait_for(work.source_marks)
         lease, staged = save.image.lease, save.ticket.staged
         if work.is_done:
             finish()

@@ -20,6 +20,7 @@ from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CaptureProgress, Deadline, Threads
 from aio_ckpt.quarantine import Quarantine
+from aio_ckpt.segment import SegmentDirectory
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.throttle import WriteThrottle
@@ -49,6 +50,8 @@ class Site:
     """Settings."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Checkpoints that loads proved damaged."""
+    segments: SegmentDirectory | None = None
+    """Where shared memory is made that outlives the process."""
     throttle: WriteThrottle = field(default_factory=WriteThrottle)
     """The rate of writing."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 from pathlib import Path
@@ -21,6 +20,7 @@ from aio_ckpt.record import (
     object_spans,
     render_metadata_file,
 )
+from aio_ckpt.sealed import seal_of, seal_when_captured
 from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = ["run_save"]
@@ -45,7 +45,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         with watch_submissions(save.threads.add):
             report = await _watched(site, save)
     except BaseException as error:
-        cause = _first_cause(error)
+        cause = undo.first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             cause = await save.round.end(cause)
@@ -78,7 +78,10 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
                 group.start_soon(owner.keep_alive, site.storage, pending_of(site, save), site.config.stale_after_secs)
             if site.peers.are_several:
                 group.start_soon(_beat, site, save)
-            report = await _stages(site, save)
+            try:
+                report = await _stages(site, save)
+            finally:
+                save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
             group.cancel_scope.cancel()
     if report is None:
         raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
@@ -123,6 +126,8 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             beside.start_soon(owner.write_owner, storage, pending, site.owner)
         if metadata is not None:
             beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
+            if save.image.lease.arena.segment is not None:
+                beside.start_soon(_seal, site, save, final.name, metadata.data)
         result = await _write(site, save, pending)
         save.begin("writing its .metadata")
         save.image.lease.close()
@@ -168,6 +173,13 @@ def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | 
     return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(site, save))
 
 
+async def _seal(site: Site, save: PendingSave, directory: str, metadata: bytes) -> None:
+    """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
+    coordinator, save_id = site.peers.coordinator, save_id_of(site, save)
+    seal = seal_of(coordinator, directory, save_id, save.step, save.call.overwrite, save.call.metrics, metadata)
+    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor, save.settled)
+
+
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     arena, layout = save.image.lease.arena, save.plan.layout
     renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
@@ -207,10 +219,3 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     if save.image.is_whole:
         arena.rendered = layout
     return result
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
-    return error

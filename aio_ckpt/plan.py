@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -47,6 +48,10 @@ __all__ = [
 ]
 
 
+Issue: TypeAlias = tuple[int, int, int, int]
+"""One copy from CUDA: (image offset, source address, bytes, leaf)."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyDescriptors:
     """Addresses of what is copied by address, valid for one fingerprint only."""
@@ -55,8 +60,8 @@ class CopyDescriptors:
     """Address of every tensor leaf."""
     moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
-    issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
-    """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
+    issues: tuple[tuple[Issue, ...], ...]
+    """Per chunk, tensors on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

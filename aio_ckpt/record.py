@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from aio_ckpt.snapshot import ObjectBytes
 
 __all__ = [
     "MetadataFile",
+    "metadata_file",
     "object_entries",
     "object_spans",
     "render_metadata_file",
@@ -124,6 +126,12 @@ def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...
     """(offset in the data file, length) of each object."""
     begin = plan.layout.tensor_bytes
     return tuple((begin + start, nbytes) for start, nbytes in objects.spans)
+
+
+def metadata_file(data: bytes) -> MetadataFile:
+    """What the root manifest says of a ``.metadata`` that was rendered before."""
+    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
+    return MetadataFile(data, entry, hashlib.blake2b(data, digest_size=32).hexdigest())
 
 
 def render_root(

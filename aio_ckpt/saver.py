@@ -59,7 +59,9 @@ class Saver:
         self._is_urgent = is_urgent
         self._on_committed = on_committed
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=site.peers.on_host)
-        self.lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=site.executor, debug=config.debug)
+        self.lifetime = LifetimeManager(
+            budget_bytes=budget_bytes, executor=site.executor, debug=config.debug, segments=site.segments
+        )
         """Arenas."""
         self.cache = PlanCache(
             rank=site.peers.coordinator.rank,
@@ -70,7 +72,7 @@ class Saver:
         self.in_flight = InFlight(site, portal, on_settled=self._after, adopt=self.cache.adopt)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
-        self._staging = StagingChoice(config.staging)
+        self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self._must_announce = False
         self._lock = Lock()
 
@@ -314,12 +316,20 @@ class Saver:
             if mapped is not None:
                 mapped.add_done_callback(_log_failure)
 
+    def _give_up_kept(self) -> None:
+        """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
+        segments = self._site.segments
+        if segments is not None and segments.kept:
+            with contextlib.suppress(EngineClosedError):
+                self._site.executor.submit(segments.drop_kept, "a later run has committed a step of its own")
+
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""
         if error is not None:
             self.cache.clear()
         else:
             self._site.peers.newest = max(step, self._site.peers.newest or 0)
+            self._give_up_kept()
             self._on_committed(step)
 
 

@@ -14,7 +14,7 @@ from aio_ckpt.image import Image
 from aio_ckpt.progress import Threads, follow
 from aio_ckpt.storage import Storage
 
-__all__ = ["SETTLE_SECS", "settle_failure"]
+__all__ = ["SETTLE_SECS", "first_cause", "settle_failure"]
 
 _log = logging.getLogger("aio_ckpt")
 SETTLE_SECS = 5.0
@@ -52,3 +52,10 @@ async def settle_failure(
         if getattr(error, "errno", None) == errno.ENOENT:  # another rank removes it, too
             return
         _log.warning("step %d: %s stays: %s", step, pending, error)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
+    return error

@@ -185,6 +185,7 @@ SETTINGS: dict[str, Collection[str]] = {
     **{name: {"None", *COUNT} for name in ("budget_bytes", "keep_last", "keep_every")},
     **dict.fromkeys(("staging", "direct_io", "when_busy", "verify", "on_failure", "step_dir"), NONE),
     "gather_bytes": {"0", *COUNT},
+    "device_copy_bytes": {"0", *COUNT},
     "max_in_flight": COUNT,
     "workers": {"1"},
     "max_write_bytes_per_sec": {"None"},

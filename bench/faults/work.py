@@ -340,7 +340,7 @@ def memory_in_growth(folder: Path) -> Iterator[Point]:
         (mmap, "mmap"),
         (arena, "_populate"),
         (lifetime, "Lease"),
-        (lifetime, "Arena"),
+        (lifetime, "map_arena"),
         (image, "Image"),
         (image, "Future"),
     )

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from aio_ckpt import coordinator
 from aio_ckpt.config import EngineConfig, Staging
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -113,9 +112,7 @@ def engine_place(
     state: Mapping[str, torch.Tensor], ground: Ground, folder: Path
 ) -> tuple[dict[str, torch.Tensor], Path]:
     """(what the engine is given, its root): one checkpoint of all ranks where the engine knows ranks."""
-    if ground.world == 1 or hasattr(coordinator, "default_coordinator"):
-        return dict(state), folder / "root"
-    return local_of(state), folder / f"rank{ground.rank}"
+    return dict(state), folder / "root"
 
 
 class EngineFenced(Saver):
@@ -176,6 +173,13 @@ class EnginePaced(EngineGuarded):
     def check(cls, device: torch.device) -> None:
         if missing := cls.settings.keys() - EngineConfig.__dataclass_fields__.keys():
             raise UnavailableError(f"this EngineConfig has no {', '.join(missing)}")
+
+
+class EngineShadow(EngineFenced):
+    """With room for a copy of the state on the device."""
+
+    setting = "copy on the device first (device_copy_bytes)"
+    settings: ClassVar[Mapping[str, Any]] = {"device_copy_bytes": 1 << 40}
 
 
 class EnginePrepared(EngineGuarded):
@@ -327,6 +331,7 @@ class DcpProcessPinned(DcpPinned):
 SAVERS: dict[str, type[Saver]] = {
     "aio-guarded": EngineGuarded,
     "aio-fenced": EngineFenced,
+    "aio-shadow": EngineShadow,
     "aio-paced": EnginePaced,
     "aio-prepared": EnginePrepared,
     "aio-shm": EngineShm,

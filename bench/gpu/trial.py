@@ -41,7 +41,16 @@ def contender_keys(mode: str) -> tuple[str, ...]:
     """Keys of all contenders, in the order of their trials: the limit, then what is compared first."""
     if mode == "load":
         return (RAW, *LOADERS)
-    first = ("aio-guarded", "aio-fenced", "tc-tuned", "nvrx-tuned", "dcp-async-pinned", "nvrx-shm-tuned", "torch-save")
+    first = (
+        "aio-guarded",
+        "aio-fenced",
+        "aio-shadow",
+        "tc-tuned",
+        "nvrx-tuned",
+        "dcp-async-pinned",
+        "nvrx-shm-tuned",
+        "torch-save",
+    )
     rest = (*SAVERS, *GUESTS)
     return tuple(dict.fromkeys((RAW, *first, *rest)))
 
