@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport
 from aio_ckpt.coordinator import StoreCoordinator
 from bench.measure import Spread
 from bench.options import log, parse, work_folder
@@ -143,7 +143,8 @@ def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> _Figur
     return figures
 
 
-_LOAD = {"strict": False, "allow_missing": False, "fallback": True}
+def _load(engine: CheckpointEngine, target: object) -> LoadReport:
+    return engine.submit_load(target, None, strict=False, allow_missing=False, fallback=True).result(_WAIT_SECS)
 
 
 def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> _Figures:
