@@ -372,6 +372,39 @@ def test_what_stays_behind_after_the_commit_fails_no_save(storage: GatedStorage,
     assert len(names_in(path)) == 4
 
 
+def test_an_error_after_the_last_rename_says_that_the_new_checkpoint_may_stand(
+    storage: GatedStorage, tmp_path: Path
+) -> None:
+    path = tmp_path / "top" / "a"
+    save(state_of(1), path)
+    storage.fail("sync_dir", "top", WriteError(errno.EIO, "broken", "x"))
+    error = failure_of(lambda: save(state_of(2), path, storage=storage))
+    assert isinstance(error, WriteError)
+    assert error.in_doubt
+    assert_holds(path, state_of(2))
+    storage.fail("replace", ".metadata.tmp-*", WriteError(errno.EIO, "broken", "x"))
+    error = failure_of(lambda: save(state_of(3), path, storage=storage))
+    assert isinstance(error, WriteError)
+    assert not error.in_doubt
+    assert_holds(path, state_of(2))
+
+
+def test_of_two_saves_at_once_into_one_directory_the_first_is_told_and_nothing_mixes(
+    storage: GatedStorage, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    gate = storage.hold("write_file", "aio_ckpt.*.0.bin")
+    first = dcp.async_save(state_of(1), storage_writer=Writer(path, storage=storage))
+    gate.wait_reached()
+    save(state_of(2), path)
+    gate.open()
+    with pytest.raises(dcp.api.CheckpointException, match="another save"):
+        first.result(TIMEOUT)
+    assert_holds(path, state_of(2))
+    save(state_of(3), path)
+    assert_holds(path, state_of(3))
+
+
 def test_a_disk_that_hangs_ends_in_a_stall_error(storage: GatedStorage, tmp_path: Path) -> None:
     path = tmp_path / "a"
     save(state_of(1), path)

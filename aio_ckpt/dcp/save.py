@@ -24,6 +24,7 @@ from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.directory import (
     begin_directory,
     commit_directory,
+    is_held_by,
     pending_saves,
     recover_directory,
     retire_directory,
@@ -301,10 +302,16 @@ async def commit_save(
     """Make the save visible in the place of what the directory held; if that fails, what it held stands again.
 
     Raises:
-        RootError: a rank's manifest is not there.
+        RootError: a rank's manifest is not there, or another save has begun.
         WriteError: with errno and path.
         StallError: the commit did not end within ``timeout_secs``.
+
+    An error with ``in_doubt`` came after the last rename: the new checkpoint stands, but may not outlive a power loss.
     """
+    if save_id not in await pending_saves(storage, directory):
+        raise RootError(
+            errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
+        )
     for rank, entry in enumerate(manifests):
         if not await storage.exists(directory / entry.name):
             raise RootError(
@@ -334,7 +341,9 @@ async def _replace(storage: Storage, directory: Path, metadata: bytes, root: byt
         await commit_directory(
             storage, directory, metadata=metadata, root_manifest=root, save_id=save_id, retired=retired
         )
-    except (AioCkptError, OSError):
+    except (AioCkptError, OSError) as error:
         with contextlib.suppress(AioCkptError, OSError):
             await recover_directory(storage, directory)
+            if isinstance(error, AioCkptError):  # what was renamed and not made durable stands, for now
+                error.in_doubt = await is_held_by(storage, directory, save_id=save_id)
         raise
