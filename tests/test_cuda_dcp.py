@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cuda_machine import MIB, TIMEOUT
-from dcp_states import assert_same_state, blank
+from dcp_states import assert_same_state, blank, needs_stagers
 from rank_processes import Ranks, ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,6 +87,7 @@ def test_what_changes_on_the_device_after_async_save_returned_is_not_saved(tmp_p
             check_loaded(tmp_path / "a", value)
 
 
+@needs_stagers
 @pytest.mark.parametrize("staging", ["auto", "shm", "pageable"])
 def test_our_stager_serves_stocks_writer(tmp_path: Path, staging: Any) -> None:
     with AsyncStager(EngineConfig(staging=staging, debug=True)) as stager:

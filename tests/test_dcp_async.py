@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from child_python import child_environment, python
-from dcp_states import assert_same_state, blank, leaves_of, state_of
+from dcp_states import assert_same_state, blank, leaves_of, needs_stagers, state_of
 from gated_storage import TIMEOUT, GatedStorage
 from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
 
@@ -23,7 +23,7 @@ from aio_ckpt.dcp import AsyncStager, Reader, Writer
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.portal import Executor
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage")
 
 
 @pytest.fixture
@@ -65,7 +65,13 @@ def with_a_writer_that_is_kept(state: dict[str, Any], path: Path, storage: Gated
 
 
 @pytest.mark.parametrize(
-    "begin", [with_writer_as_stager, with_a_stager_of_its_own, with_a_writer_that_is_kept], ids=lambda f: f.__name__
+    "begin",
+    [
+        with_writer_as_stager,
+        pytest.param(with_a_stager_of_its_own, marks=needs_stagers),
+        with_a_writer_that_is_kept,
+    ],
+    ids=lambda begin: begin.__name__,
 )
 def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path, storage: GatedStorage, begin: Any) -> None:
     gate = storage.hold("create_data_file")
@@ -78,6 +84,7 @@ def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path, sto
     assert_same_state(load(state_of(1), tmp_path / "a"), state_of(1))
 
 
+@needs_stagers
 def test_our_stager_serves_stocks_writer(tmp_path: Path) -> None:
     state = state_of(2)
     with AsyncStager() as stager:
@@ -87,6 +94,7 @@ def test_our_stager_serves_stocks_writer(tmp_path: Path) -> None:
     assert_same_state(load(state_of(2), tmp_path / "a"), state_of(2))
 
 
+@needs_stagers
 def test_saves_that_overlap_have_memory_of_their_own(tmp_path: Path, storage: GatedStorage) -> None:
     gate = storage.hold("create_data_file")
     with AsyncStager(EngineConfig(debug=True)) as stager:
@@ -112,6 +120,7 @@ def stats_of(stager: AsyncStager) -> tuple[int, int]:
     return runtime.staging.stats.arenas, runtime.staging.stats.leases
 
 
+@needs_stagers
 def test_staging_memory_is_used_again_when_the_save_has_ended_and_not_before(
     tmp_path: Path, storage: GatedStorage
 ) -> None:
@@ -185,6 +194,7 @@ def test_a_state_beyond_the_budget_is_refused() -> None:
         stager.stage({"w": torch.zeros(100)})
 
 
+@needs_stagers
 def test_a_failed_save_tells_its_future_and_gives_the_memory_back(tmp_path: Path, storage: GatedStorage) -> None:
     from aio_ckpt.errors import WriteError
 
@@ -224,12 +234,13 @@ EXITS = """
     planner = DefaultSavePlanner()
     stager = AsyncStager() if sys.argv[2] == "stager" else None
     state = {"w": torch.full((5 << 20,), 7.0)}
-    dcp.async_save(state, storage_writer=Writer(sys.argv[1]), planner=planner, async_stager=stager)
+    kept = {"async_stager": stager} if stager else {}
+    dcp.async_save(state, storage_writer=Writer(sys.argv[1]), planner=planner, **kept)
     state["w"].zero_()
 """
 
 
-@pytest.mark.parametrize("stager", ["writer", "stager"])
+@pytest.mark.parametrize("stager", ["writer", pytest.param("stager", marks=needs_stagers)])
 def test_a_save_that_is_pending_at_interpreter_exit_is_finished(tmp_path: Path, stager: str) -> None:
     command = python(EXITS, str(tmp_path / "a"), stager)
     subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT)

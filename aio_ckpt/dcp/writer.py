@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -160,7 +160,9 @@ class Writer(Face, StorageWriter, AsyncStager):
             WriteError, RootError, StallError: what the directory held before stands again.
         """
         manifests = [found for of_rank in results for found in of_rank if isinstance(found, ManifestResult)]
-        metadata.version = CURRENT_DCP_VERSION
+        version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        if version is not None:  # since torch 2.8
+            metadata.version = version
         metadata.storage_data = {
             found.index: found.storage_data
             for of_rank in results
