@@ -18,6 +18,7 @@ from aio_ckpt.storage import Storage
 
 __all__ = [
     "ASIDE",
+    "PENDING",
     "begin_directory",
     "commit_directory",
     "is_held_by",
