@@ -115,7 +115,7 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
         titles = ("directory", "written", "torch", "step", "bytes", "ranks", "metrics", "kept")
         screen.table(titles, [*map(_root_cells, found.checkpoints)], left=3)
     else:
-        screen.line(f"no committed checkpoint under {root}")
+        screen.line(f"no committed checkpoint under {printable(str(root))}")
     for row in found.checkpoints:
         if row.fault:
             screen.line(f"step {row.step}: {printable(row.fault)}", style="bold red")

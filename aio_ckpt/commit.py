@@ -15,7 +15,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError, shown
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
 from aio_ckpt.owner import read_owner
@@ -230,6 +230,6 @@ def check_step_number(step: object) -> int:
         StepOrderError: no whole number from 0 to ``MAX_STEP``.
     """
     if type(step) is not int or not 0 <= step <= MAX_STEP:
-        shown = repr(step) if type(step) is not int or abs(step) <= MAX_STEP else "so large a number"
-        raise StepOrderError(f"step={shown}: give a whole number of at least 0 and at most {MAX_STEP}")
+        told = shown(step) if type(step) is not int or abs(step) <= MAX_STEP else "so large a number"
+        raise StepOrderError(f"step={told}: give a whole number of at least 0 and at most {MAX_STEP}")
     return step

@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
     "GATHER_BYTES",
+    "MAX_BYTES_PER_SEC",
     "MAX_SECS",
     "MAX_WORKERS",
+    "MIN_BYTES_PER_SEC",
     "BusyPolicy",
     "DirectIO",
     "EngineConfig",
@@ -20,7 +22,10 @@ __all__ = [
     "MetricMode",
     "Staging",
     "VerifyPolicy",
+    "check_flag",
+    "check_kind",
     "check_seconds",
+    "check_wait",
 ]
 
 Staging = Literal["auto", "pinned", "shm", "pageable"]
@@ -33,6 +38,9 @@ MetricMode = Literal["min", "max"]
 MAX_SECS = 1e9
 """Longest time that every wait of the system takes."""
 MAX_WORKERS = 256
+MAX_BYTES_PER_SEC = 1e15
+MIN_BYTES_PER_SEC = 1 << 20
+"""Smallest cap: a chunk of 32 MiB, which is written at once, then waits half a minute."""
 GATHER_BYTES = 64 << 20
 """Default of ``EngineConfig.gather_bytes``."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
@@ -59,12 +67,13 @@ class KeepBest:
     """Steps to keep."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(f"KeepBest(metric={self.metric!r}): give the name of a metric")
-        if self.mode not in get_args(MetricMode):
-            raise ConfigError(f"KeepBest(mode={self.mode!r}): allowed are 'min', 'max'")
+        # One that is no UTF-8 ``save(metrics=)`` refuses.
+        if not isinstance(self.metric, str) or not self.metric or any("\ud800" <= c <= "\udfff" for c in self.metric):
+            raise ConfigError(f"KeepBest(metric={shown(self.metric)}): give the name of a metric")
+        if not _is_among(self.mode, get_args(MetricMode)):
+            raise ConfigError(f"KeepBest(mode={shown(self.mode)}): allowed are 'min', 'max'")
         if type(self.count) is not int or self.count < 1:
-            raise ConfigError(f"KeepBest(count={self.count!r}): give a whole number of at least 1")
+            raise ConfigError(f"KeepBest(count={shown(self.count)}): give a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,16 @@ class EngineConfig:
 
     budget_bytes: int | None = None
     """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
+
+    max_write_bytes_per_sec: float | Literal["auto"] | None = None
+    """Cap on writing data files, for this engine; at least 1 MiB. ``auto``: as fast as training steps do not feel (2 %
+    of their length), told by guarded optimizers or ``step_done()``. None: as fast as the disk."""
+
+    thread_nice: int = 5
+    """Niceness of the I/O threads, 0 to 19; never lowers that of the process."""
+
+    thread_ioprio: int | None = 7
+    """Best-effort I/O priority of the I/O threads, 0 (first) to 7; None: what follows from the niceness."""
 
     gather_bytes: int = GATHER_BYTES
     """Memory of each GPU in which its small tensors are gathered before they are moved, at most; kept from save to
@@ -138,41 +157,90 @@ class EngineConfig:
             self._check_count(name)
         for name in ("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"):
             check_seconds(name, getattr(self, name))
+        self._check_priorities()
+        check_write_cap(self.max_write_bytes_per_sec)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+            if not _is_among(value, allowed):
+                raise ConfigError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
-            raise ConfigError(f"keep_best={self.keep_best!r}: give a KeepBest")
+            raise ConfigError(f"keep_best={shown(self.keep_best)}: give a KeepBest")
         if self.keep_best is not None and self.keep_last is None:
             raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
         for name in ("trusted_objects", "debug"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
+            check_flag(name, getattr(self, name))
         if type(self.gather_bytes) is not int or self.gather_bytes < 0:
-            raise ConfigError(f"gather_bytes={self.gather_bytes!r}: give a whole number of bytes, 0 to gather nothing")
+            told = shown(self.gather_bytes)
+            raise ConfigError(f"gather_bytes={told}: give a whole number of bytes, 0 to gather nothing")
         if self.workers > MAX_WORKERS:
-            raise ConfigError(f"workers={self.workers}: each is a thread; give at most {MAX_WORKERS}")
+            raise ConfigError(f"workers={shown(self.workers)}: each is a thread; give at most {MAX_WORKERS}")
         if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):
             raise ConfigError(
-                f"step_dir={self.step_dir!r}: give one path component with one {{step}} or {{step:09d}} field, "
+                f"step_dir={shown(self.step_dir)}: give one path component with one {{step}} or {{step:09d}} field, "
                 "no other braces and no dot in front"
             )
+
+    def _check_priorities(self) -> None:
+        if type(self.thread_nice) is not int or not 0 <= self.thread_nice <= 19:
+            raise ConfigError(f"thread_nice={self.thread_nice!r}: give a whole number from 0 to 19")
+        ioprio = self.thread_ioprio
+        if ioprio is not None and (type(ioprio) is not int or not 0 <= ioprio <= 7):
+            raise ConfigError(f"thread_ioprio={ioprio!r}: give a whole number from 0 to 7, or None")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
         if value is None and name not in ("workers", "max_in_flight"):
             return
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
+            raise ConfigError(f"{name}={shown(value)}: give a whole number of at least 1")
 
 
 def check_seconds(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
     # Comparisons alone: a nan fails them, and an int of a thousand digits has no float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
-        shown = "so large a number" if isinstance(value, int) and value > MAX_SECS else repr(value)
-        raise ConfigError(f"{name}={shown}: give a finite number of seconds above 0")
+        told = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
+        raise ConfigError(f"{name}={told}: give a finite number of seconds above 0")
+
+
+def check_wait(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is None (no limit) or a number of seconds.
+
+    One below 0 is a time that has passed: what is left until a deadline may well be.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ConfigError(f"{name}={shown(value)}: give a number of seconds, or None for as long as it takes")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is None or a ``kind``."""
+    # A class has the methods of a protocol too.
+    if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
+        raise ConfigError(f"{name}={shown(value)}: give one of type {kind.__name__}, or leave it away")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value``, called ``name``, is True or False: ``"no"`` would count as True."""
+    if type(value) is not bool:
+        raise ConfigError(f"{name}={shown(value)}: give True or False")
+
+
+def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
+    # An array would compare with each element.
+    return isinstance(value, str) and value in allowed
+
+
+def check_write_cap(value: object) -> None:
+    """Raise ConfigError unless ``value`` is None, "auto" or a number of bytes a second that writing can keep to."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or value == "auto" or (is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC):  # type: ignore[operator]
+        return
+    shown = "so large a number" if isinstance(value, int) and value > 1 << 64 else repr(value)
+    raise ConfigError(
+        f"max_write_bytes_per_sec={shown}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
+    )
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = ["Coordinator", "SoloCoordinator"]
 
 
+@runtime_checkable
 class Coordinator(Protocol):
     """What the engine asks of the other ranks. Called on the engine's own thread only."""
 

@@ -1,6 +1,6 @@
-"""Copies from devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
+"""Copies from and to devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
 
-Host memory has a real implementation of the same interface, not a stub: :class:`HostCopies`.
+Host memory has a real implementation of the same interface, not a stub: :class:`aio_ckpt.copies.HostCopies`.
 """
 
 from __future__ import annotations
@@ -8,137 +8,31 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import cast
 
 import torch
 
-from aio_ckpt.errors import ConfigError
+from aio_ckpt.batch import batch_copy
+from aio_ckpt.copies import Copies, HostCopies, Mark, foreach_copy
+from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
-    "Copies",
     "CopyStreams",
-    "HostCopies",
-    "Mark",
+    "StepClock",
+    "begin_uploads",
     "copies_by_address",
     "copy_secs",
     "cuda_is_available",
     "gathers_small",
     "is_capturing_graph",
+    "is_host",
     "pci_address",
     "register_host_memory",
+    "takes_registered",
     "unregister_host_memory",
 ]
-
-
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
-_memmove_held = ctypes.PyDLL(None).memmove
-_memmove_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove_held.restype = ctypes.c_void_p
-
-_OPENMP_PAYS_THREADS = 8
-"""From so many threads on torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two, its
-barriers fight with the threads that write (240 to 440 ms a GiB beside them, against 120 to 260)."""
-
-
-class Mark(Protocol):
-    """A point in a sequence of copies."""
-
-    def query(self) -> bool:
-        """Whether every copy before it is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the thread (GIL released) until every copy before it is done."""
-        ...
-
-    def fence(self, stream: object = None) -> None:
-        """Make later work of ``stream`` (None: the current one) wait for the copies before it; blocks no thread."""
-        ...
-
-
-class Copies(Protocol):
-    """The copies of one save from one device, in the order of the calls."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` to ``target`` (host memory, same dtype and shape) with the values it has now."""
-        ...
-
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Copy by address: (offset from ``base``, source address, bytes) each."""
-        ...
-
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
-        """Copy (targets, sources), which lie in ``line`` on the device, group by group, then ``line`` to ``target``."""
-        ...
-
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """``source`` without conj and neg bits, contiguous; made in the order of the copies."""
-        ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes on the device for :meth:`gather`; None if they cannot be had."""
-        ...
-
-    def mark(self) -> Mark:
-        """A mark behind all copies so far."""
-        ...
-
-
-class _Done:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def fence(self, stream: object = None) -> None:
-        return None
-
-
-class HostCopies:
-    """Copies that are done when the call returns: host memory, and devices without streams of their own."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until copied, GIL released. Both are contiguous."""
-        if source.device.type == "cpu" and torch.get_num_threads() < _OPENMP_PAYS_THREADS:
-            _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        else:
-            target.copy_(source)
-
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Blocks until copied, GIL held: for a few KiB that is cheaper than to give it up and win it back."""
-        for start, address, nbytes in moves:
-            _memmove_held(base + start, address, nbytes)
-
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
-        """Blocks until copied."""
-        _foreach_copy(groups)
-        target.copy_(line)
-
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """Allocates unless ``source`` is already plain and contiguous."""
-        return source.resolve_conj().resolve_neg().contiguous()
-
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def mark(self) -> Mark:
-        """Already reached."""
-        return _Done()
 
 
 class _CudaMark:
@@ -156,7 +50,9 @@ class _CudaMark:
         self._event.synchronize()
 
     def fence(self, stream: object = None) -> None:
-        waiting = stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.current_stream(self._device)
+        waiting = torch.cuda.current_stream(self._device) if stream is None else stream
+        if not isinstance(waiting, torch.cuda.Stream):  # of another kind of device, or a handle
+            raise ConfigError(f"fence(stream={shown(stream)}): give a torch.cuda.Stream")
         waiting.wait_event(self._event)
 
 
@@ -167,7 +63,8 @@ class CudaCopies:
         """``is_registered``: the targets are page-locked, so that to issue a copy takes a microsecond."""
         self._device = device
         self._side = side
-        self._driver_copy = _driver_copy(holds_gil=is_registered)
+        self._driver_copy = _driver_copy("cuMemcpyDtoHAsync_v2", holds_gil=is_registered)
+        self._batch = batch_copy() if is_registered else None
         self._side.wait_event(torch.cuda.current_stream(device).record_event())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -181,12 +78,19 @@ class CudaCopies:
         Raises:
             RuntimeError: the driver refused; tells its error number.
         """
-        copy, side = self._driver_copy, self._side.cuda_stream
+        copy, side, rows = self._driver_copy, self._side.cuda_stream, list(moves)
         with torch.cuda.device(self._device):
-            for start, address, nbytes in moves:
+            if self._batch is not None and len(rows) > 1 and not self._batch(rows, base, side):
+                return  # else one by one, which says what is wrong
+            for start, address, nbytes in rows:
                 code = copy(base + start, address, nbytes, side)
                 if code:
-                    raise RuntimeError(f"cuMemcpyDtoHAsync of {nbytes} bytes from {self._device}: CUDA error {code}")
+                    raise RuntimeError(f"copy of {nbytes} bytes, host and {self._device}: CUDA error {code}")
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Blocks until ``source`` was read; ``target`` is filled behind the next mark."""
+        with torch.cuda.stream(self._side), torch.no_grad():
+            target.copy_(source)
 
     def gather(
         self,
@@ -196,7 +100,7 @@ class CudaCopies:
     ) -> None:
         """Issued, not done, as :meth:`copy`."""
         with torch.cuda.stream(self._side):
-            _foreach_copy(groups)
+            foreach_copy(groups)
             target.copy_(line, non_blocking=True)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
@@ -217,10 +121,18 @@ class CudaCopies:
         return _CudaMark(self._side)
 
 
-def _foreach_copy(groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
-    with torch.no_grad():
-        for targets, sources in groups:
-            torch._foreach_copy_(list(targets), list(sources))
+class CudaUploads(CudaCopies):
+    """Copies to a device on a side stream, issued by threads that may never have used CUDA."""
+
+    def __init__(self, device: torch.device, side: torch.cuda.Stream) -> None:
+        super().__init__(device, side, is_registered=False)
+        self._driver_copy = _driver_copy("cuMemcpyHtoDAsync_v2", holds_gil=False)
+
+    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Issued, not done if the sources are page-locked; they must stay as they are until a later mark is reached."""
+        with torch.cuda.device(self._device):
+            self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
+            super().issue(base, moves)
 
 
 class CopyStreams:
@@ -236,6 +148,59 @@ class CopyStreams:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return CudaCopies(device, self._streams[device], is_registered=is_registered)
+
+
+def begin_uploads(device: torch.device) -> Copies:
+    """Start the copies of one load to ``device``."""
+    if device.type != "cuda":
+        return HostCopies()
+    return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether the host itself can write to the memory of ``tensor``."""
+    return tensor.is_cpu
+
+
+def takes_registered(device: torch.device) -> bool:
+    """Whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
+    return device.type == "cuda"
+
+
+class StepClock:
+    """Lengths of training steps: between events of the caller's stream where CUDA is in use, else of the host.
+
+    The host runs ahead of the device by whole steps: its own times would be those of the launches. No call waits.
+    """
+
+    _MAX_KNOWN_LATER = 256
+    """Steps that the device may be behind; of more the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._last_at: float | None = None
+        self._events: deque[torch.cuda.Event] = deque(maxlen=self._MAX_KNOWN_LATER)
+
+    def tick(self) -> list[float]:
+        """A step has ended here: seconds of each step whose end was reached since the last call."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._tick_device()
+        before, self._last_at = self._last_at, time.perf_counter()
+        return [] if before is None else [self._last_at - before]
+
+    def _tick_device(self) -> list[float]:
+        lengths: list[float] = []
+        if is_capturing_graph():
+            return lengths
+        try:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+            while len(self._events) > 1 and self._events[1].query():  # type: ignore[no-untyped-call]
+                begin = self._events.popleft()
+                lengths.append(begin.elapsed_time(self._events[0]) / 1e3)
+        except (RuntimeError, ValueError):  # steps on several devices: no time passes between their events
+            self._events.clear()
+        return lengths
 
 
 def copies_by_address(device: torch.device) -> bool:
@@ -257,14 +222,15 @@ def _driver_is_there() -> bool:
 
 
 @functools.cache
-def _driver_copy(*, holds_gil: bool) -> Callable[[int, int, int, int], int]:
-    """``cuMemcpyDtoHAsync(target, source, nbytes, stream)``; with the GIL held where it returns at once."""
+def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int], int]:
+    """``name(target, source, nbytes, stream)`` of the driver; with the GIL held where it returns at once."""
     if not _driver_is_there():
         return lambda *_: 801  # CUDA_ERROR_NOT_SUPPORTED: see copies_by_address
-    copy = (ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1").cuMemcpyDtoHAsync_v2
-    copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy = getattr((ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1"), name)
+    # Device addresses and host pointers are both passed as 64 bits.
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy.restype = ctypes.c_int
-    return copy
+    return cast("Callable[[int, int, int, int], int]", copy)
 
 
 def copy_secs(target: torch.Tensor, source: torch.Tensor) -> float:

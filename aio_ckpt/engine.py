@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import Literal, Self
 
 from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, check_flag, check_kind
 from aio_ckpt.coordinator import Coordinator, SoloCoordinator
 from aio_ckpt.device import cuda_is_available
 from aio_ckpt.errors import ConfigError, EngineClosedError
@@ -26,12 +27,15 @@ from aio_ckpt.owner import Owner
 from aio_ckpt.pipeline import SaveCall, Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.preemption import Preemption
+from aio_ckpt.priority import lower_priority
 from aio_ckpt.progress import Deadline, follow, outcome
 from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
 from aio_ckpt.storage import LocalStorage, Storage
+from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.tracing import NO_TRACE, TraceFile
 
 __all__ = ["CheckpointEngine"]
 
@@ -57,7 +61,7 @@ class CheckpointEngine:
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: ``staging="pinned"`` without CUDA.
+        ConfigError: ``staging="pinned"`` without CUDA, or an argument of another type.
     """
 
     def __init__(
@@ -68,13 +72,22 @@ class CheckpointEngine:
         coordinator: Coordinator | None = None,
         storage: Storage | None = None,
     ) -> None:
+        check_kind("config", config, EngineConfig)
+        check_kind("coordinator", coordinator, Coordinator)
+        check_kind("storage", storage, Storage)
         self.config = config = config or EngineConfig()
         if config.staging == "pinned" and not cuda_is_available():
             raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
         self.root = make_root(root)
         session = uuid.uuid4().hex[:12]
-        self._portal = Portal(f"aio_ckpt-{session}", config.workers + _HOUSEKEEPING_THREADS)
+        self._portal = Portal(
+            f"aio_ckpt-{session}",
+            config.workers + _HOUSEKEEPING_THREADS,
+            functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
+        )
         self._portal.start()
+        self._preemption = Preemption()
+        self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self.preempted)
         self._site = Site(
             root=self.root,
             names=StepNames(config.step_dir),
@@ -83,14 +96,14 @@ class CheckpointEngine:
             coordinator=coordinator or SoloCoordinator(),
             executor=self._portal.executor,
             config=config,
+            throttle=self._throttle,
         )
-        self._preemption = Preemption()
         self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)
         self._saver = Saver(
             self._site, self._portal, self._keeper, is_urgent=lambda: self.preempted, on_committed=self._expire
         )
         self._closing = Closing(self._saver.in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
-        self._portal.at_exit(lambda: self._closing.drain(config.drain_timeout_secs))
+        self._portal.at_exit(self._drain)
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -102,6 +115,7 @@ class CheckpointEngine:
         overwrite: bool = False,
         deadline_secs: float | None = None,
         metrics: Mapping[str, object] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
@@ -115,6 +129,8 @@ class CheckpointEngine:
                 visible then. Only the last rename and its fsync, once begun, are waited for.
             metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
                 is stored as such and is never the best.
+            trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
+                settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
         Raises:
             StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
@@ -127,7 +143,15 @@ class CheckpointEngine:
         """
         started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
         self._portal.check_thread("save()")
-        call = SaveCall(overwrite=overwrite, metrics=check_metrics(metrics), deadline=deadline, started=started)
+        check_flag("overwrite", overwrite)
+        step = None if step is None else commit.check_step_number(step)
+        call = SaveCall(
+            overwrite=overwrite,
+            metrics=check_metrics(metrics),
+            deadline=deadline,
+            started=started,
+            trace=NO_TRACE if trace is None else TraceFile(trace),
+        )
         return self._saver.save(state, step, call)
 
     def prepare(self, state: object) -> Milestone[None]:
@@ -153,6 +177,14 @@ class CheckpointEngine:
             ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
         """
         self._saver.in_flight.guards.add(guarded)
+
+    def step_done(self) -> None:
+        """Tell that a training step has ended, for ``max_write_bytes_per_sec="auto"`` without a guarded optimizer.
+
+        Call it once a step, from one thread; it records an event of the current CUDA stream, or the time, and waits for
+        nothing. From the first call on the steps of guarded optimizers do not count.
+        """
+        self._throttle.step_done()
 
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
@@ -338,6 +370,11 @@ class CheckpointEngine:
         """``step`` was committed: older ones may expire."""
         if not self.preempted:
             self._keeper.delete_expired(step)
+
+    def _drain(self) -> None:
+        """At interpreter exit: nothing trains any more."""
+        self._throttle.lift()
+        self._closing.drain(self.config.drain_timeout_secs)
 
     def _shut_down(self) -> None:
         self._saver.let_go()

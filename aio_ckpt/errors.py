@@ -7,6 +7,8 @@ Every error of this package is an :class:`AioCkptError` and also the builtin tha
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
     "AioCkptError",
     "BudgetExceededError",
@@ -37,6 +39,7 @@ __all__ = [
     "UnsupportedLeafError",
     "WriteError",
     "WrongThreadError",
+    "shown",
     "tell_stage",
 ]
 
@@ -63,8 +66,20 @@ def tell_stage(error: BaseException, stage: str) -> None:
         error.stage = stage
 
 
+_REPR = reprlib.Repr()
+_REPR.maxother = 200
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` as a message needs it: at most 200 characters, and one for every value.
+
+    A repr of a caller's value may raise, as that of an int of 5,000 digits does.
+    """
+    return _REPR.repr_instance(value, 1)
+
+
 class ConfigError(AioCkptError, ValueError):
-    """A setting of ``EngineConfig`` is out of range; names the field, the value and what is allowed."""
+    """A setting or an argument is of the wrong type or out of range; names it, the value and what is allowed."""
 
 
 # -- the state that was given ---------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,9 +14,11 @@ import torch
 from isal import isal_zlib
 
 from aio_ckpt.contents import Item, Slot
+from aio_ckpt.copies import Copies, HostCopies
+from aio_ckpt.device import begin_uploads, takes_registered
 from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
-from aio_ckpt.files import Files, address_of, bounce_buffers
+from aio_ckpt.files import Files, address_of, bounce_buffers, page_locked
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import IntArray
 from aio_ckpt.moves import copy_all
@@ -37,12 +39,10 @@ __all__ = [
 _PLACERS = 2
 """Segments that are proven and copied while as many reads as allowed stay in flight."""
 
-_HELD_COPY_BYTES = 64 << 10
-"""Up to this size a copy keeps the GIL: giving it up costs more than the copy."""
+_SMALL_COPY_BYTES = 64 << 10
+"""Up to this size copies are made many at once; beyond, each is one memmove."""
 
-_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_copy = _SIGNATURE(("memmove", ctypes.CDLL(None)))
-_copy_held = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
+_copy = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.CDLL(None)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +56,23 @@ class Fetched:
 
 
 async def fetch(
-    files: Files, segments: Sequence[Segment], *, executor: Executor, readers: int, verify: bool
+    files: Files,
+    segments: Sequence[Segment],
+    *,
+    executor: Executor,
+    readers: int,
+    verify: bool,
+    devices: Sequence[torch.device] = (),
 ) -> Fetched:
     """Run every segment, ``readers`` at a time, and finish landings as they fill up.
 
-    A cancelled fetch returns only when no thread writes to a target any more.
+    A fetch, cancelled or not, returns only when no thread or device writes to a target any more. ``devices`` are those
+    of ``ReadPlan``.
 
     Raises:
         MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
         ReadError: the operating system could not read.
     """
-    run = _Run(files, executor, anyio.Semaphore(readers), verify)
     left = iter(segments)
     bounced = [
         segment.stop - segment.start
@@ -79,13 +85,22 @@ async def fetch(
         for segment in left:
             await run.segment(segment, buffer)
 
-    try:
-        async with anyio.create_task_group() as group:
-            for buffer in buffers:
-                group.start_soon(work, buffer)
-    except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+    locked = buffers if any(map(takes_registered, devices)) else []
+    async with page_locked(locked, executor=executor):
+        copies = await run_blocking(executor, _begin, devices)
+        run = _Run(files, executor, anyio.Semaphore(readers), verify, copies)
+        try:
+            async with anyio.create_task_group() as group:
+                for buffer in buffers:
+                    group.start_soon(work, buffer)
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
     return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
+
+
+def _begin(devices: Sequence[torch.device]) -> list[Copies]:
+    """What copies to the memory of each number in ``Pieces.devices``."""
+    return [HostCopies(), *map(begin_uploads, devices)]
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -97,11 +112,14 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 class _Run:
     """One run of a plan. Landings are opened and finished on the loop, filled by threads."""
 
-    def __init__(self, files: Files, executor: Executor, reading: anyio.Semaphore, verify: bool) -> None:
+    def __init__(
+        self, files: Files, executor: Executor, reading: anyio.Semaphore, verify: bool, copies: Sequence[Copies]
+    ) -> None:
         self._files = files
         self._executor = executor
         self._reading = reading
         self._verify = verify
+        self._copies = copies
         self.bytes_read = 0
         self.sums_checked = 0
 
@@ -125,10 +143,12 @@ class _Run:
             finally:
                 self._reading.release()
             is_proven = is_read and self._files.is_proven(segment.file)
-            self.sums_checked += await run_blocking(self._executor, _place, segment, view, self._verify, is_proven)
+            self.sums_checked += await run_blocking(
+                self._executor, _place, segment, view, self._verify, is_proven, self._copies
+            )
             complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
             if complete:
-                self.sums_checked += await run_blocking(self._executor, _finish, complete, self._verify)
+                self.sums_checked += await run_blocking(self._executor, _finish, complete, self._verify, self._copies)
 
     async def _read(self, segment: Segment, view: memoryview) -> int:
         async with self._files.use(segment.file) as file:
@@ -149,8 +169,18 @@ def _count_down(landing: Landing, count: int) -> bool:
     return not landing.pieces_left
 
 
-def _finish(landings: Sequence[Landing], verify: bool) -> int:
-    return sum(landing.finish(isal_zlib.crc32_combine if verify else None) for landing in landings)
+def _finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) -> int:
+    try:
+        combine = isal_zlib.crc32_combine if verify else None
+        return sum(landing.finish(combine, copies[landing.device]) for landing in landings)
+    finally:
+        _wait_for(copies[number] for number in {landing.device for landing in landings})
+
+
+def _wait_for(issued: Iterable[Copies]) -> None:
+    """Until what this thread issued is done: then its sources and targets are free."""
+    for copies in issued:
+        copies.mark().synchronize()
 
 
 def _check_length(segment: Segment, got: int) -> None:
@@ -160,7 +190,7 @@ def _check_length(segment: Segment, got: int) -> None:
         raise MismatchError(f"{segment.file}: ends at byte {segment.start + got}, inside {label}")
 
 
-def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool) -> int:
+def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
     """Prove the pieces of a segment, then copy them; the number of sums that matched. The hot loops: 1 us a piece.
 
     ``is_proven`` tells that the whole file was.
@@ -172,17 +202,35 @@ def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool) ->
         checked = len(pieces.crcs)
     elif verify:
         checked = _prove(segment, view, begins)
-    sources = begins + address_of(view)
-    is_held = pieces.nbytes <= _HELD_COPY_BYTES
-    columns = np.stack([pieces.addresses, sources, pieces.nbytes], axis=1)
-    copy_all(0, columns[(pieces.addresses != 0) & is_held].astype(np.uint64))
-    for move in columns[(pieces.addresses != 0) & ~is_held].tolist():
-        _copy(*move)
+    moves = np.stack([pieces.addresses, begins + address_of(view), pieces.nbytes], axis=1)
+    is_moved = pieces.addresses != 0
+    _move(moves[is_moved & (pieces.devices == 0)])
+    numbers = np.unique(pieces.devices[is_moved & (pieces.devices > 0)]).tolist()
+    try:
+        for number in numbers:
+            copies[number].issue(0, _runs(moves[is_moved & (pieces.devices == number)]).tolist())
+    finally:  # the view is read into anew afterwards
+        _wait_for(copies[number] for number in numbers)
     for row, landing in enumerate(pieces.landings.tolist()):
-        if landing is not None:
+        if landing is not None and landing.scratch is not None:
             begin, nbytes = int(begins[row]), int(pieces.nbytes[row])
             _land(landing, int(pieces.starts[row]) - landing.start, view[begin : begin + nbytes])
     return checked
+
+
+def _move(moves: IntArray) -> None:
+    """Within the host's memory: (target, source, bytes) each."""
+    is_small = moves[:, 2] <= _SMALL_COPY_BYTES
+    copy_all(0, moves[is_small].astype(np.uint64))
+    for move in moves[~is_small].tolist():
+        _copy(*move)
+
+
+def _runs(moves: IntArray) -> IntArray:
+    """The same with those joined that follow each other in both memories: the blocks of a tensor."""
+    stops = moves[:, :2] + moves[:, 2:]
+    first = np.flatnonzero(np.append(True, (moves[1:, :2] != stops[:-1]).any(axis=1)))
+    return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
 
 
 def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
@@ -201,10 +249,8 @@ def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
 
 
 def _land(landing: Landing, at: int, data: memoryview) -> None:
-    if landing.device is not None:
-        landing.device[at : at + data.nbytes].copy_(torch.frombuffer(data, dtype=torch.uint8))
-        return
-    (_copy if data.nbytes > _HELD_COPY_BYTES else _copy_held)(landing.base() + at, address_of(data), data.nbytes)
+    assert landing.scratch is not None
+    _copy(landing.scratch.data_ptr() + at, address_of(data), data.nbytes)
 
 
 def _mismatch(segment: Segment, row: int) -> MismatchError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import logging
 import mmap
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -12,13 +14,16 @@ from pathlib import Path
 import anyio
 from isal import isal_zlib
 
+from aio_ckpt.device import register_host_memory, unregister_host_memory
 from aio_ckpt.errors import MismatchError, ReadError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import FileEntry
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.portal import Executor, run_blocking, run_owned
 from aio_ckpt.storage import ReadFile, Storage
 
-__all__ = ["Files", "address_of", "bounce_buffers"]
+__all__ = ["Files", "address_of", "bounce_buffers", "page_locked"]
+
+_log = logging.getLogger("aio_ckpt")
 
 _HUGE_PAGE_BYTES = 2 << 20
 _OPEN_FILES = 64
@@ -183,9 +188,40 @@ def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
     ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         ring.madvise(mmap.MADV_HUGEPAGE)
+    # A forked worker would make the pages that a disk or a device is using copies on write.
+    ring.madvise(mmap.MADV_DONTFORK)
     view = memoryview(ring)
     first = -address_of(view) % _HUGE_PAGE_BYTES
     return [view[first + size * number :][:size] for number in range(count)]
+
+
+@asynccontextmanager
+async def page_locked(buffers: Sequence[memoryview], *, executor: Executor) -> AsyncIterator[None]:
+    """Buffers that lie in a row are page-locked for CUDA inside; if the driver refuses, copies from them are slower."""
+    if not any(buffer.nbytes for buffer in buffers):
+        yield
+        return
+    unlock = functools.partial(_unlock, buffers)  # holds the memory until then, also for a wait that was given up
+    is_locked = await run_owned(executor, _lock, buffers, dispose=unlock)
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            await run_blocking(executor, unlock, is_locked)
+
+
+def _lock(buffers: Sequence[memoryview]) -> bool:
+    try:
+        register_host_memory(address_of(buffers[0]), sum(buffer.nbytes for buffer in buffers))
+    except RuntimeError as error:
+        _log.info("reading through memory that is not page-locked: %s", error)
+        return False
+    return True
+
+
+def _unlock(buffers: Sequence[memoryview], is_locked: bool) -> None:
+    if is_locked:
+        unregister_host_memory(address_of(buffers[0]))
 
 
 def address_of(view: memoryview) -> int:

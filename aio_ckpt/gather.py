@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aio_ckpt.device import Copies
+from aio_ckpt.copies import Copies
 from aio_ckpt.items import ImageLayout, align_up
 from aio_ckpt.plan import ImagePlan
 from aio_ckpt.routes import Span

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from aio_ckpt.device import Mark, is_capturing_graph
+from aio_ckpt.copies import Mark
+from aio_ckpt.device import is_capturing_graph
 from aio_ckpt.errors import ConfigError, EngineClosedError
 
 __all__ = ["Guards"]
@@ -22,7 +23,9 @@ class Guards:
     ``save()`` itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_step: Callable[[], None]) -> None:
+        """``on_step`` is called before each ``step`` of the first object: a training step has come so far."""
+        self._on_step = on_step
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
         self._marks: tuple[Mark, ...] = ()
@@ -46,7 +49,8 @@ class Guards:
             return
         try:
             list(_tensors_of(guarded))
-            self._removers.append(_before_each_step(guarded, self._await_copies))
+            before = self._before_step if self._objects else self._before_first_step
+            self._removers.append(_before_each_step(guarded, before))
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"guard({type(guarded).__name__}): no param_groups like an optimizer's, or a step that cannot be "
@@ -78,7 +82,11 @@ class Guards:
             remove()
         self._objects, self._removers, self._marks = [], [], ()
 
-    def _await_copies(self) -> None:
+    def _before_first_step(self) -> None:
+        self._before_step()
+        self._on_step()
+
+    def _before_step(self) -> None:
         if is_capturing_graph():
             raise ConfigError(
                 "a step inside a captured CUDA graph cannot be guarded: its replays would not wait. Leave guard() out, "

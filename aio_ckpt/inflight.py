@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from aio_ckpt import commit
@@ -15,7 +16,7 @@ from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, St
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import PendingSave, SaveCall, Site, run_save
+from aio_ckpt.pipeline import PendingSave, SaveCall, Site, keep_trace, run_save
 from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
@@ -40,7 +41,7 @@ class InFlight:
         self._portal = portal
         self._on_settled = on_settled
         self._copiers = Copiers()
-        self.guards = Guards()
+        self.guards = Guards(on_step=site.throttle.guarded_step)
         self._max = site.config.max_in_flight
         self._on_failure = site.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
@@ -181,7 +182,8 @@ class InFlight:
 
         def begin() -> None:
             nonlocal is_running
-            self._portal.submit(run_save, self._site, save, on_done=lambda done: self._settle(save, done))
+            site = replace(self._site, storage=save.call.trace.storage(self._site.storage))
+            self._portal.submit(run_save, site, save, on_done=lambda done: self._settle(save, done))
             is_running = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:
@@ -201,7 +203,8 @@ class InFlight:
                 self._copiers,
                 guarded=self.guards.leaves(planned.tensors),
                 on_captured=captured,
-                stall_timeout_secs=self._site.config.stall_timeout_secs,
+                stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
+                trace=save.call.trace,
             )
             self._finish(save, work)
         except BaseException as error:
@@ -249,6 +252,7 @@ class InFlight:
         save.progress.fail(cause)
         if not save.has_begun:
             save.image.lease.close()
+            await keep_trace(self._site, save, cause)
             self._settle(save, failed(cause))
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt import commit, retention
-from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
+from aio_ckpt.errors import EngineClosedError, RootError, StallError, shown, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
 from aio_ckpt.pipeline import Site
@@ -36,8 +36,11 @@ def make_root(root: str | os.PathLike[str]) -> Path:
     """Make the directory of the checkpoints and its parents, durably; it may be there. Its absolute path.
 
     Raises:
-        RootError: it is empty text, a file, or cannot be made.
+        RootError: it is no path, empty text, a file, or cannot be made.
     """
+    if not isinstance(root, (str, os.PathLike)) or not isinstance(os.fspath(root), str):
+        remedy = "give a str or a pathlib.Path"
+        raise RootError(errno.EINVAL, f"the root is a {type(root).__name__}, no path: {remedy}", shown(root))
     if not os.fspath(root):
         raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
     path = Path(root).absolute()
@@ -84,17 +87,21 @@ class RootKeeper:
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
+            EngineClosedError: the engine was closed.
             StallError: the deadline of the save passed; the next one begins anew.
         """
         if self._lock is not None:
             self._lock.renew()
             return
+        if self._portal.is_closed:  # nobody would let go of the lock
+            raise EngineClosedError("the engine was closed: open a new one")
         site, lock = self._site, None
         try:
             lock = site.storage.lock(site.root / LOCK_FILE)
             site.quarantine.is_writer = True
             what = "setting damaged checkpoints aside"
-            self._call(site.quarantine.enforce, site.storage, site.root, what=what, deadline=deadline)
+            limit_secs = site.config.stall_timeout_secs
+            self._call(site.quarantine.enforce, site.storage, site.root, limit_secs, what=what, deadline=deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             learn(functools.partial(self.steps, deadline))
             self._lock = lock
@@ -148,7 +155,9 @@ class RootKeeper:
     async def _abandon_after(self, step: int) -> list[int]:
         site = self._site
         async with site.quarantine.renames:
-            return await commit.abandon_after(site.storage, site.root, site.names, step, str(time.time_ns()))
+            abandoned = await commit.abandon_after(site.storage, site.root, site.names, step, str(time.time_ns()))
+        await retention.unprotect_after(site.storage, site.root, step)
+        return abandoned
 
     # -- retention ------------------------------------------------------------------------------------
 

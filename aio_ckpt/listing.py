@@ -12,7 +12,7 @@ import msgspec
 from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
 from aio_ckpt.commit import MAX_LOOKS, Committed, discover
 from aio_ckpt.contents import global_shape
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PENDING_PREFIX, StepNames, protected_step
 from aio_ckpt.portal import Executor, run_blocking
@@ -116,6 +116,7 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
 
     Raises:
         ReadError: the root cannot be read.
+        ConfigError: it is no root but a checkpoint.
     """
     others = await storage.list_dir(root)
     marked = {protected_step(name) for name in others}
@@ -123,6 +124,10 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
         await _root_row(storage, executor, found, is_protected=found.step in marked)
         for found in await discover(storage, root, names)
     ]
+    if not rows and await _is_checkpoint(storage, root):
+        raise ConfigError(
+            f"{root} is a checkpoint, no root: 'aio-ckpt inspect {root}' shows it, 'aio-ckpt ls {root.parent}' lists it"
+        )
     return RootTable(
         root=str(root),
         checkpoints=tuple(row for row in rows if row is not None),

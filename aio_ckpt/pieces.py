@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from aio_ckpt.contents import ObjectArray, SmallItems
+from aio_ckpt.copies import Copies
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import IntArray
@@ -33,14 +34,13 @@ class Landing:
     """File offset of the first byte that lands."""
     nbytes: int
     """Length of what lands, gaps between pieces included."""
-    address: int = 0
-    """Host memory for it; 0: scratch memory, allocated by :meth:`open`."""
-    device: torch.Tensor | None = None
-    """Instead: the target's own bytes on a device."""
     crc32: int | None = None
     """CRC32 of everything that lands, if there is one; then the pieces have none of their own."""
-    then: Callable[[torch.Tensor], None] | None = None
-    """Is given the scratch bytes when they are complete."""
+    then: Callable[[torch.Tensor, Copies], None] | None = None
+    """Is given the scratch bytes when they are complete, and what copies to the device. None: the pieces have
+    addresses of their own."""
+    device: int = 0
+    """Device of the target behind ``then``, as in :class:`Pieces`."""
     sums: list[tuple[int, int]] = field(default_factory=list)
     """(CRC32, length) of each piece, if ``crc32``."""
     pieces_left: int = 0
@@ -50,14 +50,10 @@ class Landing:
 
     def open(self) -> None:
         """Make room for the first piece."""
-        if not self.address and self.device is None and self.scratch is None:
+        if self.then is not None and self.scratch is None:
             self.scratch = torch.empty(self.nbytes, dtype=torch.uint8)
 
-    def base(self) -> int:
-        """Host address of ``start``."""
-        return self.address if self.scratch is None else self.scratch.data_ptr()
-
-    def finish(self, combine: Callable[[int, int, int], int] | None) -> bool:
+    def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> bool:
         """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
 
         Raises:
@@ -72,7 +68,7 @@ class Landing:
                 raise MismatchError(f"{self.label} does not match its CRC32")
             is_summed = True
         if self.then is not None and self.scratch is not None:
-            self.then(self.scratch)
+            self.then(self.scratch, copies)
         self.scratch = None
         return is_summed
 
@@ -88,7 +84,9 @@ class Pieces:
     crcs: IntArray
     """CRC32 of the bytes; -1 if they have none of their own."""
     addresses: IntArray
-    """Host memory they are copied to; 0 if they go to the landing, or were read in place."""
+    """Memory they are copied to; 0 if they go to the landing, or were read in place."""
+    devices: IntArray
+    """Whose memory: 0 for the host's, else 1 + the position in ``ReadPlan.devices``."""
     labels: ObjectArray
     """What they are part of, for messages."""
     landings: ObjectArray
@@ -118,7 +116,9 @@ class PieceRows:
     crcs: list[int] = field(default_factory=list)
     """CRC32s, or -1."""
     addresses: list[int] = field(default_factory=list)
-    """Host memory, or 0."""
+    """Memory, or 0."""
+    devices: list[int] = field(default_factory=list)
+    """Whose memory."""
     labels: list[str] = field(default_factory=list)
     """What they are part of."""
     landings: list[Landing | None] = field(default_factory=list)
@@ -129,13 +129,22 @@ class PieceRows:
     """Pieces that were made many at once."""
 
     def add(
-        self, start: int, nbytes: int, crc: int, address: int, label: str, landing: Landing | None = None, at: int = 0
+        self,
+        start: int,
+        nbytes: int,
+        crc: int,
+        address: int,
+        label: str,
+        landing: Landing | None = None,
+        at: int = 0,
+        device: int = 0,
     ) -> None:
         """One piece."""
         self.starts.append(start)
         self.nbytes.append(nbytes)
         self.crcs.append(crc)
         self.addresses.append(address)
+        self.devices.append(device)
         self.labels.append(label)
         self.landings.append(landing)
         self.positions.append(at)
@@ -151,6 +160,7 @@ class PieceRows:
             nbytes=np.array(self.nbytes, np.int64),
             crcs=np.array(self.crcs, np.int64),
             addresses=np.array(self.addresses, np.int64),
+            devices=np.array(self.devices, np.int64),
             labels=np.array(self.labels, np.object_),
             landings=np.array(self.landings, np.object_),
             positions=np.array(self.positions, np.int64),
@@ -166,6 +176,7 @@ def copied_pieces(items: SmallItems, rows: IntArray, addresses: IntArray) -> Pie
         nbytes=items.nbytes[rows],
         crcs=items.crcs[rows],
         addresses=addresses,
+        devices=np.zeros(len(rows), np.int64),
         labels=items.names[rows],
         landings=np.full(len(rows), None, np.object_),
         positions=np.zeros(len(rows), np.int64),

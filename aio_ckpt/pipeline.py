@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -14,11 +14,11 @@ import anyio.lowlevel
 import msgspec
 from isal import isal_zlib
 
-from aio_ckpt import commit, owner
+from aio_ckpt import commit, owner, undo
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import Coordinator
-from aio_ckpt.device import Mark
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, tell_stage
+from aio_ckpt.copies import Mark
+from aio_ckpt.errors import SaveCancelledError, StallError, tell_stage
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult, check_complete
 from aio_ckpt.manifest import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
@@ -37,14 +37,12 @@ from aio_ckpt.record import (
 )
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
+from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.tracing import NO_TRACE, SaveTrace
 from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = ["PendingSave", "SaveCall", "Site", "run_save"]
-
-_log = logging.getLogger("aio_ckpt")
-_SETTLE_SECS = 5.0
-"""How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,12 @@ class Site:
     """Settings."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     """Checkpoints that loads proved damaged."""
+    throttle: WriteThrottle = field(default_factory=WriteThrottle)
+    """The rate of writing."""
+
+    def slot_timeout_secs(self, nbytes: int) -> float:
+        """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""
+        return self.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,8 @@ class SaveCall:
     """When it must be committed."""
     started: float
     """``time.perf_counter`` at the call."""
+    trace: SaveTrace = NO_TRACE
+    """Told where the time goes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,9 +131,17 @@ class PendingSave:
     """Time the caller was kept."""
     staged_secs: float = 0.0
     """When everything was copied."""
+    written_secs: float = 0.0
+    """When every chunk was written."""
+    synced_secs: float = 0.0
+    """When the data file and ``.metadata`` were durable."""
+    agreed_secs: float = 0.0
+    """When all ranks were."""
+    sealed_secs: float = 0.0
+    """When the directory was."""
     marks: tuple[Mark, ...] = ()
     """Behind every copy from a device."""
-    doing: str = "making its directory"
+    doing: str = "beginning"
     """What it is doing, for messages."""
     stage: str = "write"
     """Where it is: ``write``, ``agree``, ``commit``."""
@@ -143,6 +157,11 @@ class PendingSave:
     def elapsed(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.call.started
+
+    def begin(self, doing: str) -> None:
+        """On the loop: from now on it is doing this."""
+        self.doing = doing
+        self.call.trace.stage(doing)
 
     async def cancel(self) -> bool:
         """On the loop: cancel unless it is being made visible."""
@@ -168,15 +187,26 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
     save.has_begun = True
     try:
         with watch_submissions(save.threads.add):
-            return await _watched(site, save)
+            report = await _watched(site, save)
     except BaseException as error:
         cause = _first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
-            await _settle_failure(site, save, cause)
+            pending = _pending(site, save)
+            await undo.settle_failure(site.storage, pending, save.image, save.threads, step=save.step, cause=cause)
+            await keep_trace(site, save, cause)
         if cause is error:
             raise
         raise cause from cause.__cause__
+    await keep_trace(site, save, None)
+    return report
+
+
+async def keep_trace(site: Site, save: PendingSave, error: BaseException | None) -> None:
+    """The save has ended, with ``error`` or well: write the trace that its caller asked for."""
+    about = {"step": save.step, "plan_hit": save.plan_hit, "image_bytes": save.image.chunks[-1].stop}
+    origin, rank = save.call.started, site.coordinator.rank
+    await save.call.trace.keep(site.executor, origin=origin, rank=rank, about=about, error=error)
 
 
 async def _watched(site: Site, save: PendingSave) -> SaveReport:
@@ -213,19 +243,20 @@ async def _watch(site: Site, save: PendingSave) -> None:
 async def _stages(site: Site, save: PendingSave) -> SaveReport:
     storage, pending = site.storage, _pending(site, save)
     final = site.root / site.names.name(save.step)
+    save.begin("making its directory")
     await storage.make_dir(pending)
     # On the loop: malloc keeps the megabytes for each thread that ever had them.
     metadata = render_metadata_file(save.plan, save.objects, checkpoint_id=str(final), save_id=_save_id(site, save))
     async with anyio.create_task_group() as beside:
         beside.start_soon(owner.write_owner, storage, pending, site.owner)
         beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
-        save.doing = "writing its data"
         result = await _write(site, save, pending)
-        save.doing = "writing its .metadata"
+        save.begin("writing its .metadata")
         save.image.lease.close()
-        written_secs = save.elapsed()
+    save.synced_secs = save.elapsed()
     root_manifest = await _agree(site, save, pending, metadata, result)
     await _commit(site, save, pending, final, root_manifest)
+    save.begin("ending")
     return SaveReport(
         step=save.step,
         path=final,
@@ -239,7 +270,10 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
             waited_secs=save.ticket.waited_secs,
             plan_secs=save.plan_secs,
             staged_secs=save.staged_secs,
-            written_secs=written_secs,
+            written_secs=save.written_secs,
+            synced_secs=save.synced_secs,
+            agreed_secs=save.agreed_secs,
+            sealed_secs=save.sealed_secs,
             committed_secs=save.elapsed(),
         ),
     )
@@ -249,7 +283,7 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
     """This rank's manifest, durably, then what all ranks wrote: the root manifest."""
     entries = object_entries(save.plan, save.objects)
     check_complete(frozenset(save.requested), written_names(save.plan, entries, result))
-    save.doing = "writing the rank's manifest"
+    save.begin("writing the rank's manifest")
     rank, world_size, save_id = site.coordinator.rank, site.coordinator.world_size, _save_id(site, save)
     manifest = render_rank(
         save.plan, entries, result, step=save.step, save_id=save_id, rank=rank, world_size=world_size
@@ -257,15 +291,17 @@ async def _agree(site: Site, save: PendingSave, pending: Path, metadata: Metadat
     await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
     message = msgspec.msgpack.encode(FileEntry(rank_manifest_name(rank), len(manifest), isal_zlib.crc32(manifest)))
     save.progress.touch()
-    save.stage, save.doing = "agree", "waiting for the other ranks"
+    save.stage = "agree"
+    save.begin("waiting for the other ranks")
     results = await site.coordinator.exchange(
         f"results/{save.number}", message, timeout_secs=site.config.stall_timeout_secs
     )
     if save.previous is not None:
-        save.doing = "waiting for the commit of the save before"
+        save.begin("waiting for the commit of the save before")
         with save.progress.paused():
             await asyncio.wrap_future(follow(save.previous))
     save.progress.touch()
+    save.agreed_secs = save.elapsed()
     ranks = [msgspec.msgpack.decode(result, type=FileEntry) for result in results]
     return render_root(
         metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.call.metrics
@@ -279,21 +315,33 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     arena.rendered = None
     path = pending / data_file_name(site.coordinator.rank)
     image_bytes = save.image.chunks[-1].stop
+    is_hurried = save.call.deadline.secs is not None
+
+    def on_written(nbytes: int) -> None:
+        save.progress.touch()
+        site.throttle.wrote(nbytes)
+
+    save.begin("reserving room for its data")
     file = await site.storage.create_data_file(path, image_bytes, writers=site.config.workers)
     try:
-        result = await write_image(
-            save.image,
-            preparer,
-            file,
-            site.executor,
-            workers=site.config.workers,
-            captured=lambda index: save.progress.wait(index, site.executor),
-            on_written=lambda _: save.progress.touch(),
-        )
-        save.doing = "making its data durable"
+        save.begin("writing its data")
+        with site.throttle.drain():
+            result = await write_image(
+                save.image,
+                preparer,
+                file,
+                site.executor,
+                workers=site.config.workers,
+                captured=lambda index: save.progress.wait(index, site.executor),
+                admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
+                on_written=on_written,
+                trace=save.call.trace,
+            )
+        save.written_secs = save.elapsed()
+        save.begin("making its data durable (fdatasync)")
         await file.sync()
     finally:
-        with anyio.move_on_after(_SETTLE_SECS, shield=True):
+        with anyio.move_on_after(undo.SETTLE_SECS, shield=True):
             await file.close()
     if save.image.is_whole:
         arena.rendered = layout
@@ -301,12 +349,15 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
 
 
 async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
-    save.stage, save.doing = "commit", "making its directory durable"
+    save.stage = "commit"
+    save.begin("making its directory durable")
     await commit.seal(site.storage, pending, root_manifest)
-    save.doing = "waiting while other checkpoints are renamed"
+    save.sealed_secs = save.elapsed()
+    save.begin("waiting while other checkpoints are renamed")
     async with site.quarantine.renames:
         await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
         save.is_committing = True
+        save.begin("making it visible (rename, fsync)")
         # Shielded: a rename that was begun is finished or undone.
         with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
             await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)
@@ -325,31 +376,6 @@ def _pending(site: Site, save: PendingSave) -> Path:
 
 def _save_id(site: Site, save: PendingSave) -> str:
     return f"{site.owner.session}-{save.number}"
-
-
-async def _settle_failure(site: Site, save: PendingSave, cause: BaseException) -> None:
-    """Give the buffers back when the last thread let go; leave nothing behind that is listed."""
-    for future in save.image.written:
-        if not future.done():
-            future.set_exception(cause)
-    lease = save.image.lease
-    lease.close()
-    with anyio.move_on_after(_SETTLE_SECS):
-        await asyncio.wrap_future(follow(lease.settled))
-        await save.threads.wait()
-    if not (lease.settled.done() and save.threads.are_idle):
-        _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", save.step)
-        return
-    pending = _pending(site, save)
-    if isinstance(cause, AioCkptError) and cause.in_doubt:
-        # Its files may be those of a visible step, or those of the step that it replaced.
-        _log.error("step %d: %s stays until it is cleared: the step may still become visible", save.step, pending)
-        return
-    try:
-        with anyio.move_on_after(_SETTLE_SECS):
-            await site.storage.remove_tree(pending)
-    except (AioCkptError, OSError) as error:
-        _log.warning("step %d: %s stays: %s", save.step, pending, error)
 
 
 def _first_cause(error: BaseException) -> BaseException:

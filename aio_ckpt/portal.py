@@ -41,6 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Watcher = Callable[["Future[Any]"], None]
+Begin = Callable[[], object]
 
 _logger = logging.getLogger("aio_ckpt")
 _START_TIMEOUT_SECS = 60.0
@@ -80,9 +81,9 @@ class Executor(ThreadPoolExecutor):
     cannot be had it raises although an older thread will still run the work, on bytes that nobody holds.
     """
 
-    def __init__(self, name: str, threads: int, owner: object = None) -> None:
-        """:meth:`Portal.check_thread` knows the threads by ``owner``. RuntimeError: the system gives no more."""
-        super().__init__(threads, thread_name_prefix=f"{name}-io", initializer=_own_thread, initargs=(owner,))
+    def __init__(self, name: str, threads: int, owner: object = None, begin: Begin | None = None) -> None:
+        """``Portal.check_thread`` knows the threads by ``owner``; each calls ``begin()``. RuntimeError: no more."""
+        super().__init__(threads, thread_name_prefix=f"{name}-io", initializer=_own_thread, initargs=(owner, begin))
         self._pid = os.getpid()
         self._name = name
         self._unfinished: set[Future[Any]] = set()
@@ -146,8 +147,10 @@ def _survive(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
 
 
-def _own_thread(owner: object) -> None:
+def _own_thread(owner: object, begin: Begin | None = None) -> None:
     _OWNER.value = owner
+    if begin is not None:
+        begin()
 
 
 def _check_process(pid: int, name: str) -> None:
@@ -198,10 +201,10 @@ class Portal:
     :class:`EngineForkedError`.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
-        """Nothing is started yet; ``threads`` is the size of the executor."""
+    def __init__(self, name: str, threads: int, begin: Begin | None = None) -> None:
+        """Nothing is started yet; ``threads`` is the size of the executor, whose threads call ``begin()`` first."""
         self.name = name
-        self._threads = threads
+        self._threads, self._begin = threads, begin
         self._pid = os.getpid()
         self._is_closing = False
         self._executor: Executor | None = None
@@ -217,7 +220,7 @@ class Portal:
         _check_process(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
-        self._executor = Executor(self.name, self._threads, owner=self)
+        self._executor = Executor(self.name, self._threads, self, self._begin)
         self._thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
         self._thread.start()
         self._ready.result(_START_TIMEOUT_SECS)
@@ -296,11 +299,10 @@ class Portal:
         _check_process(self._pid, self.name)
         self._schedule(fn, *args)
 
-    def at_exit(self, callback: Callable[[], None]) -> None:
+    def at_exit(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
-        # Closed it is in a forked child, too, where the loop's thread is not.
-        _register_exit(lambda: None if self.is_closed else callback(), self)
+        _register_exit(lambda: self.is_closed or callback(), self)
 
     def close(self, timeout: float) -> None:
         """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from aio_ckpt.errors import ConfigError, WrongThreadError
+from aio_ckpt.errors import ConfigError, WrongThreadError, shown
 
 __all__ = ["Preemption"]
 
@@ -104,9 +105,15 @@ class Preemption:
 
 def _signal_numbers(signals: Iterable[int]) -> list[int]:
     try:
-        numbers = [signal.Signals(number) for number in signals]
+        numbers = [_signal(number) for number in signals]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"signals={signals!r}: give signals like (signal.SIGTERM, signal.SIGUSR1)") from error
+        raise ConfigError(f"signals={shown(signals)}: give signals like (signal.SIGTERM, signal.SIGUSR1)") from error
     if not numbers:
         raise ConfigError("signals: give at least one")
     return [int(number) for number in numbers]
+
+
+def _signal(number: object) -> signal.Signals:
+    if isinstance(number, bool):  # True would be SIGHUP
+        raise TypeError("a bool is no signal")
+    return signal.Signals(operator.index(number))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import anyio
 
 from aio_ckpt.config import check_seconds
-from aio_ckpt.device import Mark
+from aio_ckpt.copies import Mark
 from aio_ckpt.errors import SaveCancelledError, StallError
 from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 

@@ -53,26 +53,35 @@ class Quarantine:
         """Held by whoever renames a step (a commit, retention, a rollback, this): between a look at a directory and its
         rename no other may take its place."""
 
-    async def condemn(self, storage: Storage, root: Path, found: Iterable[Condemned]) -> dict[Path, Path]:
+    async def condemn(
+        self, storage: Storage, root: Path, found: Iterable[Condemned], limit_secs: float
+    ) -> dict[Path, Path]:
         """Set these aside, now if this engine is the writer, else once it is; old -> new path of what was moved."""
         new = {entry.checkpoint.path: entry for entry in found}
         if not new:
             return {}
         self._condemned |= new
-        moved = await self.enforce(storage, root) if self.is_writer else {}
+        moved = await self.enforce(storage, root, limit_secs) if self.is_writer else {}
         self.times_condemned += 1
         return moved
 
-    async def enforce(self, storage: Storage, root: Path) -> dict[Path, Path]:
-        """The writer: set aside what was condemned; old -> new path. What cannot be renamed is logged and stays."""
+    async def enforce(self, storage: Storage, root: Path, limit_secs: float) -> dict[Path, Path]:
+        """The writer: set aside what was condemned; old -> new path.
+
+        What cannot be renamed, or not within ``limit_secs``, is logged and stays condemned.
+        """
         moved: dict[Path, Path] = {}
-        if self._condemned:
-            with anyio.CancelScope(shield=True):
-                async with self.renames:
-                    for entry in tuple(self._condemned.values()):
-                        target = await self._set_aside(storage, root, entry)
-                        if target is not None:
-                            moved[entry.checkpoint.path] = target
+        if not self._condemned:
+            return moved
+        with anyio.move_on_after(limit_secs, shield=True) as limit:
+            async with self.renames:
+                for entry in tuple(self._condemned.values()):
+                    target = await self._set_aside(storage, root, entry)
+                    if target is not None:
+                        moved[entry.checkpoint.path] = target
+        if limit.cancelled_caught:
+            late = sorted(entry.checkpoint.step for entry in self._condemned.values())
+            _log.warning("steps %s are damaged but were not set aside within %s s", late, limit_secs)
         return moved
 
     async def committed(self, storage: Storage, root: Path, names: StepNames) -> Sequence[Committed]:

@@ -285,7 +285,8 @@ def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
 
 async def _fetch(files: Files, draft: _Draft, *, executor: Executor, readers: int, verify: bool) -> Fetched:
     segments = await run_blocking(executor, draft.plan.segments, readers)
-    return await fetch(files, segments, executor=executor, readers=readers, verify=verify)
+    devices = draft.plan.devices
+    return await fetch(files, segments, executor=executor, readers=readers, verify=verify, devices=devices)
 
 
 def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from aio_ckpt.contents import Item, SmallItems, SmallTargets, StoredObject
+from aio_ckpt.copies import Copies
+from aio_ckpt.device import copies_by_address, is_host
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
@@ -44,7 +46,9 @@ class ReadPlan:
     straight: list[Segment] = field(default_factory=list)
     """Reads that need no bounce buffer."""
     filled: list[torch.Tensor] = field(default_factory=list)
-    """Host targets that are written behind torch's back."""
+    """Targets that are written behind torch's back."""
+    devices: list[torch.device] = field(default_factory=list)
+    """Where targets are that the host cannot write to."""
 
     def add_tensor(self, items: Sequence[Item], offsets: Sequence[int], target: torch.Tensor) -> None:
         """Fill ``target``, the box of the global tensor that begins at ``offsets``, from the shards that cover it.
@@ -105,7 +109,7 @@ class ReadPlan:
             start=stored.offset,
             nbytes=stored.nbytes,
             crc32=stored.crc32,
-            then=lambda scratch: then(scratch.numpy().tobytes()),
+            then=lambda scratch, _: then(scratch.numpy().tobytes()),
         )
         self._add_landing(stored.file, landing, [(0, stored.nbytes)], BLOCK_BYTES, ())
 
@@ -125,27 +129,32 @@ class ReadPlan:
             and not (item.storage_offset or target.is_conj() or target.is_neg())
             and item.raw_bytes == target.numel() * item.dtype.itemsize
         )
-        if not is_same:
+        if not is_same or not (is_host(target) or copies_by_address(target.device)):
             self._add_box(item, (0,) * len(item.shape), target.detach())
-        elif not target.is_cpu:
-            self._land_raw(item, device=bytes_of(target))
-        else:
-            self.filled.append(target)
+            return
+        self.filled.append(target)
+        if not item.sums:
+            self._land_raw(item, target)
+        elif is_host(target):
             self._add_host(item, target)
+        else:
+            self._add_blocks(item, target, range(len(item.sums)))
+
+    def _add_blocks(self, item: Item, target: torch.Tensor, numbers: Iterable[int]) -> None:
+        """Blocks that are copied to memory."""
+        rows, address, device = self._rows_of(item.file), target.data_ptr(), self._number_of(target)
+        for number in numbers:
+            at = number * item.block_bytes
+            nbytes = min(item.block_bytes, item.raw_bytes - at)
+            rows.add(item.raw_offset + at, nbytes, item.sums[number], address + at, item.name, device=device)
 
     def _add_host(self, item: Item, target: torch.Tensor) -> None:
         """Blocks straight to memory: read in place where alignment allows it, else copied."""
         address, block = target.data_ptr(), item.block_bytes
-        if not item.sums:
-            self._land_raw(item, address=address)
-            return
         is_aligned = not (address % PAGE_BYTES or item.raw_offset % PAGE_BYTES)
         is_straight = (is_aligned or not self.is_direct[item.file]) and item.file not in self.ahead
         count = item.raw_bytes // block if is_straight else 0
-        rows = self._rows_of(item.file)
-        for number in range(count, len(item.sums)):
-            at = number * block
-            rows.add(item.raw_offset + at, min(block, item.raw_bytes - at), item.sums[number], address + at, item.name)
+        self._add_blocks(item, target, range(count, len(item.sums)))
         view = bytes_of(target).numpy().data if count else memoryview(b"")
         step = max(_SEGMENT_BYTES_MAX // block, 1)
         for first in range(0, count, step):
@@ -163,17 +172,12 @@ class ReadPlan:
                 )
             )
 
-    def _land_raw(self, item: Item, *, address: int = 0, device: torch.Tensor | None = None) -> None:
+    def _land_raw(self, item: Item, target: torch.Tensor) -> None:
+        """Blocks that are copied to memory and have one sum together, or none."""
         if item.raw_bytes:
-            landing = Landing(
-                label=_label(item),
-                start=item.raw_offset,
-                nbytes=item.raw_bytes,
-                address=address,
-                device=device,
-                crc32=None if item.sums else item.record_crc32,
-            )
-            self._add_landing(item.file, landing, [(0, item.raw_bytes)], item.block_bytes, item.sums)
+            landing = Landing(label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32)
+            address, device = target.data_ptr(), self._number_of(target)
+            self._add_landing(item.file, landing, [(0, item.raw_bytes)], item.block_bytes, (), address, device)
 
     def _add_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
         """The box of ``view``'s shape that begins at ``start`` inside the item; only blocks that it touches."""
@@ -187,11 +191,19 @@ class ReadPlan:
             nbytes=high - low,
             crc32=item.record_crc32 if is_all and not item.sums else None,
             then=functools.partial(_copy_box, view, item.dtype, item.stride, first - low // item.dtype.itemsize),
+            device=self._number_of(view),
         )
         self._add_landing(item.file, landing, runs, item.block_bytes, item.sums)
 
     def _add_landing(
-        self, file: str, landing: Landing, runs: Iterable[tuple[int, int]], block: int, sums: Sequence[int]
+        self,
+        file: str,
+        landing: Landing,
+        runs: Iterable[tuple[int, int]],
+        block: int,
+        sums: Sequence[int],
+        address: int = 0,
+        device: int = 0,
     ) -> None:
         """Cut ``runs`` (ranges of raw bytes; the landing begins where the first one does) into pieces of a block."""
         rows = self._rows_of(file)
@@ -201,10 +213,19 @@ class ReadPlan:
             for at in range(low, high, block):
                 crc = sums[at // block] if sums else -1
                 start, nbytes = landing.start + at - base, min(block, high - at)
-                rows.add(start, nbytes, crc, 0, landing.label, landing, landing.pieces_left)
+                place = address and address + at - base
+                rows.add(start, nbytes, crc, place, landing.label, landing, landing.pieces_left, device)
                 landing.pieces_left += 1
         if landing.crc32 is not None:
             landing.sums = [(0, 0)] * landing.pieces_left
+
+    def _number_of(self, target: torch.Tensor) -> int:
+        """As in :class:`~aio_ckpt.pieces.Pieces`."""
+        if is_host(target):
+            return 0
+        if target.device not in self.devices:
+            self.devices.append(target.device)
+        return 1 + self.devices.index(target.device)
 
     def _rows_of(self, file: str) -> PieceRows:
         found = self.pieces.get(file)
@@ -223,11 +244,12 @@ def _dcp_metadata(items: Sequence[Item]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=items[0].dtype), torch.Size(items[0].shape), chunks)
 
 
-def _copy_box(view: torch.Tensor, dtype: torch.dtype, stride: Sequence[int], first: int, scratch: torch.Tensor) -> None:
+def _copy_box(
+    view: torch.Tensor, dtype: torch.dtype, stride: Sequence[int], first: int, scratch: torch.Tensor, copies: Copies
+) -> None:
     """Copy a box out of scratch bytes; ``first`` is the element of ``scratch`` where the box begins."""
     typed = torch.empty(0, dtype=dtype).set_(scratch.untyped_storage(), first, view.shape, tuple(stride))
-    with torch.no_grad():
-        view.copy_(typed)
+    copies.fill(view, typed)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aio_ckpt import commit
+from aio_ckpt.config import check_flag
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -16,6 +17,7 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
     ReadError,
+    shown,
 )
 from aio_ckpt.items import LoadReport, SkippedCheckpoint
 from aio_ckpt.pipeline import Site
@@ -39,6 +41,10 @@ class LoadOptions:
     """Leave template names that the checkpoint lacks."""
     fallback: bool
     """Without a step: walk back past what does not verify."""
+
+    def __post_init__(self) -> None:
+        for name in ("strict", "allow_missing", "fallback"):
+            check_flag(name, getattr(self, name))
 
 
 async def load_state(
@@ -95,9 +101,11 @@ def selection(only: Any) -> list[str] | None:
     """
     if only is None:
         return None
-    names = [only] if isinstance(only, str) or not isinstance(only, Iterable) else list(only)
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"only={only!r}: give the name of a leaf or branch, or several")
+    names: list[str] = []
+    for name in [only] if isinstance(only, str) or not isinstance(only, Iterable) else only:
+        if not isinstance(name, str):  # at the first: there may be no last one
+            raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
+        names.append(name)
     return names
 
 
@@ -222,7 +230,7 @@ class _Walk:
         proven = (
             Condemned(checkpoint=found.checkpoint, error=found.error) for found in self.damaged if found.is_proven
         )
-        moved = await site.quarantine.condemn(site.storage, site.root, proven)
+        moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
         for found in self.damaged:
             _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
         return tuple(

@@ -13,12 +13,22 @@ import anyio
 
 from aio_ckpt.commit import Committed, check_step_number, discover, is_unchanged
 from aio_ckpt.config import KeepBest
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError, shown
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.names import TRASH_PREFIX, StepNames, protected_name, protected_step
 from aio_ckpt.storage import Storage
 
-__all__ = ["Policy", "Retention", "best", "check_metrics", "expired", "protect", "protected_steps", "unprotect"]
+__all__ = [
+    "Policy",
+    "Retention",
+    "best",
+    "check_metrics",
+    "expired",
+    "protect",
+    "protected_steps",
+    "unprotect",
+    "unprotect_after",
+]
 
 _MAX_ROOT_MANIFEST_BYTES = 1 << 30
 _log = logging.getLogger("aio_ckpt")
@@ -89,11 +99,11 @@ def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | Non
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics={metrics!r}: give a dict of names and numbers")
+        raise ConfigError(f"metrics={shown(metrics)}: give a dict of names and numbers")
     checked: dict[str, float | None] = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise ConfigError(f"metrics: {name!r} is no name: give a string")
+            raise ConfigError(f"metrics: {shown(name)} is no name: give a string")
         number = _number(name, value)
         checked[name] = number if math.isfinite(number) else None
     return checked
@@ -155,6 +165,18 @@ async def unprotect(storage: Storage, root: Path, step: int) -> None:
     """
     await storage.remove_file(root / protected_name(check_step_number(step)))
     await storage.sync_dir(root)
+
+
+async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
+    """After a rollback to ``step``: later marks go, which else would protect what is saved anew under those numbers.
+
+    What the rollback set aside needs none: nothing deletes it.
+    """
+    later = [each for each in await protected_steps(storage, root) if each > step]
+    for each in later:
+        await storage.remove_file(root / protected_name(each))
+    if later:
+        await storage.sync_dir(root)
 
 
 class Retention:

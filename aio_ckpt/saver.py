@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from aio_ckpt import tree
+from aio_ckpt import commit, tree
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import BusyError, EngineClosedError
 from aio_ckpt.image import Image, arena_spec, lease_image
@@ -23,6 +23,7 @@ from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
 from aio_ckpt.staging import StagingChoice
 from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.trace import CALLER
 
 __all__ = ["Saver"]
 
@@ -66,6 +67,10 @@ class Saver:
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
+        with call.trace.span("save()", CALLER):
+            return self._save(state, step, call)
+
+    def _save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         in_flight, deadline = self.in_flight, call.deadline
         read_steps = functools.partial(self._keeper.steps, deadline)
         with self._lock:
@@ -73,20 +78,26 @@ class Saver:
             self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
             in_flight.raise_unreported()
             when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
-            waited_secs = in_flight.wait_for_room(step, when_busy, deadline)
-            if not in_flight.knows_steps:
-                in_flight.learn_steps(read_steps)
+            with call.trace.span("wait for room", CALLER):
+                waited_secs = in_flight.wait_for_room(step, when_busy, deadline)
+            with call.trace.span("read the steps", CALLER):
+                if not in_flight.knows_steps:
+                    in_flight.learn_steps(read_steps)
+            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
             if waited_secs is None:
                 skipped_step = (in_flight.newest_step or 0) if step is None else step
                 return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
-            planned = self.cache.resolve(flat)
+            with call.trace.span("walk and plan", CALLER):
+                flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
+                planned = self.cache.resolve(flat)
             plan_secs = time.perf_counter() - call.started - waited_secs
-            objects = self._encoder.encode(planned.objects)
-            self._keeper.become_writer(in_flight.learn_steps, deadline)
-            step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            image = self._lease(planned, objects, deadline)
+            with call.trace.span("encode objects", CALLER):
+                objects = self._encoder.encode(planned.objects)
+            with call.trace.span("open the root", CALLER):
+                self._keeper.become_writer(in_flight.learn_steps, deadline)
+                step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            with call.trace.span("lease memory", CALLER):
+                image = self._lease(planned, objects, deadline)
             save = in_flight.enter(
                 call,
                 planned,
@@ -97,7 +108,8 @@ class Saver:
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
             )
-            in_flight.start(save, planned)
+            with call.trace.span("capture", CALLER):
+                in_flight.start(save, planned)
             self._map_next(planned.plan, objects)
             save.blocked_secs = save.elapsed()
             return save.ticket
@@ -119,6 +131,7 @@ class Saver:
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
         self._portal.check_thread("rollback()")
+        step = commit.check_step_number(step)
         with self._lock:
             if self.in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
@@ -147,7 +160,7 @@ class Saver:
             len(objects.region),
             self.lifetime,
             self._staging.kind(planned.plan.source),
-            timeout_secs=self._site.config.stall_timeout_secs,
+            timeout_secs=self._site.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,8 +45,8 @@ class Screen:
             print(text, file=self._stream, flush=True)
 
     def json(self, document: Any) -> None:
-        """The result, on standard output."""
-        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        """The result, on standard output, in ASCII: a file's name that is no UTF-8 comes back by ``json.loads``."""
+        print(json.dumps(msgspec.to_builtins(document), indent=2))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
         """A table; the first ``left`` columns are text, the others numbers."""

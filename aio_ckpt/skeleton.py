@@ -16,7 +16,13 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from aio_ckpt.errors import CorruptCheckpointError, DuplicateNameError, MissingNameError, UnsupportedLeafError
+from aio_ckpt.errors import (
+    CorruptCheckpointError,
+    DuplicateNameError,
+    MissingNameError,
+    UnsupportedLeafError,
+    shown,
+)
 from aio_ckpt.items import LeafKind
 from aio_ckpt.objects import MAX_DEPTH, from_tensor
 
@@ -100,7 +106,7 @@ def freeze_key(key: object, name: str) -> Key:
     if isinstance(key, tuple) and kind is tuple:
         return ("t", tuple(freeze_key(part, name) for part in key))
     raise UnsupportedLeafError(
-        f"{name}: a key of type {kind.__qualname__} ({key!r}): "
+        f"{name}: a key of type {kind.__qualname__} ({shown(key)}): "
         "keys are str, int, bool, finite float, None or tuples of those"
     )
 
@@ -153,10 +159,10 @@ def check_names(names: list[str], skeleton: Skeleton, *, rank: int) -> None:
         return
     seen: dict[str, str] = {}
     for name, path in _leaf_paths(skeleton, "", (), rank):
-        shown = "state" + "".join(f"[{part!r}]" for _, part in path)
+        place = "state" + "".join(f"[{part!r}]" for _, part in path)
         if name in seen:
-            raise DuplicateNameError(f"{seen[name]} and {shown} are both named {name!r}: rename one of the keys")
-        seen[name] = shown
+            raise DuplicateNameError(f"{seen[name]} and {place} are both named {name!r}: rename one of the keys")
+        seen[name] = place
 
 
 _Path: TypeAlias = "tuple[tuple[bool, Any], ...]"

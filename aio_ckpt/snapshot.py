@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -10,7 +11,8 @@ from itertools import groupby
 import torch
 
 from aio_ckpt import envelope, objects
-from aio_ckpt.device import Copies, CopyStreams, Mark
+from aio_ckpt.copies import Copies, Mark
+from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers
 from aio_ckpt.image import Image
@@ -20,6 +22,7 @@ from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
 from aio_ckpt.structure import addresses
+from aio_ckpt.trace import CALLER, COPIES, Recorder
 
 __all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
@@ -110,7 +113,9 @@ class Capture:
     Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
-    def __init__(self, planned: PlannedImage, image: Image, copiers: Copiers, guarded: Set[int]) -> None:
+    def __init__(
+        self, planned: PlannedImage, image: Image, copiers: Copiers, guarded: Set[int], trace: Recorder
+    ) -> None:
         self._planned = planned
         self._image = image
         self._copiers = copiers
@@ -121,6 +126,8 @@ class Capture:
         self._flat: dict[int, torch.Tensor] = {}
         self.marks: tuple[Mark, ...] = ()
         """Behind every copy, once all are issued."""
+        self._trace = trace
+        self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
 
     def issue_first(self) -> None:
         """What nobody guards, on devices: the caller's stream waits for these copies alone."""
@@ -143,6 +150,16 @@ class Capture:
         marks = tuple(copies.mark() for copies in self._unmarked)
         self._unmarked.clear()
         return marks
+
+    def capture_run(self, run: Sequence[Chunk], *, is_issued: bool) -> CapturedRun:
+        """:meth:`issue` the run; ``is_issued``: from devices, so that its copies end later."""
+        name = f"chunk {run[0].index}" + (f" to {run[-1].index}" if run[1:] else "")
+        with self._trace.span(f"{'issue' if is_issued else 'copy'} {name}", CALLER):
+            self.issue(run)
+            marks = self.take_marks()
+        if is_issued:
+            self._runs.append((name, time.perf_counter(), marks))
+        return [chunk.index for chunk in run], marks
 
     def end(self) -> None:
         """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
@@ -167,6 +184,13 @@ class Capture:
 
     def finish(self) -> None:
         """Block until every copy is done, then let go of the sources."""
+        ended = 0.0
+        for name, issued, marks in self._runs:  # one after the other on the side stream, and so on their lane
+            for mark in marks:
+                mark.synchronize()
+            began, ended = max(issued, ended), time.perf_counter()
+            self._trace.add(f"copy {name}", COPIES, began, ended)
+        self._runs.clear()
         for mark in self.marks:
             mark.synchronize()
         self._flat.clear()
@@ -251,6 +275,7 @@ def capture(
     guarded: Set[int],
     on_captured: Callable[[Sequence[CapturedRun]], None],
     stall_timeout_secs: float,
+    trace: Recorder,
 ) -> Capture:
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
 
@@ -261,7 +286,7 @@ def capture(
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
-    work = Capture(planned, image, copiers, guarded)
+    work = Capture(planned, image, copiers, guarded, trace)
     untold: list[CapturedRun] = []  # from devices: to wake the engine's loop earlier would cost the GIL and win nothing
     try:
         try:
@@ -271,8 +296,7 @@ def capture(
                     on_captured(untold)
                     untold = []
                 _await_slot(image, run[0], stall_timeout_secs)
-                work.issue(run)
-                untold.append(([chunk.index for chunk in run], work.take_marks()))
+                untold.append(work.capture_run(run, is_issued=is_issued))
                 if not is_issued:
                     on_captured(untold)
                     untold = []

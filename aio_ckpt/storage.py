@@ -11,7 +11,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from aio_ckpt.datafile import Probe, create_data_file, open_data_file, probe_read, probe_write, translated
 from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
@@ -97,6 +97,7 @@ class FileStatus:
     """When it last changed, by the file system's own clock; of a directory, its names."""
 
 
+@runtime_checkable
 class Storage(Protocol):
     """A file system for checkpoints. Paths are absolute. Reading raises ReadError, changing WriteError."""
 

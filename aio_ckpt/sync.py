@@ -72,9 +72,12 @@ class SyncCheckpointEngine:
         overwrite: bool = False,
         deadline_secs: float | None = None,
         metrics: Mapping[str, object] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """See :meth:`CheckpointEngine.save`."""
-        return self._engine.save(state, step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics)
+        return self._engine.save(
+            state, step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace
+        )
 
     def prepare(self, state: object) -> Milestone[None]:
         """See :meth:`CheckpointEngine.prepare`; ``result()`` waits for the memory."""
@@ -83,6 +86,10 @@ class SyncCheckpointEngine:
     def guard(self, guarded: object) -> None:
         """See :meth:`CheckpointEngine.guard`."""
         self._engine.guard(guarded)
+
+    def step_done(self) -> None:
+        """See :meth:`CheckpointEngine.step_done`."""
+        self._engine.step_done()
 
     def ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""

@@ -12,8 +12,10 @@ from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import SaveCancelledError, StallError
+import torch
+
+from aio_ckpt.config import MAX_SECS, check_wait
+from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError, shown
 from aio_ckpt.items import SaveReport
 
 __all__ = ["Milestone", "SaveTicket"]
@@ -112,14 +114,15 @@ class Milestone(Generic[T]):
         return True
 
     def _wait(self, timeout: float | None) -> None:
+        check_wait("timeout", timeout)
         if self._future.done():
             return
         self._check(f"waiting for {self.name}")
         try:
             # Does not raise the failure: a TimeoutError from here is the wait's own. No system waits beyond MAX_SECS.
-            self._future.exception(None if timeout is None or timeout > MAX_SECS else timeout)
+            self._future.exception(None if timeout is None or timeout > MAX_SECS else max(0, timeout))
         except TimeoutError:
-            raise StallError(f"{self.name}: not reached within {timeout} s; the save goes on") from None
+            raise StallError(f"{self.name}: not reached within {shown(timeout)} s; the save goes on") from None
 
     async def _wait_in_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -209,7 +212,13 @@ class SaveTicket:
         return cancel is not None and cancel()
 
     def fence(self, stream: object = None) -> None:
-        """Make ``stream`` (None: the current one) wait for the copies out of guarded tensors."""
+        """Make ``stream`` (None: the current one) wait for the copies out of guarded tensors.
+
+        Raises:
+            ConfigError: it is no stream.
+        """
+        if stream is not None and not isinstance(stream, torch.Stream):
+            raise ConfigError(f"fence(stream={shown(stream)}): give a stream, like torch.cuda.current_stream()")
         fence = self._fence
         if fence is not None:
             fence(stream)

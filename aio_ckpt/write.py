@@ -19,6 +19,7 @@ from aio_ckpt.image import Image
 from aio_ckpt.items import BLOCK_BYTES, Chunk, ImageLayout, Piece, WriteResult
 from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.storage import DataFile
+from aio_ckpt.trace import SUMS, Recorder
 
 __all__ = ["ChunkPreparer", "write_image"]
 
@@ -120,9 +121,11 @@ async def write_image(
     *,
     workers: int,
     captured: Callable[[int], Awaitable[None]],
+    admit: Callable[[int], Awaitable[None]],
     on_written: Callable[[int], None],
+    trace: Recorder,
 ) -> WriteResult:
-    """Write every chunk of ``image`` to ``file`` as soon as ``captured(index)`` returns.
+    """Write every chunk of ``image`` to ``file`` as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
     At most ``workers`` writes are in flight. Every thread that touches the image is reported to its lease. The
     first error cancels the rest and is raised; threads already in the system call keep the lease until they end.
@@ -133,24 +136,30 @@ async def write_image(
     async def prepare() -> None:
         async with sender:
             for chunk in image.chunks:
-                await captured(chunk.index)
-                await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+                with trace.span(f"wait for chunk {chunk.index} to be captured", SUMS):
+                    await captured(chunk.index)
+                with trace.span(f"sum chunk {chunk.index}", SUMS, bytes=chunk.stop - chunk.start):
+                    await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
                 with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left: what ended them is raised
                     await sender.send(chunk)
 
-    async def write(chunks: MemoryObjectReceiveStream[Chunk]) -> None:
+    async def write(chunks: MemoryObjectReceiveStream[Chunk], lane: str) -> None:
         async with chunks:
             async for chunk in chunks:
-                await file.write(chunk.start, image.view(chunk))
+                nbytes = chunk.stop - chunk.start
+                with trace.span("wait for the rate limit", lane):
+                    await admit(nbytes)
+                with trace.span(f"write chunk {chunk.index}", lane, bytes=nbytes, offset=chunk.start):
+                    await file.write(chunk.start, image.view(chunk))
                 written.add(chunk.index)
                 if chunk.index < len(image.written):
                     image.written[chunk.index].set_result(None)
-                on_written(chunk.stop - chunk.start)
+                on_written(nbytes)
 
     with watch_submissions(image.lease.hold_until):
         async with anyio.create_task_group() as group, receiver:
-            for _ in range(min(workers, len(image.chunks))):
-                group.start_soon(write, receiver.clone())
+            for number in range(min(workers, len(image.chunks))):
+                group.start_soon(write, receiver.clone(), f"writer {number}")
             group.start_soon(prepare)
     return WriteResult(
         image_bytes=image.chunks[-1].stop,

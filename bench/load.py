@@ -38,8 +38,7 @@ def bench_shape(shape: Shape, folder: Path, options: Options) -> tuple[str, list
     title = f"{shape.name}: {len(state)} tensors, {nbytes / 1e6:.1f} MB"
     log(title)
     limit = PlainRead(pack(state), folder / "plain")
-    rivals = loaders(state, folder, options.config)
-    chosen = [rival for rival in rivals if not options.only or rival.name in options.only]
+    chosen = loaders(state, folder, options.config, options.only)
     contenders: list[Contender] = [limit, *chosen]
     try:
         first, samples = interleave(contenders, options.rounds, log=log)
@@ -51,7 +50,7 @@ def bench_shape(shape: Shape, folder: Path, options: Options) -> tuple[str, list
             name = contender.name
             rows.append(make_row(contender, first[name], samples[name], samples[limit.name], nbytes, felt))
     finally:
-        for contender in (limit, *rivals):
+        for contender in contenders:
             contender.close()
         shutil.rmtree(folder)
     return title, rows

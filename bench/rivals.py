@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -313,14 +313,13 @@ class SafetensorsLoad(_Loader):
         return DONE
 
 
-def loaders(state: State, folder: Path, config: EngineConfig) -> list[Contender]:
-    """This library and its rivals, each with a checkpoint of its own below ``folder``."""
-    return [
-        EngineLoad(state, folder / "engine", config),
-        TorchLoad(state, folder / "torch"),
-        SafetensorsLoad(state, folder / "safetensors"),
-        DcpLoad(state, folder / "dcp"),
-    ]
+def loaders(state: State, folder: Path, config: EngineConfig, only: Collection[str]) -> list[Contender]:
+    """This library and its rivals, each with a checkpoint of its own below ``folder``; with ``only``, those named."""
+    found: list[Contender] = []
+    if not only or EngineLoad.name in only:
+        found.append(EngineLoad(state, folder / "engine", config))
+    plain: list[type[_Loader]] = [TorchLoad, SafetensorsLoad, DcpLoad]
+    return found + [kind(state, folder / kind.name) for kind in plain if not only or kind.name in only]
 
 
 def check_equal(contender: Contender) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import anyio
+import anyio.lowlevel
 
 from aio_ckpt import tree
 from aio_ckpt.config import GATHER_BYTES
@@ -20,6 +20,7 @@ from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.storage import Storage
+from aio_ckpt.tracing import NO_TRACE
 from aio_ckpt.write import ChunkPreparer, write_image
 
 TIMEOUT = 20.0
@@ -69,6 +70,7 @@ async def save_image(
             guarded=frozenset(),
             on_captured=lambda runs: loop.call_soon_threadsafe(progress.tell, list(runs)),
             stall_timeout_secs=TIMEOUT,
+            trace=NO_TRACE,
         )
         try:
             file = await storage.create_data_file(path, image.chunks[-1].stop, writers=workers)
@@ -82,7 +84,9 @@ async def save_image(
                         executor,
                         workers=workers,
                         captured=lambda index: progress.wait(index, executor),
+                        admit=lambda nbytes: anyio.lowlevel.checkpoint(),
                         on_written=lambda nbytes: None,
+                        trace=NO_TRACE,
                     )
             finally:
                 with anyio.CancelScope(shield=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from bench.gpu.__main__ import run
 from bench.gpu.options import GpuOptions, parse
 from bench.gpu.results import row_of
-from bench.gpu.supervise import EventReader, Outcome, Ranks, free_port, run_trial
+from bench.gpu.supervise import EventReader, Outcome, Processes, Ranks, free_port
 from bench.gpu.tables import render
 
 READY = {"event": "ready", "nbytes": 2_000_000_000, "tensors": 3, "step_secs": 0.07}
@@ -43,18 +44,48 @@ def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: P
     # What it had reported before: the file is read, whoever wrote it.
     (tmp_path / "trial-events-0.jsonl").write_text('{"event": "alone", "blocked_secs": 1.0, "durable_secs": 2.0}\n')
     begin = time.monotonic()
-    outcome = run_trial(trial, Ranks(), free_port(), limit_secs=0.3)
+    outcome = Processes(Ranks()).run(trial, free_port(), limit_secs=0.3, has_next=False)
     assert time.monotonic() - begin < 10
     assert (outcome.status, outcome.error) == ("failed", "killed after 0 s")
     assert [event["event"] for event in outcome.events] == ["alone"]
     assert not [child for child in psutil.Process().children() if "bench.gpu.trial" in " ".join(child.cmdline())]
 
 
+def test_workers_of_a_contender_that_hangs_are_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trial").mkdir()
+    stub = tmp_path / "stub"
+    stub.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/worker\nwait\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"))
+    outcome = Processes(Ranks()).run(trial, free_port(), limit_secs=1.0, has_next=False)
+    assert outcome.error == "killed after 1 s"
+    worker = int((tmp_path / "worker").read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
+def test_supervisors_agree_through_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in ("0", "1"):
+        for name, value in (environment | {"RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        ranks.append(Ranks())
+    for trial in range(2):
+        decided = [ranks[0].decide({"left": trial}, 1), ranks[1].decide(None, 1)]
+        assert decided == [{"left": trial}] * 2
+        assert not ranks[0].has_failure()
+        ranks[1].tell_failure()
+        assert ranks[0].has_failure()
+        assert ranks[1].gather(Outcome(status="failed", error="b")) == []
+        assert [outcome.error for outcome in ranks[0].gather(Outcome(status="ok", error="a"))] == ["a", "b"]
+
+
 def test_what_has_not_begun_when_the_time_is_over_is_a_row(tmp_path: Path) -> None:
     run(options(tmp_path, "--only", "aio", "--secs", "0", "--label", "late"))
     [path] = (tmp_path / "bench-results").iterdir()
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 5
+    assert len(rows) == 7
     assert {(row["status"], row["error"]) for row in rows} == {("not run", "the time of the run was over")}
 
 
@@ -64,7 +95,8 @@ def test_lost_time_is_what_the_steps_took_beyond_as_many_without_a_save() -> Non
         "blocked_secs": 0.01,
         "done_secs": 0.5,
         "durable_secs": 0.6,
-        "blocked_cpu_secs": 0.2,
+        "staged_secs": 0.01,
+        "cpu_secs": 0.2,
         "base_secs": [0.1, 0.1],
         "steps_secs": [0.25, 0.1, 0.1, 0.11, 0.1, 0.1, 0.1],
     }

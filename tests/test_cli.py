@@ -128,6 +128,41 @@ def test_ls_lists_a_checkpoint_with_a_broken_manifest_and_says_so(root, capsys):
     assert "step_000000020" in out
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_ls_of_a_checkpoint_says_so_and_where_to_look(root, capsys, options):
+    checkpoint = root / "step_000000020"
+    code, out, err = called(capsys, "ls", checkpoint, *options)
+    assert (code, out) == (2, "")
+    assert f"{checkpoint} is a checkpoint, no root" in err
+    assert f"'aio-ckpt inspect {checkpoint}'" in err
+    assert f"'aio-ckpt ls {root}'" in err
+    shutil.copy(checkpoint / ".metadata", root)  # a root that somebody saved into is still one
+    assert called(capsys, "ls", root)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "protect"])
+def test_a_path_that_is_no_utf8_is_shown_escaped_and_told_whole(root, capsysbinary, command):
+    odd = os.fsdecode(os.fsencode(root) + b"-\xff")
+    root.rename(odd)
+    step = ["20"] if command == "protect" else []
+    assert cli.run([command, odd, *step]) == 0
+    capsysbinary.readouterr().out.decode()
+    assert cli.run([command, odd, *step, "--json"]) == 0
+    told = json.loads(capsysbinary.readouterr().out)
+    if command == "protect":
+        assert told == {"step": 20, "is_protected": True}
+        return
+    first = told["checkpoints"][0] if "checkpoints" in told else told
+    assert Path(first["path"]).parent == Path(odd)
+
+
+def test_an_empty_root_whose_path_is_no_utf8_is_listed(tmp_path, capsysbinary):
+    odd = os.fsdecode(os.fsencode(tmp_path / "empty") + b"-\xff")
+    Path(odd).mkdir()
+    assert cli.run(["ls", odd]) == 0
+    assert b"no committed checkpoint under" in capsysbinary.readouterr().out
+
+
 def test_ls_of_an_empty_root_is_no_error(tmp_path, capsys):
     code, out, _ = called(capsys, "ls", tmp_path)
     assert code == 0

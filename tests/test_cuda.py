@@ -270,3 +270,29 @@ def test_thousands_of_small_tensors_come_back(tmp_path: Path, gathers: bool, mon
             assert all(torch.equal(back[name], value) for name, value in wanted.items())
             for name, value in state.items():
                 value.copy_(wanted[name])
+
+
+@pytest.mark.parametrize("answer", ["batch", "no batch", "refused"])
+def test_large_tensors_are_copied_by_a_batch_or_one_by_one(
+    tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, rows = device.batch_copy(), []
+    if answer == "batch" and real is None:
+        pytest.skip("this driver has no batches of copies")
+
+    def copy(given: list[tuple[int, int, int]], base: int, stream: int) -> int:
+        rows.append(len(given))
+        return real(given, base, stream) if answer == "batch" and real is not None else 801
+
+    monkeypatch.setattr(device, "batch_copy", lambda: None if answer == "no batch" else copy)
+    state = {f"w{i}": torch.randn(MIB + i, device="cuda") for i in range(40)}
+    with SyncCheckpointEngine(tmp_path, EngineConfig(debug=True)) as engine:
+        for step in (1, 2):
+            engine.save(state, step=step).result(60)
+            wanted = {name: tensor.cpu() for name, tensor in state.items()}
+            for tensor in state.values():
+                tensor.add_(1.0)
+            back = engine.read(step)
+            assert isinstance(back, dict)
+            assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items()), step
+    assert bool(rows) == (answer != "no batch")

@@ -19,7 +19,7 @@ import torch
 from child_python import child_environment, python
 from gated_storage import TIMEOUT, Gate, gated_engine
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, pipeline
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, undo
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.names import LOCK_FILE
 
@@ -203,7 +203,7 @@ def test_terminate_lets_a_commit_that_has_begun_finish(root: Path) -> None:
 def test_terminate_releases_the_engine_though_a_save_does_not_end(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pipeline, "_SETTLE_SECS", 1.0)
+    monkeypatch.setattr(undo, "SETTLE_SECS", 1.0)
     with gated_engine(root, stall_timeout_secs=0.2) as (engine, storage):
         storage.hold("sync", "*.distcp")
         storage.hold("remove_tree", ".pending-*")

@@ -16,6 +16,7 @@ from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, cancel_now, load_points, save_points
 from bench.faults.store import Fault
 from bench.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
+from bench.faults.upkeep import UPKEEPS, short_reads, upkeep_points
 
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
 EIO = FAULTS_BY_NAME["EIO"]
@@ -63,6 +64,30 @@ def test_a_store_that_hangs_while_expired_steps_are_deleted_keeps_nobody_waiting
 def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loading: Loading) -> None:
     """Neither skipped nor called corrupt: the error of the system comes, and the next load is whole."""
     assert_survived(load_points(tmp_path, loading, EIO), at_least=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "stride", "at_least"),
+    [
+        ("verify", "EIO", 1, 8),
+        ("protect", "EIO", 1, 7),
+        ("unprotect", "EIO", 1, 2),
+        ("rollback", "EIO", 1, 12),
+        ("rollback", "fsync fails once", 1, 3),
+        ("load that sets damage aside", "EIO", 3, 11),
+        ("load that sets damage aside", "rename fails", 1, 1),
+    ],
+)
+def test_whatever_fails_beside_saves_is_told_and_loses_nothing(
+    tmp_path: Path, name: str, fault: str, stride: int, at_least: int
+) -> None:
+    (upkeep,) = (upkeep for upkeep in UPKEEPS if upkeep.name == name)
+    points = upkeep_points(tmp_path, upkeep, FAULTS_BY_NAME[fault], stride=stride)
+    assert_survived(points, at_least=at_least)
+
+
+def test_a_read_that_falls_short_is_continued_or_done_anew_and_proves_no_damage(tmp_path: Path) -> None:
+    assert_survived(short_reads(tmp_path), at_least=4)
 
 
 # -- threads, tasks, memory -----------------------------------------------------------------------

@@ -12,10 +12,11 @@ import torch
 from rings import TIMEOUT, image_of, plan_of
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine, gather, plan, routes
-from aio_ckpt.device import HostCopies
+from aio_ckpt.copies import HostCopies
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.portal import Executor
 from aio_ckpt.snapshot import Copiers, capture
+from aio_ckpt.tracing import NO_TRACE
 
 
 @pytest.fixture
@@ -46,7 +47,13 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
         assert planned.plan.gathers
         image = image_of(planned, manager)
         capture(
-            planned, image, copiers, guarded=frozenset(), on_captured=lambda *_: None, stall_timeout_secs=TIMEOUT
+            planned,
+            image,
+            copiers,
+            guarded=frozenset(),
+            on_captured=lambda *_: None,
+            stall_timeout_secs=TIMEOUT,
+            trace=NO_TRACE,
         ).finish()
         memory = image.lease.arena.tensor
         for item in planned.plan.layout.items:
@@ -68,7 +75,13 @@ def test_without_device_memory_each_tensor_is_copied_alone(
     planned = plan_of(state)
     image = image_of(planned, manager)
     capture(
-        planned, image, Copiers(), guarded=frozenset(), on_captured=lambda *_: None, stall_timeout_secs=TIMEOUT
+        planned,
+        image,
+        Copiers(),
+        guarded=frozenset(),
+        on_captured=lambda *_: None,
+        stall_timeout_secs=TIMEOUT,
+        trace=NO_TRACE,
     ).finish()
     for item in planned.plan.layout.items:
         raw = image.lease.arena.tensor[item.raw_offset : item.raw_offset + item.raw_bytes].clone()

@@ -254,7 +254,7 @@ def test_a_preempted_trainer_saves_its_last_step_and_ends_well(tmp_path: Path, n
 
 
 WORKERS = """
-    import os, signal, sys, time, warnings
+    import os, signal, sys, warnings
     from aio_ckpt import SyncCheckpointEngine
     warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of forking with threads, as it should
     engine = SyncCheckpointEngine(sys.argv[1])
@@ -264,7 +264,7 @@ WORKERS = """
     if not pid:
         os.write(tell, b"!")  # Python drops a signal that comes while it forks
         while True:
-            time.sleep(0.01)
+            pass  # a call that blocks could begin between the signal and its handler
     os.read(ready, 1)
     os.kill(pid, signal.SIGTERM)
     status = os.waitpid(pid, 0)[1]

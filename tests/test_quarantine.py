@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
@@ -17,6 +18,7 @@ from test_steps import listing, save, value, weights
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import run
+from aio_ckpt.commit import discover
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.errors import (
     CorruptCheckpointError,
@@ -28,9 +30,12 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
     WriteError,
 )
+from aio_ckpt.names import StepNames
 from aio_ckpt.portal import Executor
+from aio_ckpt.quarantine import Condemned, Quarantine
 from aio_ckpt.storage import LocalStorage, ReadFile
 
+NAMES = StepNames(EngineConfig().step_dir)
 ONE, TWO, THREE = (f"step_{step:09d}" for step in (1, 2, 3))
 
 
@@ -243,6 +248,26 @@ def test_what_cannot_be_renamed_is_logged_and_the_load_is_good(root: Path, caplo
             assert [entry.quarantined for entry in load().result(TIMEOUT).skipped] == [None]
         assert "step 2 is damaged but could not be set aside" in caplog.text
         assert load().result(TIMEOUT).skipped[0].quarantined is not None
+
+
+async def test_a_rename_that_hangs_holds_a_load_no_longer_than_its_limit(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(root, 1, 2)
+    executor = Executor("test", 2)
+    storage, quarantine = GatedStorage(executor), Quarantine()
+    (damaged,) = [found for found in await discover(storage, root, NAMES) if found.step == 2]
+    proof = [Condemned(checkpoint=damaged, error=MismatchError("a flipped bit"))]
+    quarantine.is_writer = True
+    gate = storage.hold("rename", TWO)
+    with caplog.at_level(logging.WARNING, "aio_ckpt"), anyio.fail_after(TIMEOUT):
+        assert await quarantine.condemn(storage, root, proof, 0.05) == {}
+    assert "steps [2] are damaged but were not set aside within 0.05 s" in caplog.text
+    assert [found.step for found in await quarantine.committed(storage, root, NAMES)] == [1], "condemned for good"
+    storage.release(gate)
+    assert len(await quarantine.enforce(storage, root, TIMEOUT)) == 1, "tried again"
+    assert executor.close(TIMEOUT)
+    assert len(aside(root)) == 1
 
 
 # -- what is no proof -----------------------------------------------------------------------------

@@ -495,6 +495,18 @@ def test_a_protected_step_stays_until_it_is_no_longer_protected(root: Path) -> N
     assert committed(root) == [5]
 
 
+def test_a_protected_step_is_not_even_renamed(root: Path) -> None:
+    """Taken back at once, it would still be gone for whoever reads it then."""
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        engine.save(weights(1), 1).result(TIMEOUT)
+        engine.protect(1)
+        for step in (2, 3):
+            engine.save(weights(step), step).result(TIMEOUT)
+    moved = {call.path.name for call in storage.calls if call.name == "rename"}
+    assert "step_000000001" not in moved
+    assert "step_000000002" in moved
+
+
 @pytest.mark.parametrize("step", [2, 7])
 def test_only_a_committed_step_can_be_protected(root: Path, step: int) -> None:
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
@@ -516,6 +528,36 @@ def test_a_step_stays_protected_when_it_is_overwritten(root: Path) -> None:
         engine.save(weights(10), 1, overwrite=True).result(TIMEOUT)
         save(engine, 2)
     assert committed(root) == [1, 2]
+
+
+def test_a_rollback_past_a_protected_step_leaves_no_mark_for_what_is_saved_anew_under_its_number(root: Path) -> None:
+    """The mark was for the checkpoint that is set aside, where nothing deletes it; the new one nobody asked to keep."""
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
+        save(engine, 1)
+        engine.protect(1)
+        save(engine, 2)
+        engine.protect(2)
+        save(engine, 3)
+        assert engine.rollback(1) == [3, 2]
+        assert engine.protected_steps() == [1]
+        save(engine, 2, 3)
+    assert committed(root) == [1, 3]
+    assert len(list(root.glob(".abandoned-*"))) == 2
+
+
+def test_a_rollback_takes_marks_away_durably_and_not_before_the_steps_are_set_aside(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        engine.protect(2)
+        storage.calls.clear()
+        engine.rollback(1)
+        assert [(call.name, call.path.name) for call in storage.calls] == [
+            ("rename", "step_000000002"),
+            ("sync_dir", root.name),
+            ("remove_file", protected_name(2)),
+            ("sync_dir", root.name),
+        ]
 
 
 def test_protection_is_durable_before_the_call_returns(root: Path) -> None:

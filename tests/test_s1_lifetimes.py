@@ -21,7 +21,7 @@ from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
 from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, pipeline
+from aio_ckpt import CheckpointEngine, EngineConfig, undo
 from aio_ckpt.arena import POISON
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
@@ -64,7 +64,7 @@ def steps_dir(root: Path, step: int) -> Path:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed save does not wait for its threads before it reports; its lease waits all the same."""
-    monkeypatch.setattr(pipeline, "_SETTLE_SECS", 0.05)
+    monkeypatch.setattr(undo, "SETTLE_SECS", 0.05)
 
 
 def test_a_save_keeps_its_own_bytes_while_the_next_one_is_captured_and_the_trainer_churns_memory(

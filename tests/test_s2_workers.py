@@ -20,7 +20,7 @@ from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
 from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, pipeline
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, undo
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.manifest import data_file_name
 
@@ -131,7 +131,7 @@ def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: 
 def test_the_buffer_is_lent_to_nobody_before_the_other_writes_of_a_full_disk_settle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    monkeypatch.setattr(pipeline, "_SETTLE_SECS", 0.05)
+    monkeypatch.setattr(undo, "SETTLE_SECS", 0.05)
     storage = WatchedStorage()
     gate = storage.gate()
 

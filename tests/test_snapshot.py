@@ -26,6 +26,7 @@ from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.snapshot import Copiers, ObjectEncoder, capture
+from aio_ckpt.tracing import NO_TRACE
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         guarded=frozenset(),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=stall_timeout_secs,
+        trace=NO_TRACE,
     )
     work.finish()
     return told
@@ -128,6 +130,7 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
             guarded=frozenset(),
             on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
             stall_timeout_secs=TIMEOUT,
+            trace=NO_TRACE,
         )
     assert planned.tensors == []
 
@@ -198,7 +201,14 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
     written: set[int] = set()
     with ThreadPoolExecutor(1) as trainer:
         capturing = trainer.submit(
-            capture, planned, image, Copiers(), guarded=frozenset(), on_captured=on_captured, stall_timeout_secs=TIMEOUT
+            capture,
+            planned,
+            image,
+            Copiers(),
+            guarded=frozenset(),
+            on_captured=on_captured,
+            stall_timeout_secs=TIMEOUT,
+            trace=NO_TRACE,
         )
         while len(written) < len(image.chunks):
             with changed:

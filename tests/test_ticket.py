@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from child_python import child_environment, python
 
 from aio_ckpt.errors import SaveCancelledError, StallError, WrongThreadError
@@ -316,10 +317,11 @@ def test_a_fence_is_handed_to_the_engine_until_the_save_is_settled(portal: Porta
     streams: list[object] = []
     ticket = SaveTicket(step=3, portal_check=portal.check_thread, fence=streams.append)
     ticket.fence()
-    ticket.fence("side")
+    side = torch.Stream(device="cpu")
+    ticket.fence(side)
     ticket.committed.resolve(None)
-    ticket.fence("late")
-    assert streams == [None, "side"]
+    ticket.fence(side)
+    assert streams == [None, side]
 
 
 def test_a_ticket_that_is_kept_does_not_keep_the_saves_state(portal: Portal) -> None:

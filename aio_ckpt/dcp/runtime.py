@@ -19,6 +19,7 @@ from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
 from aio_ckpt.portal import Portal
 from aio_ckpt.snapshot import Copiers
 from aio_ckpt.storage import LocalStorage, Storage
+from aio_ckpt.throttle import WriteThrottle
 
 __all__ = ["Face", "Runtime"]
 
@@ -44,6 +45,8 @@ class Runtime:
     """Lends the window through which an image is written."""
     staging: LifetimeManager
     """Lends memory that holds a whole state."""
+    throttle: WriteThrottle
+    """Paces the writes. Without steps to look at, ``"auto"`` paces nothing."""
     copiers: Copiers = field(default_factory=Copiers)
     """Side streams and gather buffers."""
 
@@ -54,12 +57,14 @@ class Runtime:
         portal.start()
         executor = portal.executor
         window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
+        limit = config.max_write_bytes_per_sec
         staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
         return cls(
             config=config,
             portal=portal,
             storage=storage or LocalStorage(executor, config.direct_io),
             window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
+            throttle=WriteThrottle(None if limit == "auto" else limit),
             staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
 import pickle
 import time
@@ -46,6 +47,7 @@ from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.record import MetadataFile, render_root
 from aio_ckpt.snapshot import capture
 from aio_ckpt.storage import Storage
+from aio_ckpt.tracing import NO_TRACE
 from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "write_rank"]
@@ -155,6 +157,7 @@ def _capture_and_write(
             guarded=frozenset(),
             on_captured=lambda runs: runtime.portal.post(progress.tell, runs),
             stall_timeout_secs=limit_secs,
+            trace=NO_TRACE,
         )
         try:
             manifest = _outcome(writing, progress, limit_secs, directory)
@@ -228,7 +231,9 @@ async def _write_data(
             runtime.portal.executor,
             workers=workers,
             captured=lambda index: progress.wait(index, runtime.portal.executor),
+            admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=progress.touch),
             on_written=lambda _: progress.touch(),
+            trace=NO_TRACE,
         )
         await file.sync()
     finally:

@@ -24,6 +24,7 @@ from aio_ckpt.lifetime import Lease
 from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.portal import Portal, drain_at_exit
 from aio_ckpt.snapshot import capture
+from aio_ckpt.tracing import NO_TRACE
 
 __all__ = ["AsyncStager", "stage_state"]
 
@@ -133,6 +134,7 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
             guarded=frozenset(),
             on_captured=lambda _: None,
             stall_timeout_secs=config.stall_timeout_secs,
+            trace=NO_TRACE,
         ).finish()
         memory = np.frombuffer(lease.arena.memory, np.uint8)
         holder = object()

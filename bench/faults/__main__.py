@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Point, load_points, save_points
 from bench.faults.syscalls import INJECTIONS, strace_refusal, syscall_points
+from bench.faults.upkeep import UPKEEPS, short_reads, upkeep_points
 from bench.report import BENCH, machine
 
 __all__ = ["classes", "main"]
@@ -32,6 +33,11 @@ def classes() -> dict[str, list[Points]]:
     for fault in FAULTS:
         if fault.code and fault.counts is None:
             found[f"load: {fault.name}"] = [partial(load_points, loading=loading, fault=fault) for loading in LOADS]
+    for upkeep in UPKEEPS:
+        found[f"{upkeep.name}: each of these"] = [
+            partial(upkeep_points, upkeep=upkeep, fault=fault) for fault in FAULTS if fault.code or fault.is_slow
+        ]
+    found["short reads"] = [short_reads]
     found["short writes"] = [work.short_writes]
     found["a thread's work dies"] = [work.dying_work]
     found["a thread's work hangs"] = [work.hanging_work]

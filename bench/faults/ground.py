@@ -170,6 +170,10 @@ class Ground:
                 if not self._path(step).exists():
                     del self.committed[step], self._digests[step]
 
+    def forget(self, step: int) -> None:
+        """It was set aside: it is not listed any more."""
+        del self.committed[step], self._digests[step]
+
     # -- what must be found ---------------------------------------------------------------------------
 
     def look(self, *, leftovers: tuple[str, ...] = (), strays: frozenset[str] = frozenset()) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt import arena, image, lifetime, pipeline, portal, snapshot, write
+from aio_ckpt import arena, image, lifetime, pipeline, portal, snapshot, undo, write
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.names import OWNER_FILE
@@ -142,7 +142,7 @@ def dying_work(folder: Path) -> Iterator[Point]:
 
 def hanging_work(folder: Path) -> Iterator[Point]:
     """The n-th piece of work hangs in the system until its save was given up, then it goes on."""
-    with Clock() as clock, mock.patch.object(pipeline, "_SETTLE_SECS", 0.05):
+    with Clock() as clock, mock.patch.object(undo, "SETTLE_SECS", 0.05):
         for number in itertools.count(1):
             with _ground(folder / str(number), saves=1, stall_timeout_secs=STALL_SECS) as ground:
                 clock.drive(ground.engine)

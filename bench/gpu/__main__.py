@@ -7,15 +7,21 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from bench.gpu.options import GpuOptions, parse
+from bench.gpu.options import GpuOptions, Trial, parse
 from bench.gpu.results import Document, Row, row_of, write_readme
-from bench.gpu.supervise import Outcome, Ranks, free_port, run_trial
+from bench.gpu.supervise import Outcome, Processes, Ranks, free_port
 from bench.gpu.trial import contender_keys
 from bench.options import log
 
 __all__ = ["main", "run"]
+
+OVER = "the time of the run was over"
+LEAST_SECS = 5.0
+"""Nothing is begun with less left."""
 
 
 def main() -> None:
@@ -36,25 +42,30 @@ def main() -> None:
 
 def run(options: GpuOptions) -> None:
     """All trials; the first rank gathers and writes after each."""
-    ranks, begin = Ranks(), time.monotonic()
+    ranks, begin, plan = Ranks(), time.monotonic(), _plan(options)
+    processes = Processes(ranks)
     document = Document(options, ranks.world) if ranks.rank == 0 else None
     options.folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="aio_ckpt-bench-gpu-", dir=options.folder)) if document else None
     try:
-        for number, (shape, gb, contender) in enumerate(_plan(options)):
+        for number, (shape, gb, contender) in enumerate(plan):
             decision: dict[str, object] | None = None
             if document is not None and work is not None:
                 left = options.secs - (time.monotonic() - begin)
                 folder = work / f"trial-{number}"
                 folder.mkdir()
                 decision = {"left": left, "port": free_port(), "folder": str(folder)}
-            decided = ranks.decide(decision, wait_secs=options.limit_secs(gb))
-            outcome = _one(options, ranks, decided, shape, gb, contender)
-            gathered = ranks.gather(outcome)
+                log(f"{shape} {gb:g}: {contender}")
+            limit_secs = options.limit_secs(gb)
+            decided = ranks.decide(decision, wait_secs=limit_secs)
+            trial = options.trial(contender, shape, gb, str(decided["folder"]))
+            has_next = number + 1 < len(plan)
+            gathered = ranks.gather(_try(processes, trial, decided, limit_secs, has_next=has_next))
             if document is not None and work is not None:
                 _keep(document, row_of(contender, shape, gb, gathered, document.raw(shape, gb)))
                 shutil.rmtree(work / f"trial-{number}", ignore_errors=True)  # a killed one leaves anything
     finally:
+        processes.close()
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
     if document is not None:
@@ -62,6 +73,18 @@ def run(options: GpuOptions) -> None:
         log(f"wrote {document.write()}")
         if options.write:
             write_readme([document.path])
+
+
+def _try(
+    processes: Processes, trial: Trial, decided: Mapping[str, Any], limit_secs: float, *, has_next: bool
+) -> Outcome:
+    left = float(decided["left"])
+    if left < LEAST_SECS:
+        return Outcome(status="not run", error=OVER)
+    outcome = processes.run(trial, int(decided["port"]), min(left, limit_secs), has_next=has_next)
+    if outcome.error.startswith("killed") and left < limit_secs:
+        outcome.error += f": {OVER}"
+    return outcome
 
 
 def _plan(options: GpuOptions) -> list[tuple[str, float, str]]:
@@ -74,18 +97,6 @@ def _plan(options: GpuOptions) -> list[tuple[str, float, str]]:
 def _is_chosen(key: str, options: GpuOptions) -> bool:
     wanted = not options.only or key == "raw" or any(key.startswith(start) for start in options.only)
     return wanted and not any(key.startswith(start) for start in options.without)
-
-
-def _one(
-    options: GpuOptions, ranks: Ranks, decided: dict[str, object], shape: str, gb: float, contender: str
-) -> Outcome:
-    left, port = float(str(decided["left"])), int(str(decided["port"]))
-    if left < 5:
-        return Outcome(status="not run", error="the time of the run was over")
-    if ranks.rank == 0:
-        log(f"{shape} {gb:g}: {contender}")
-    trial = options.trial(contender, shape, gb, str(decided["folder"]))
-    return run_trial(trial, ranks, port, min(left, options.limit_secs(gb)))
 
 
 def _keep(document: Document, row: Row) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -21,13 +22,14 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from aio_ckpt import coordinator
 from aio_ckpt.config import EngineConfig, Staging
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 from bench.gpu.train import Ground, Trainer, local_of
 from bench.rivals import DCP_DURABILITY, ENGINE_SAVE_DURABILITY
 
-__all__ = ["SAVERS", "Saver", "UnavailableError", "fsync_tree"]
+__all__ = ["SAVERS", "Saver", "UnavailableError", "engine_place", "fsync_tree"]
 
 NO_DURABILITY = "none: page cache"
 WAIT_SECS = 600.0
@@ -39,7 +41,10 @@ class UnavailableError(Exception):
 
 
 class Saver(ABC):
-    """One way of saving. One save is pending at most; the caller's thread does what the trainer's would."""
+    """One way of saving. One save is pending at most; the caller's thread does what the trainer's would.
+
+    There is nothing to close: its process and workers are killed; to end by themselves would take some rivals long.
+    """
 
     title: ClassVar[str]
     """Shown."""
@@ -57,6 +62,14 @@ class Saver(ABC):
         self.trainer = trainer
         self.ground = ground
         self.folder = folder
+
+    @classmethod  # noqa: B027 - most run everywhere
+    def check(cls, device: torch.device) -> None:
+        """Before anything is built.
+
+        Raises:
+            UnavailableError: it cannot run here.
+        """
 
     @abstractmethod
     def save(self, number: int) -> None:
@@ -84,9 +97,6 @@ class Saver(ABC):
             elif not path.name.startswith("."):
                 path.unlink()
 
-    def close(self) -> None:  # noqa: B027
-        """Let go."""
-
 
 def fsync_tree(folder: Path) -> None:
     """fsync every file below, then the folders."""
@@ -99,6 +109,15 @@ def fsync_tree(folder: Path) -> None:
 # -- aio_ckpt -------------------------------------------------------------------------------------
 
 
+def engine_place(
+    state: Mapping[str, torch.Tensor], ground: Ground, folder: Path
+) -> tuple[dict[str, torch.Tensor], Path]:
+    """(what the engine is given, its root): one checkpoint of all ranks where the engine knows ranks."""
+    if ground.world == 1 or hasattr(coordinator, "default_coordinator"):
+        return dict(state), folder / "root"
+    return local_of(state), folder / f"rank{ground.rank}"
+
+
 class EngineFenced(Saver):
     """``engine.save(state)``: the device's stream waits for the copies."""
 
@@ -107,17 +126,16 @@ class EngineFenced(Saver):
     durability = ENGINE_SAVE_DURABILITY
     needs_fsync = False
     staging: ClassVar[Staging] = "auto"
+    settings: ClassVar[Mapping[str, Any]] = {}
     is_guarded: ClassVar[bool] = False
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
-        config = EngineConfig(staging=self.staging)
-        # A root a rank: this bench asks nothing of the ranks' agreement.
-        self.root = folder / f"rank{ground.rank}"
-        self.engine = SyncCheckpointEngine(self.root, config)
+        config = EngineConfig(staging=self.staging, **self.settings)
+        self.state, root = engine_place(trainer.state, ground, folder)
+        self.engine = SyncCheckpointEngine(root, config)
         if self.is_guarded:
             self.engine.guard(trainer.optimizer)
-        self.state = local_of(trainer.state)
         self.ticket: SaveTicket | None = None
 
     def save(self, number: int) -> None:
@@ -137,11 +155,8 @@ class EngineFenced(Saver):
     def remove(self) -> None:
         for root in self.folder.iterdir():
             for path in root.iterdir():
-                if path.is_dir():
+                if path.is_dir() and not path.name.startswith("."):
                     shutil.rmtree(path)
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 class EngineGuarded(EngineFenced):
@@ -149,6 +164,28 @@ class EngineGuarded(EngineFenced):
 
     setting = "guarded"
     is_guarded = True
+
+
+class EnginePaced(EngineGuarded):
+    """The same, writing no faster than training does not feel."""
+
+    setting = 'guarded, max_write_bytes_per_sec="auto"'
+    settings: ClassVar[Mapping[str, Any]] = {"max_write_bytes_per_sec": "auto"}
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        if missing := cls.settings.keys() - EngineConfig.__dataclass_fields__.keys():
+            raise UnavailableError(f"this EngineConfig has no {', '.join(missing)}")
+
+
+class EnginePrepared(EngineGuarded):
+    """The same after ``engine.prepare(state)``: the first save finds its plan and memory made."""
+
+    setting = "guarded, prepared"
+
+    def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
+        super().__init__(trainer, ground, folder)
+        self.engine.prepare(self.state).result(WAIT_SECS)
 
 
 class EngineShm(EngineGuarded):
@@ -255,10 +292,6 @@ class DcpAsync(DcpSave):
         if self.upload is not None:
             self.upload.result(WAIT_SECS)
 
-    def close(self) -> None:
-        if self.stager is not None:
-            self.stager.close()
-
 
 class DcpPinned(DcpAsync):
     """A kept stager: pinned, shared, on a thread and a stream of its own; four threads write."""
@@ -294,13 +327,15 @@ class DcpProcessPinned(DcpPinned):
 SAVERS: dict[str, type[Saver]] = {
     "aio-guarded": EngineGuarded,
     "aio-fenced": EngineFenced,
+    "aio-paced": EnginePaced,
+    "aio-prepared": EnginePrepared,
     "aio-shm": EngineShm,
     "aio-pageable": EnginePageable,
     "torch-save": TorchSave,
     "dcp-save-threads": DcpSaveThreads,
-    "dcp-save": DcpSave,
     "dcp-async-pinned": DcpPinned,
     "dcp-async": DcpAsync,
+    "dcp-save": DcpSave,
     "dcp-process-pinned": DcpProcessPinned,
     "dcp-process": DcpProcess,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,15 +34,20 @@ class Nvrx(Saver):
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
-        try:
-            from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async, state_dict_saver
-        except ImportError as error:
-            raise UnavailableError(f"nvidia-resiliency-ext is not installed: {error}") from error
-        if ground.device.type != "cuda":
-            raise UnavailableError("nvidia-resiliency-ext needs a CUDA device")
+        from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async, state_dict_saver
+
         self.core, self.writers, self.savers = core, filesystem_async, state_dict_saver
         self.queue: Any = core.AsyncCallsQueue(persistent=True, cpu_shm_mode=self.by_shm)
         self.cache: Any = state_dict_saver.CheckpointMetadataCache() if self.is_cached else None
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        try:
+            importlib.import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver")
+        except ImportError as error:
+            raise UnavailableError(f"nvidia-resiliency-ext is not installed: {error}") from error
+        if device.type != "cuda":
+            raise UnavailableError("nvidia-resiliency-ext needs a CUDA device")
 
     def save(self, number: int) -> None:
         folder = self.folder / f"save-{number}"
@@ -70,9 +76,6 @@ class Nvrx(Saver):
 
     def wait(self) -> None:
         self.queue.maybe_finalize_async_calls(blocking=True, no_dist=self.ground.world == 1)
-
-    def close(self) -> None:
-        self.queue.close()
 
 
 class NvrxTuned(Nvrx):
@@ -110,10 +113,8 @@ class TorchCheckpointing(Saver):
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
-        try:
-            import torch_checkpointing
-        except ImportError as error:
-            raise UnavailableError(f"torch_checkpointing is not installed: {error}") from error
+        import torch_checkpointing
+
         self.items = self.payload()
         self.manager: Any = torch_checkpointing.CheckpointManager(self.config(torch_checkpointing))
         self.write: Future[object] | None = None
@@ -122,6 +123,13 @@ class TorchCheckpointing(Saver):
             # A trainer does this minutes before its first save, which would wait for both.
             self.manager._prewarm_staging_future.result(WAIT_SECS)
             self.manager._saver._checkpoint_process.wait_for_init()
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        try:
+            importlib.import_module("torch_checkpointing")
+        except ImportError as error:
+            raise UnavailableError(f"torch_checkpointing is not installed: {error}") from error
 
     def payload(self) -> dict[str, object]:
         """One item is one file."""
@@ -148,9 +156,6 @@ class TorchCheckpointing(Saver):
     def wait(self) -> None:
         if self.write is not None:
             self.write.result(WAIT_SECS)
-
-    def close(self) -> None:
-        self.manager.close()
 
 
 class TorchCheckpointingTuned(TorchCheckpointing):
@@ -192,10 +197,10 @@ class TorchCheckpointingAwaited(TorchCheckpointingTuned):
 GUESTS: dict[str, type[Saver]] = {
     "nvrx-tuned": NvrxTuned,
     "nvrx-shm-tuned": NvrxShmTuned,
+    "tc-tuned": TorchCheckpointingTuned,
+    "tc": TorchCheckpointing,
     "nvrx": Nvrx,
     "nvrx-shm": NvrxShm,
-    "tc-tuned": TorchCheckpointingTuned,
     "tc-awaited": TorchCheckpointingAwaited,
-    "tc": TorchCheckpointing,
 }
 """By key."""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.sync import SyncCheckpointEngine
-from bench.gpu.contenders import WAIT_SECS, fsync_tree
+from bench.gpu.contenders import WAIT_SECS, engine_place, fsync_tree
 from bench.gpu.train import Ground, Trainer, local_of
 
 __all__ = ["LOADERS", "Loader"]
@@ -63,9 +63,6 @@ class Loader(ABC):
             if not torch.equal(filled[name], value):
                 raise AssertionError(f"{self.title}: {name} differs from what was saved")
 
-    def close(self) -> None:  # noqa: B027
-        """Let go."""
-
 
 class EngineLoader(Loader):
     """``engine.load(state)``: every sum checked, in place."""
@@ -73,18 +70,16 @@ class EngineLoader(Loader):
     title = "aio_ckpt"
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
-        self.engine = SyncCheckpointEngine(folder / f"rank{ground.rank}")
+        self.given, root = engine_place(trainer.state, ground, folder)
+        self.engine = SyncCheckpointEngine(root)
         super().__init__(trainer, ground, folder)
-        self.local = local_of(self.filled)
+        self.template, _ = engine_place(self.filled, ground, folder)
 
     def write(self) -> None:
-        self.engine.save(local_of(self.wanted)).result(WAIT_SECS)
+        self.engine.save(self.given).result(WAIT_SECS)
 
     def load(self) -> None:
-        self.engine.load(self.local)
-
-    def close(self) -> None:
-        self.engine.close()
+        self.engine.load(self.template)
 
 
 class DcpLoader(Loader):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.tables import of_state
+
 __all__ = ["draw"]
 
 OURS, THEIRS = "#1f77b4", "#b0b0b0"
@@ -17,7 +19,7 @@ SAVE_PANELS = (
 )
 LOAD_PANELS = (("load_secs", "load to the device, cold (s)", 1.0),)
 LEAST = 1e-4
-"""Of a second; what is less, or negative by noise, is drawn as this."""
+"""Of a second; what is less, or negative by noise, is drawn as this and labelled as it is."""
 
 
 def draw(path: Path) -> list[Path]:
@@ -29,7 +31,7 @@ def draw(path: Path) -> list[Path]:
     drawn: list[Path] = []
     states = list(dict.fromkeys((row["shape"], row["gb"]) for row in document["rows"]))
     for shape, gb in states:
-        rows = [row for row in document["rows"] if (row["shape"], row["gb"]) == (shape, gb)]
+        rows = of_state(document["rows"], shape, gb)
         stem = path.with_name(f"{path.stem}-{shape}-{gb:g}.png")
         panels = LOAD_PANELS if document["settings"]["mode"] == "load" else SAVE_PANELS
         if _bars(rows, panels, stem, document):
@@ -58,9 +60,11 @@ def _bars(
     names = [f"{row['title']}: {row['setting']}" for row in shown]
     colours = [OURS if row["title"] == "aio_ckpt" else THEIRS for row in shown]
     for axis, (name, title, scale) in zip(axes[0], panels, strict=True):
-        values = [max(row["figures"][name], LEAST) * scale if name in row["figures"] else 0.0 for row in shown]
-        bars = axis.barh(names, values, color=colours)
-        axis.bar_label(bars, [f"{value:.3g}" if value else "" for value in values], padding=2, fontsize=8)
+        values = [row["figures"].get(name) for row in shown]
+        lengths = [0.0 if value is None else max(value, LEAST) * scale for value in values]
+        bars = axis.barh(names, lengths, color=colours)
+        labels = ["" if value is None else f"{value * scale:.3g}" for value in values]
+        axis.bar_label(bars, labels, padding=2, fontsize=8)
         axis.set_title(title, fontsize=9)
         axis.margins(x=0.18)
         if len(panels) > 1:

@@ -139,14 +139,11 @@ def figures_of(outcome: Outcome) -> Figures:
         figures |= {"first_blocked_secs": alone[0]["blocked_secs"], "first_durable_secs": alone[0]["durable_secs"]}
     if ready and not loads:
         figures["step_secs"] = ready[0]["step_secs"]
-    # A save that blocks until it is done is not repeated alone: beside training it costs the same.
-    later = alone[1:] or [event | {"staged_secs": event["blocked_secs"]} for event in beside]
-    for name in ("blocked_secs", "staged_secs", "done_secs", "durable_secs"):
-        if later:
+    # Where the time did not suffice for more saves alone, or they would block to the end, those beside training count.
+    if later := alone[1:] or beside:
+        for name in ("blocked_secs", "staged_secs", "done_secs", "durable_secs"):
             figures[name] = statistics.median(event[name] for event in later)
-    used = [event["cpu_secs"] for event in alone[1:]] or [event["blocked_cpu_secs"] for event in beside]
-    if used:
-        figures["cpu_secs_per_gb"] = statistics.median(used) / gigabytes
+        figures["cpu_secs_per_gb"] = statistics.median(event["cpu_secs"] for event in later) / gigabytes
     figures |= _beside(beside)
     if loads:
         figures["load_first_secs"] = loads[0]["secs"]
@@ -237,6 +234,7 @@ class Document:
 
     def write(self) -> Path:
         """To ``--out``; a run that is cut off leaves what it had."""
+        self._machine = machine(self._options.folder)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(rounded(self.as_json()), indent=1)
         # A list of numbers takes a line, not a line each.

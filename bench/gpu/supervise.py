@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from bench.gpu.options import Trial
 from bench.report import BENCH
 
-__all__ = ["Outcome", "Ranks", "run_trial"]
+__all__ = ["EventReader", "Outcome", "Processes", "Ranks", "free_port"]
 
 LOOK_SECS = 0.1
 GRACE_SECS = 5.0
@@ -103,39 +104,94 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_trial(trial: Trial, ranks: Ranks, port: int, limit_secs: float) -> Outcome:
-    """This rank's process from start to end; it and all it started are gone when this returns."""
-    folder = Path(trial.folder)
-    events = folder.with_name(f"{folder.name}-events-{ranks.rank}.jsonl")
-    log = folder.with_name(f"{folder.name}-log-{ranks.rank}.txt")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
-    environment |= {
-        "RANK": str(ranks.rank),
-        "LOCAL_RANK": str(ranks.local_rank),
-        "WORLD_SIZE": str(ranks.world),
-        "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": str(port),
-    }
-    command = [sys.executable, "-m", "bench.gpu.trial", trial.to_json(), str(events)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(  # a session of its own, so that its workers can be killed with it
-            command,
+class Processes:
+    """This rank's processes of the trials, one after the other.
+
+    Invariant: while one trial runs, the process of the next has started, imports (several seconds, while the one that
+    runs builds its trainer) and waits to be told its trial. When that is over, it and all it started are gone.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._spare: Process | None = None
+
+    def run(self, trial: Trial, port: int, limit_secs: float, *, has_next: bool) -> Outcome:
+        """From start to end; what takes longer than ``limit_secs`` is killed."""
+        process, self._spare = self._spare or Process(self._ranks), None
+        if has_next:
+            self._spare = Process(self._ranks)
+        folder = Path(trial.folder)
+        events = folder.with_name(f"{folder.name}-events-{self._ranks.rank}.jsonl")
+        try:
+            process.tell(trial, events, port)
+            outcome = _watch(process.popen, events, self._ranks, limit_secs)
+        finally:
+            process.end()
+        if outcome.status == "failed":
+            self._ranks.tell_failure()
+            outcome.error = outcome.error or process.last_words
+        return outcome
+
+    def close(self) -> None:
+        """End the one that waits."""
+        if self._spare is not None:
+            self._spare.end()
+
+
+class Process:
+    """``python -m bench.gpu.trial`` in a session of its own, so that its workers can be killed with it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
+        environment |= {
+            "RANK": str(ranks.rank),
+            "LOCAL_RANK": str(ranks.local_rank),
+            "WORLD_SIZE": str(ranks.world),
+            "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
+        }
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end(), which every process comes to
+        self.last_words = ""
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu.trial"],
             cwd=BENCH.parent,
             env=environment,
-            stdout=output,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            outcome = _watch(process, events, ranks, limit_secs)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if outcome.status == "failed":
-        ranks.tell_failure()
-        outcome.error = outcome.error or f"exit code {process.returncode}: {_last_line(log)}"
-    return outcome
+
+    def tell(self, trial: Trial, events: Path, port: int) -> None:
+        """What to do; it begins once its imports are done."""
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died; its last words say why
+            self.popen.stdin.write(f"{trial.to_json()}\n{events}\n{port}\n".encode())
+            self.popen.stdin.close()
+
+    def end(self) -> None:
+        """Kill it and its workers, and see them gone: memory of theirs is measured as the next trial's otherwise."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        deadline = time.monotonic() + GRACE_SECS
+        while _has_living(self.popen.pid) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECS / 10)
+        if self.popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.popen.stdin.close()
+        code = self.popen.wait()
+        with self._log as log:
+            log.seek(0)
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        self.last_words = f"exit code {code}: {lines[-1][:300] if lines else 'no output'}"
+
+
+def _has_living(group: int) -> bool:
+    """Whether a process of a process group has not been killed yet."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _watch(process: subprocess.Popen[bytes], path: Path, ranks: Ranks, limit_secs: float) -> Outcome:
@@ -165,11 +221,6 @@ def _judge(events: Sequence[Event], error: str, peaks: dict[str, int]) -> Outcom
     status = {"end": "ok", "absent": "not run"}.get(last["event"], "failed")
     told = str(last.get("error", ""))
     return Outcome(status=status, error=told or ("" if status == "ok" else error), events=list(events), peaks=peaks)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"
 
 
 class EventReader:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.report import Goal
 
-__all__ = ["goals", "render"]
+__all__ = ["goals", "of_state", "render"]
 
 Line = Mapping[str, Any]
 NONE = "-"
@@ -23,7 +23,7 @@ def render(document: Mapping[str, Any]) -> str:
     lines = [f"Run of {document['date']} with {ranks} rank{'s' * (ranks > 1)}. {about}. Options: {options}."]
     rows: Sequence[Line] = document["rows"]
     for shape, gb in dict.fromkeys((row["shape"], row["gb"]) for row in rows):
-        chosen = [row for row in rows if (row["shape"], row["gb"]) == (shape, gb)]
+        chosen = of_state(rows, shape, gb)
         sized = max(chosen, key=lambda row: int(row["nbytes"]))
         lines += ["", f"**{shape}: {sized['tensors']} tensors, {sized['nbytes'] / 1e9:.2f} GB a rank**", ""]
         lines += _loads(chosen) if document["settings"]["mode"] == "load" else _saves(chosen)
@@ -37,6 +37,13 @@ def render(document: Mapping[str, Any]) -> str:
             for goal in reached
         ]
     return "\n".join(lines) + "\n"
+
+
+def of_state(rows: Sequence[Line], shape: str, gb: float) -> list[Line]:
+    """Rows of one state; those of one library beside each other, which ran in the order of their interest."""
+    chosen = [row for row in rows if (row["shape"], row["gb"]) == (shape, gb)]
+    titles = list(dict.fromkeys(row["title"] for row in chosen))
+    return sorted(chosen, key=lambda row: titles.index(row["title"]))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -61,7 +68,7 @@ def _saves(rows: Sequence[Line]) -> list[str]:
         "", "first blocks ms", "blocks ms", "staged ms", "done s", "durable s", "lost a save ms", "worst step ms",
         "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link", "on disk when done",
     ]  # fmt: skip
-    table = [_save(row) for row in rows if row["contender"] != "raw" and row["figures"]]
+    table = [_save(row) for row in rows if "first_blocked_secs" in row["figures"]]
     return [*_limits(rows), *(_table(head, table) if table else [])]
 
 

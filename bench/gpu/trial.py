@@ -1,6 +1,6 @@
-"""One contender in its own process, one a rank: ``python -m bench.gpu.trial TRIAL EVENTS``.
+"""One contender in its own process, one a rank. Told by three lines: the trial, a file for events, the ranks' port.
 
-Each phase is appended to the file EVENTS as soon as it is measured, so that a contender that hangs later keeps it.
+Each phase is appended to the file as soon as it is measured, so that a contender that hangs later keeps it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ MIN_STEPS = 3
 
 
 def contender_keys(mode: str) -> tuple[str, ...]:
-    """Keys of all contenders, in the order of their trials: the limit, this library, then the best of each rival."""
+    """Keys of all contenders, in the order of their trials: the limit, then what is compared first."""
     if mode == "load":
         return (RAW, *LOADERS)
-    ours = tuple(key for key in SAVERS if key.startswith("aio"))
-    tuned = ("torch-save", "nvrx-tuned", "nvrx-shm-tuned", "tc-tuned", "tc-awaited", "dcp-async-pinned")
-    rest = tuple(key for key in (*SAVERS, *GUESTS) if key not in (*ours, *tuned))
-    return (RAW, *ours, *tuned, *rest)
+    first = ("aio-guarded", "aio-fenced", "tc-tuned", "nvrx-tuned", "dcp-async-pinned", "nvrx-shm-tuned", "torch-save")
+    rest = (*SAVERS, *GUESTS)
+    return tuple(dict.fromkeys((RAW, *first, *rest)))
 
 
 class Events:
@@ -67,8 +66,12 @@ class Events:
 
 
 def main() -> None:
-    """Run the trial that the command line names."""
-    trial, events = Trial.from_json(sys.argv[1]), Events(Path(sys.argv[2]))
+    """Run the trial that the supervisor tells; it may tell none."""
+    told = sys.stdin.read().splitlines()
+    if len(told) != 3:
+        return
+    trial, events = Trial.from_json(told[0]), Events(Path(told[1]))
+    os.environ["MASTER_PORT"] = told[2]
     try:
         with _ground() as ground:
             _run(trial, ground, events)
@@ -102,15 +105,20 @@ def _ground() -> Iterator[Ground]:
         torch.set_num_threads(1)  # a dry run: threads that spin for each other starve on a busy machine
     # DCP's async saves and NVRx need a CPU backend beside training's.
     backend, timeout = "cpu:gloo,cuda:nccl" if has_cuda else "gloo", timedelta(minutes=10)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if has_cuda else None)
+    dist.init_process_group(backend, timeout=timeout)
     group, saves = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     yield Ground(rank=dist.get_rank(), world=dist.get_world_size(), device=device, group=group, saves=saves)
 
 
 def _run(trial: Trial, ground: Ground, events: Events) -> None:
+    contenders = SAVERS | GUESTS
+    if trial.contender in contenders:
+        contenders[trial.contender].check(ground.device)
     torch.manual_seed(ground.rank)
     trainer = make_trainer(trial, ground)
+    cpu, begin = _tree_cpu_secs(), time.perf_counter()
     base = train_for(trainer, ground, 1 + trial.base_steps)[1:]
+    cpu_rate = (_tree_cpu_secs() - cpu) / (time.perf_counter() - begin)
     gc.collect()
     if ground.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ground.device)
@@ -132,14 +140,13 @@ def _run(trial: Trial, ground: Ground, events: Events) -> None:
         _load(LOADERS[trial.contender], trial, trainer, ground, events)
         return
     begin = time.perf_counter()
-    saver = (SAVERS | GUESTS)[trial.contender](trainer, ground, folder)
+    saver = contenders[trial.contender](trainer, ground, folder)
     events.write("open", secs=time.perf_counter() - begin)
     _save_alone(saver, trial, ground, events)
-    _save_beside(saver, trial, base, events)
+    _save_beside(saver, trial, base, cpu_rate, events)
     for every in trial.every:
         events.write("every", every=every, **_tokens(saver, trial, every))
     events.write("device", growth_bytes=_device_bytes(ground, peak=True) - before)
-    saver.close()
 
 
 def local_bytes(trainer: Trainer) -> int:
@@ -190,16 +197,16 @@ def _remove(saver: Saver) -> None:
 
 def _save_alone(saver: Saver, trial: Trial, ground: Ground, events: Events) -> None:
     """The first save, then, of those that are async, some with nothing beside them."""
-    longest = 0.0
+    took = 0.0
     for number in range(1 + trial.repeats):
         # Time is kept for one save beside training.
-        is_late = events.secs + 2.2 * longest > trial.secs
+        is_late = events.secs + 2.2 * took > trial.secs
         if number and not ground.all_agree(saver.is_async and not is_late):
             break
         begin = time.perf_counter()
         events.write("alone", number=number, **_one_alone(saver, number, ground))
         _remove(saver)
-        longest = max(longest, time.perf_counter() - begin) if number else 0.0
+        took = time.perf_counter() - begin
 
 
 def _one_alone(saver: Saver, number: int, ground: Ground) -> dict[str, float]:
@@ -229,44 +236,55 @@ def _fsync_secs(saver: Saver) -> float:
     return time.perf_counter() - begin
 
 
-def _save_beside(saver: Saver, trial: Trial, base: list[float], events: Events) -> None:
+def _save_beside(saver: Saver, trial: Trial, base: list[float], cpu_rate: float, events: Events) -> None:
+    """``cpu_rate``: CPU seconds a second that training takes by itself."""
     trainer, ground, longest = saver.trainer, saver.ground, 0.0
     for number in range(max(1, trial.repeats)):
         if number and not ground.all_agree(events.secs + 1.1 * longest < trial.secs):
             break
         begin = time.perf_counter()
-        figures = _one_beside(saver, 1_000 + number)
+        figures = _one_beside(saver, 1_000 + number, cpu_rate)
         after = train_for(trainer, ground, 1 + trial.base_steps)[1:]
         _remove(saver)
         longest = max(longest, time.perf_counter() - begin)
         events.write("beside", base_secs=base + after, **figures)
 
 
-def _one_beside(saver: Saver, number: int) -> dict[str, object]:
+def _one_beside(saver: Saver, number: int, cpu_rate: float) -> dict[str, object]:
     """One save while training goes on, until it is done on all ranks and a step longer."""
     trainer, ground = saver.trainer, saver.ground
     _settle(ground)
+    # CPU time is read outside of the steps that are timed: it takes milliseconds of this thread.
+    cpu, trains_from = _tree_cpu_secs(), time.perf_counter()
     clock = StepClock(ground)
     for _ in range(LEAD_STEPS):
         _step(trainer, saver, clock)
-    cpu, begin = _tree_cpu_secs(), time.perf_counter()
+    begin = time.perf_counter()
     saver.save(number)
     free = time.perf_counter()
-    used, done, steps = _tree_cpu_secs() - cpu, 0.0, 0
+    staged, done, steps = 0.0, 0.0, 0
     while not done or steps < MIN_STEPS:
-        is_done = _step(trainer, saver, clock)
+        trainer.compute()
+        with saver.updating():
+            staged = staged or time.perf_counter()
+            trainer.update()
+        is_done = saver.is_done()
+        clock.end_step()
         steps += 1
         if not done and ground.all_agree(is_done):
             done = time.perf_counter()
     _step(trainer, saver, clock)
     saver.wait()
     steps_secs = clock.steps_secs()[LEAD_STEPS:]
+    trained_secs = time.perf_counter() - trains_from - (0.0 if saver.is_async else free - begin)
+    used = max(0.0, _tree_cpu_secs() - cpu - cpu_rate * trained_secs)
     done_secs = (done if saver.is_async else free) - begin
     return {
         "blocked_secs": free - begin,
+        "staged_secs": (staged if saver.is_async else free) - begin,
         "done_secs": done_secs,
         "durable_secs": done_secs + _fsync_secs(saver),
-        "blocked_cpu_secs": used,
+        "cpu_secs": used,
         "steps_secs": steps_secs,
     }
 
@@ -321,7 +339,6 @@ def _load(kind: type[Loader], trial: Trial, trainer: Trainer, ground: Ground, ev
         events.write("load", number=number, secs=secs, cpu_secs=_tree_cpu_secs() - cpu)
         longest = max(longest, secs)
     loader.check()
-    loader.close()
 
 
 if __name__ == "__main__":

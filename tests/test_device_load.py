@@ -1,0 +1,270 @@
+"""Loads to a device, with host memory in its place: the same path, through the real copies of the host."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from gated_storage import TIMEOUT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, fetch, files, readplan
+from aio_ckpt.copies import HostCopies, Mark
+from aio_ckpt.errors import MismatchError
+from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.readplan import bytes_of
+
+MIB = 1 << 20
+RING_BYTES = 16 * MIB
+
+
+class WatchedCopies(HostCopies):
+    """The host's copies, noted; a mark may be held."""
+
+    def __init__(self) -> None:
+        self.runs: list[int] = []
+        self.unmarked: list[tuple[int, int]] = []
+        self.marks = 0
+        self.reached = threading.Event()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.on_issue: Callable[[], None] = lambda: None
+
+    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
+        moves = [tuple(move) for move in moves]
+        self.on_issue()
+        self.runs += [nbytes for _, _, nbytes in moves]
+        self.unmarked += [(source, source + nbytes) for _, source, nbytes in moves]
+        super().issue(base, moves)
+
+    def mark(self) -> Mark:
+        return WatchedMark(self)
+
+
+class WatchedMark:
+    def __init__(self, copies: WatchedCopies) -> None:
+        self.copies = copies
+
+    def query(self) -> bool:
+        return self.copies.goes_on.is_set()
+
+    def synchronize(self) -> None:
+        self.copies.reached.set()
+        assert self.copies.goes_on.wait(TIMEOUT)
+        self.copies.unmarked.clear()
+        self.copies.marks += 1
+
+    def fence(self, stream: object = None) -> None:
+        raise AssertionError("a load waits by itself")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
+    """Host memory is filled as if it were a device's."""
+    watched = WatchedCopies()
+    monkeypatch.setattr(readplan, "is_host", lambda _: False)
+    monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)
+    return watched
+
+
+class Registered:
+    """What was page-locked."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.sizes: list[int] = []
+        self.error: RuntimeError | None = None
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self.now[address] = nbytes
+        self.sizes.append(nbytes)
+
+    def unregister(self, address: int) -> None:
+        del self.now[address]
+
+
+@pytest.fixture
+def registered(copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch) -> Registered:
+    """The device wants page-locked memory."""
+    found = Registered()
+    monkeypatch.setattr(fetch, "takes_registered", lambda _: True)
+    monkeypatch.setattr(files, "register_host_memory", found.register)
+    monkeypatch.setattr(files, "unregister_host_memory", found.unregister)
+    return found
+
+
+def made() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    shared = torch.randn(400_000)
+    return {
+        "large": torch.randn(10 * MIB),
+        "strided": torch.randn(900, 500).t(),
+        "half": torch.randn(600_000).bfloat16(),
+        "complex": torch.randn(300_000, dtype=torch.complex64),
+        "tied": shared,
+        "again": shared,
+        "empty": torch.empty(0, 3),
+    }
+
+
+def templates() -> dict[str, torch.Tensor]:
+    """Of which some are laid out in another way than what is stored."""
+    found = {name: torch.zeros_like(value) for name, value in made().items()}
+    found["again"] = torch.zeros(400_000)
+    found["strided"] = torch.zeros(500, 900)
+    found["complex"] = torch.zeros(300_000, dtype=torch.complex64).conj()
+    return found
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(made()).result(TIMEOUT)
+        yield engine
+
+
+def check_equal(state: dict[str, torch.Tensor]) -> None:
+    for name, value in made().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_every_layout_comes_back_and_blocks_of_a_tensor_go_in_one_copy(
+    engine: SyncCheckpointEngine, copies: WatchedCopies
+) -> None:
+    state = templates()
+    before = state["large"]._version
+    assert engine.load(state).verified
+    check_equal(state)
+    assert max(copies.runs) >= 3 * BLOCK_BYTES
+    assert state["large"]._version > before, "autograd must see that the target was written to"
+
+
+def test_no_buffer_is_read_into_before_its_copies_are_done(
+    engine: SyncCheckpointEngine, copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker and a ring of few buffers, so that each is used again and again."""
+    inner, seen = datafile._read_fully, []
+
+    def read(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
+        start = files.address_of(view)
+        seen.append(start)
+        assert not any(low < start + view.nbytes and start < high for low, high in list(copies.unmarked))
+        return inner(numbers, offset, view)
+
+    monkeypatch.setattr(datafile, "_read_fully", read)
+    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", 2 * MIB)
+    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MAX", 2 * MIB)
+    state = templates()
+    engine.load(state)
+    check_equal(state)
+    assert len(seen) > 2 * len(set(seen))
+    assert copies.marks
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tensor_of_stock_dcp_is_proven_as_a_whole(tmp_path: Path, copies: WatchedCopies) -> None:
+    state = {"w": torch.randn(2 * MIB), "b": torch.randn(7)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_000000001"), no_dist=True)
+    back = {name: torch.zeros_like(value) for name, value in state.items()}
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.load(back)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+    assert sum(copies.runs) == sum(value.nbytes for value in state.values())
+
+
+def test_a_corrupt_block_is_named_and_not_copied(engine: SyncCheckpointEngine, copies: WatchedCopies) -> None:
+    (path,) = engine.root.glob("step_*/*.distcp")
+    data = bytearray(path.read_bytes())
+    place = data.index(bytes_of(made()["large"])[5 * MIB :][:64].numpy().tobytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    state = templates()
+    with pytest.raises(MismatchError, match="'large'") as caught:
+        engine.load(state, step=1)
+    assert path.name in str(caught.value)
+    assert caught.value.target_modified
+    assert float(state["large"][5 * MIB // 4]) == 0
+
+
+def test_memory_is_page_locked_once_a_load_bounded_and_let_go_of(
+    engine: SyncCheckpointEngine, registered: Registered, copies: WatchedCopies
+) -> None:
+    copies.on_issue = lambda: check(len(registered.now) == 1)
+    state = templates()
+    engine.load(state)
+    check_equal(state)
+    assert not registered.now
+    (nbytes,) = registered.sizes
+    assert nbytes <= (4 + 2) * RING_BYTES
+    copies.on_issue = lambda: check(False)
+    with pytest.raises(RuntimeError, match="refused"):
+        engine.load(templates())
+    assert not registered.now
+
+
+def check(is_so: bool) -> None:
+    if not is_so:
+        raise RuntimeError("refused")
+
+
+def test_a_driver_that_refuses_to_lock_pages_only_costs_time(
+    engine: SyncCheckpointEngine, registered: Registered
+) -> None:
+    registered.error = RuntimeError("no more")
+    state = templates()
+    engine.load(state)
+    check_equal(state)
+
+
+def test_a_host_state_locks_no_pages(engine: SyncCheckpointEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "register_host_memory", lambda *_: check(False))
+    state = templates()
+    engine.load(state)
+    check_equal(state)
+
+
+async def test_a_load_that_is_given_up_returns_when_no_copy_is_under_way(tmp_path: Path, copies: WatchedCopies) -> None:
+    async with CheckpointEngine(tmp_path) as engine:
+        await engine.save(made())
+        copies.goes_on.clear()
+        load = asyncio.ensure_future(engine.load(templates()))
+        await asyncio.to_thread(copies.reached.wait, TIMEOUT)
+        load.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not load.done()
+        copies.goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert not copies.unmarked
+        issued = len(copies.runs)
+        await asyncio.sleep(0)
+        assert len(copies.runs) == issued
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=12), data=st.data())
+def test_joined_runs_move_the_same_bytes(lengths: list[int], data: Any) -> None:
+    gaps = [data.draw(st.tuples(st.integers(0, 1), st.integers(0, 1))) for _ in lengths]
+    moves, target, source = [], 100, 1000
+    for nbytes, (skip, gap) in zip(lengths, gaps, strict=True):
+        target, source = target + skip, source + gap
+        moves.append((target, source, nbytes))
+        target, source = target + nbytes, source + nbytes
+    runs = fetch._runs(np.array(moves, np.int64)).tolist()
+    assert bytes_moved(runs) == bytes_moved(moves)
+    assert len(runs) == 1 + sum(1 for gap in gaps[1:] if any(gap))
+
+
+def bytes_moved(moves: Iterable[Iterable[int]]) -> list[tuple[int, int]]:
+    return [(target + i, source + i) for target, source, nbytes in moves for i in range(nbytes)]
