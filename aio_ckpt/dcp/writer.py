@@ -55,8 +55,8 @@ class Writer(Face, StorageWriter, AsyncStager):
         _extensions: applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
         config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
-            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest
-            concerns an engine's root.
+            ``max_write_bytes_per_sec`` (``"auto"`` paces nothing), ``stall_timeout_secs``, ``drain_timeout_secs``,
+            ``step_dir`` and ``debug`` have their meaning; the rest concerns an engine's root.
         storage: where the bytes go; the local file system unless given.
 
     Raises:
