@@ -85,6 +85,9 @@ class RankSave:
 class ManifestResult(WriteResult):
     """Tells the leader of a rank's manifest, beside the results of its items; ``storage_data`` is its FileEntry."""
 
+    save_id: str
+    """Of the save that it belongs to."""
+
 
 async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
     """Leader, before any rank writes: mend what a crash left, mark the new save."""
@@ -263,7 +266,7 @@ async def _write_manifest(
     )
     await storage.write_file(directory / save.manifest, data)
     entry = FileEntry(save.manifest, len(data), isal_zlib.crc32(data))
-    return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry)
+    return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
 
 
 def _check_written(sources: Sources, written: Written) -> None:
