@@ -5,6 +5,7 @@ See README.md for use and guarantees; the module table of the README says where 
 
 from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig, KeepBest
+from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import LoadReport, PerRank, SaveReport
 from aio_ckpt.sync import SyncCheckpointEngine
@@ -18,6 +19,8 @@ __all__ = [
     "PerRank",
     "SaveReport",
     "SaveTicket",
+    "SoloCoordinator",
+    "StoreCoordinator",
     "SyncCheckpointEngine",
     "__version__",
 ]

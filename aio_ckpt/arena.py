@@ -18,8 +18,9 @@ from aio_ckpt import device
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.items import ImageLayout, align_up
 from aio_ckpt.portal import Executor
+from aio_ckpt.segment import Segment, SegmentDirectory
 
-__all__ = ["HUGE_PAGE_BYTES", "POISON", "Arena", "ArenaKind", "arena_capacity"]
+__all__ = ["HUGE_PAGE_BYTES", "POISON", "Arena", "ArenaKind", "arena_capacity", "map_arena"]
 
 ArenaKind = Literal["pinned", "shm", "pageable"]
 
@@ -43,15 +44,12 @@ def arena_capacity(nbytes: int) -> int:
 class Arena:
     """Page-aligned host memory that holds one image at a time."""
 
-    def __init__(self, nbytes: int, kind: ArenaKind) -> None:
-        """Its pages lie on the NUMA nodes of the CPUs that this thread may use: its helpers inherit them.
-
-        Raises:
-            BudgetExceededError: shared memory of that size cannot be had.
-            OSError: the system refuses to map it.
-        """
+    def __init__(self, memory: mmap.mmap, kind: ArenaKind, segment: Segment | None = None) -> None:
+        self.memory = memory
         self.kind = kind
-        self.capacity = arena_capacity(nbytes)
+        self.segment = segment
+        """Named file that the memory is; None: it has no name, and ends with the process."""
+        self.capacity = len(memory)
         """Bytes mapped."""
         self.rendered: ImageLayout | None = None
         """Layout whose constant bytes stand in the memory."""
@@ -59,15 +57,8 @@ class Arena:
         """When a thread last let go of the bytes."""
         self.is_registered = False
         """Whether it is page-locked for CUDA."""
-        self.memory = _map_shared(self.capacity) if kind == "shm" else _map_private(self.capacity)
-        try:
-            self.memory.madvise(mmap.MADV_DONTFORK)
-            self.tensor = torch.frombuffer(self.memory, dtype=torch.uint8)
-            self.address: int = self.tensor.data_ptr()
-            _populate(self.address, self.capacity)
-        except BaseException:
-            self.__dict__.clear()  # whoever keeps the error keeps this frame, and must not keep the memory
-            raise
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address: int = self.tensor.data_ptr()
 
     def register(self) -> None:
         """Page-lock for CUDA, once."""
@@ -92,8 +83,38 @@ class Arena:
         if self.is_registered:
             device.unregister_host_memory(self.address)
             self.is_registered = False
+        if self.segment is not None:
+            self.segment.remove()
         # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
-        del self.tensor, self.memory
+        del self.tensor, self.memory, self.segment
+
+
+def map_arena(nbytes: int, kind: ArenaKind, segments: SegmentDirectory | None) -> Arena:
+    """Memory for an image of ``nbytes``, every page there; shared memory is made in ``segments``, if there are any.
+
+    Its pages lie on the NUMA nodes of the CPUs that this thread may use: its helpers inherit them.
+
+    Raises:
+        BudgetExceededError: shared memory of that size cannot be had.
+        OSError: the system refuses to map it.
+    """
+    capacity = arena_capacity(nbytes)
+    segment = segments.make(capacity) if kind == "shm" and segments is not None else None
+    memory = arena = None
+    try:
+        if segment is not None:
+            memory = segment.memory
+        else:
+            memory = _map_shared(capacity) if kind == "shm" else _map_private(capacity)
+        memory.madvise(mmap.MADV_DONTFORK)
+        arena = Arena(memory, kind, segment)
+        _populate(arena.address, capacity)
+    except BaseException:
+        if segment is not None:
+            segment.remove()
+        del memory, arena, segment  # whoever keeps the error keeps this frame, and must not keep the memory
+        raise
+    return arena
 
 
 def _map_private(capacity: int) -> mmap.mmap:

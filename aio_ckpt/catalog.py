@@ -89,11 +89,15 @@ class Checkpoint:
         """
         return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
 
-    def small_files(self) -> tuple[FileEntry, ...]:
-        """The data files, if they are worth reading before it is known what of them is wanted: many small tensors."""
-        files = tuple(manifest.file for manifest in self.ranks if manifest.file is not None)
-        nbytes, tensors = sum(file.nbytes for file in files), sum(len(manifest.tensors) for manifest in self.ranks)
-        return files if tensors >= _AHEAD_TENSORS and nbytes <= _AHEAD_BYTES else ()
+    def small_file(self, *, rank: int, world_size: int) -> FileEntry | None:
+        """The rank's own data file, if it is worth reading before it is known what of it is wanted: many small tensors.
+
+        In a world of another size nobody knows which files a rank will want.
+        """
+        if world_size != len(self.ranks):
+            return None
+        file, tensors = self.ranks[rank].file, self.ranks[rank].tensors
+        return file if file is not None and len(tensors) >= _AHEAD_TENSORS and file.nbytes <= _AHEAD_BYTES else None
 
 
 # -- opening ----------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
 from aio_ckpt.names import StepNames
+from aio_ckpt.owner import Owner
 from aio_ckpt.portal import Executor, Portal
+from aio_ckpt.rescue import RescueReport, rescue_root
 from aio_ckpt.retention import protect, unprotect
 from aio_ckpt.screen import Advance, Screen, amount, printable
 from aio_ckpt.storage import LocalStorage, Storage
@@ -180,6 +182,44 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
         screen.json({"step": step, "is_protected": is_protected})
     else:
         screen.line(f"step {step} is {'protected' if is_protected else 'not protected'}")
+
+
+# -- rescue -----------------------------------------------------------------------------------------
+
+
+@commands.command("rescue")
+@click.argument("root", type=_DIRECTORY)
+@click.option("--shm-path", type=_DIRECTORY, multiple=True, help="Look here, too; the root tells where it was saved.")
+@click.option(
+    "--stale-after",
+    type=click.FloatRange(min=0),
+    default=EngineConfig().stale_after_secs,
+    show_default=True,
+    help="Seconds without a sign of life after which a trainer counts as dead that cannot be proven to be.",
+)
+@_step_dir_option
+@_json_option
+def rescue_command(root: Path, shm_path: tuple[Path, ...], stale_after: float, step_dir: str, *, as_json: bool) -> int:
+    """Commit what a trainer with shm_path= had staged when it was killed; exit code 1 if a snapshot is lost."""
+    screen, names, here = Screen(as_json=as_json), _names(step_dir), Owner.of_this_process(f"rescue{os.getpid()}")
+
+    at, places = root.absolute(), [*map(Path.absolute, shm_path)]
+
+    async def work(storage: Storage, executor: Executor) -> RescueReport:
+        return await rescue_root(storage, executor, at, names, here, directories=places, stale_after_secs=stale_after)
+
+    report = _call(work)
+    if as_json:
+        screen.json(report)
+    else:
+        for saved in report.rescued:
+            screen.line(f"step {saved.step}: rescued, {amount(saved.nbytes)} in {printable(saved.path)}", style="green")
+        for other in report.refused:
+            which = f"step {other.step}" if other.step is not None else ", ".join(map(printable, other.segments))
+            screen.line(f"{which}: not rescued: {printable(other.reason)}", style="bold red" if other.is_loss else "")
+        if not report.rescued and not report.refused:
+            screen.line(f"nothing to rescue for {root}")
+    return 1 if any(other.is_loss for other in report.refused) else 0
 
 
 # -- inspect ----------------------------------------------------------------------------------------

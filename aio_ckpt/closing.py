@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from aio_ckpt.errors import StallError
-from aio_ckpt.inflight import InFlight
+from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.progress import follow
 
 __all__ = ["Closing", "second_to"]
@@ -52,14 +52,14 @@ class Closing:
         for work in self._background():
             await asyncio.wrap_future(follow(work))
         self._release()
-        self._in_flight.raise_unreported()
+        self._in_flight.raise_unreported(MAX_CALLS)
 
     def finish_blocking(self) -> None:
         """:meth:`finish` for a caller without a loop."""
         wait(self._begin())
         wait(self._background())
         self._release()
-        self._in_flight.raise_unreported()
+        self._in_flight.raise_unreported(MAX_CALLS)
 
     def abandon(self, timeout_secs: float) -> None:
         """Cancel what is pending, release; what does not end in time is left behind, and logged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from aio_ckpt.errors import ConfigError, shown
@@ -91,6 +92,10 @@ class EngineConfig:
     """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
     ``auto`` is ``pageable`` for a state in host memory; for one with CUDA tensors it is measured once."""
 
+    shm_path: str | Path | None = None
+    """Directory of a tmpfs, such as ``/dev/shm``: the shared segments get names there, and a snapshot that was whole
+    when the trainer was killed can be committed by ``aio-ckpt rescue``. Needs ``staging`` ``shm`` or ``auto``."""
+
     direct_io: DirectIO = "auto"
     """O_DIRECT: ``auto`` probes each file with a real aligned write and falls back, ``on`` refuses to
     fall back, ``off`` never tries."""
@@ -111,6 +116,10 @@ class EngineConfig:
     gather_bytes: int = GATHER_BYTES
     """Memory of each GPU in which its small tensors are gathered before they are moved, at most; kept from save to
     save. 0: every tensor is moved by itself."""
+
+    device_copy_bytes: int = 0
+    """Memory of each GPU for a copy of the large tensors there, at most; kept from save to save. If all fit, whatever
+    follows ``save()`` waits for that copy (8.5 GB: a few ms) and not for the transfer to the host."""
 
     max_in_flight: int = 1
     """Saves captured and not yet settled, at most."""
@@ -163,15 +172,16 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_among(value, allowed):
                 raise ConfigError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
+        self._check_shm_path()
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
             raise ConfigError(f"keep_best={shown(self.keep_best)}: give a KeepBest")
         if self.keep_best is not None and self.keep_last is None:
             raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
         for name in ("trusted_objects", "debug"):
             check_flag(name, getattr(self, name))
-        if type(self.gather_bytes) is not int or self.gather_bytes < 0:
-            told = shown(self.gather_bytes)
-            raise ConfigError(f"gather_bytes={told}: give a whole number of bytes, 0 to gather nothing")
+        for name in ("gather_bytes", "device_copy_bytes"):
+            if type(value := getattr(self, name)) is not int or value < 0:
+                raise ConfigError(f"{name}={shown(value)}: give a whole number of bytes, 0 for none")
         if self.workers > MAX_WORKERS:
             raise ConfigError(f"workers={shown(self.workers)}: each is a thread; give at most {MAX_WORKERS}")
         if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):
@@ -180,12 +190,22 @@ class EngineConfig:
                 "no other braces and no dot in front"
             )
 
+    def _check_shm_path(self) -> None:
+        if self.shm_path is None:
+            return
+        if not isinstance(self.shm_path, (str, Path)) or not str(self.shm_path):
+            raise ConfigError(f"shm_path={shown(self.shm_path)}: give a directory of a tmpfs, such as '/dev/shm'")
+        if self.staging not in ("auto", "shm"):
+            raise ConfigError(
+                f'shm_path= with staging={self.staging!r}: only shared memory has a name; give staging="shm"'
+            )
+
     def _check_priorities(self) -> None:
         if type(self.thread_nice) is not int or not 0 <= self.thread_nice <= 19:
-            raise ConfigError(f"thread_nice={self.thread_nice!r}: give a whole number from 0 to 19")
+            raise ConfigError(f"thread_nice={shown(self.thread_nice)}: give a whole number from 0 to 19")
         ioprio = self.thread_ioprio
         if ioprio is not None and (type(ioprio) is not int or not 0 <= ioprio <= 7):
-            raise ConfigError(f"thread_ioprio={ioprio!r}: give a whole number from 0 to 7, or None")
+            raise ConfigError(f"thread_ioprio={shown(ioprio)}: give a whole number from 0 to 7, or None")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -235,11 +255,12 @@ def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
 def check_write_cap(value: object) -> None:
     """Raise ConfigError unless ``value`` is None, "auto" or a number of bytes a second that writing can keep to."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or value == "auto" or (is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC):  # type: ignore[operator]
+    is_rate = is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
+    if value is None or is_rate or _is_among(value, ("auto",)):
         return
-    shown = "so large a number" if isinstance(value, int) and value > 1 << 64 else repr(value)
+    told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
     raise ConfigError(
-        f"max_write_bytes_per_sec={shown}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
+        f"max_write_bytes_per_sec={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
     )
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Copies", "HostCopies", "Mark", "foreach_copy"]
+__all__ = ["FOREACH_DTYPES", "Copies", "Groups", "HostCopies", "Mark", "foreach_copy"]
+
+FOREACH_DTYPES = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+)
+"""What ``torch._foreach_copy_`` copies in one launch for many tensors."""
+
+Groups: TypeAlias = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+"""(targets, sources): tensors of one dtype, one by one of the same shape."""
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -56,13 +64,8 @@ class Copies(Protocol):
         """Copy ``source`` (host memory, same dtype and shape, any layout) to ``target``; ``source`` is free then."""
         ...
 
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
-        """Copy (targets, sources), which lie in ``line`` on the device, group by group, then ``line`` to ``target``."""
+    def assemble(self, groups: Groups) -> None:
+        """Copy (targets, sources) within the device, group by group."""
         ...
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
@@ -70,7 +73,7 @@ class Copies(Protocol):
         ...
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes on the device for :meth:`gather`; None if they cannot be had."""
+        """Bytes on the device for :meth:`assemble`; None if they cannot be had."""
         ...
 
     def mark(self) -> Mark:
@@ -109,15 +112,9 @@ class HostCopies:
         with torch.no_grad():
             target.copy_(source)
 
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
+    def assemble(self, groups: Groups) -> None:
         """Blocks until copied."""
         foreach_copy(groups)
-        target.copy_(line)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
         """Allocates unless ``source`` is already plain and contiguous."""
@@ -132,7 +129,12 @@ class HostCopies:
         return _Done()
 
 
-def foreach_copy(groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
+def foreach_copy(groups: Groups) -> None:
+    """Copy group by group, each in few launches where torch can."""
     with torch.no_grad():
         for targets, sources in groups:
-            torch._foreach_copy_(list(targets), list(sources))
+            if targets and targets[0].dtype in FOREACH_DTYPES:
+                torch._foreach_copy_(list(targets), list(sources))
+            else:
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source)

@@ -9,13 +9,13 @@ import ctypes
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
 
 from aio_ckpt.batch import batch_copy
-from aio_ckpt.copies import Copies, HostCopies, Mark, foreach_copy
+from aio_ckpt.copies import Copies, Groups, HostCopies, Mark, foreach_copy
 from aio_ckpt.errors import ConfigError, shown
 
 __all__ = [
@@ -92,16 +92,10 @@ class CudaCopies:
         with torch.cuda.stream(self._side), torch.no_grad():
             target.copy_(source)
 
-    def gather(
-        self,
-        target: torch.Tensor,
-        line: torch.Tensor,
-        groups: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-    ) -> None:
+    def assemble(self, groups: Groups) -> None:
         """Issued, not done, as :meth:`copy`."""
         with torch.cuda.stream(self._side):
             foreach_copy(groups)
-            target.copy_(line, non_blocking=True)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
         """Computed on the side stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -16,22 +17,24 @@ from typing import Literal, Self
 from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
 from aio_ckpt.config import EngineConfig, check_flag, check_kind
-from aio_ckpt.coordinator import Coordinator, SoloCoordinator
-from aio_ckpt.device import cuda_is_available
-from aio_ckpt.errors import ConfigError, EngineClosedError
+from aio_ckpt.coordinator import Coordinator, default_coordinator
+from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.keeper import RootKeeper, make_root
 from aio_ckpt.lifetime import LifetimeStats
 from aio_ckpt.names import StepNames
+from aio_ckpt.notice import Notice
 from aio_ckpt.owner import Owner
-from aio_ckpt.pipeline import SaveCall, Site
+from aio_ckpt.peers import Peers
+from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.portal import Portal
-from aio_ckpt.preemption import Preemption
 from aio_ckpt.priority import lower_priority
 from aio_ckpt.progress import Deadline, follow, outcome
+from aio_ckpt.rescue import open_segments, tell_rescuable
 from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
+from aio_ckpt.staging import check_staging
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -56,12 +59,13 @@ class CheckpointEngine:
     Args:
         root: directory of the checkpoints; made if it is missing.
         config: settings; the defaults suit a trainer on a local disk.
-        coordinator: agreement with other ranks; none for a single process.
+        coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
+            ``SoloCoordinator()`` for an engine of this process alone.
         storage: where the bytes go; the local file system unless given.
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: ``staging="pinned"`` without CUDA, or an argument of another type.
+        ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
     """
 
     def __init__(
@@ -76,34 +80,39 @@ class CheckpointEngine:
         check_kind("coordinator", coordinator, Coordinator)
         check_kind("storage", storage, Storage)
         self.config = config = config or EngineConfig()
-        if config.staging == "pinned" and not cuda_is_available():
-            raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
+        coordinator = coordinator or default_coordinator()
+        check_staging(config.staging, config.shm_path, coordinator.world_size)
         self.root = make_root(root)
-        session = uuid.uuid4().hex[:12]
+        owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
+        segments = open_segments(self.root, owner, config.shm_path)
+        tell_rescuable(self.root, owner, segments, stale_after_secs=config.stale_after_secs)
         self._portal = Portal(
             f"aio_ckpt-{session}",
             config.workers + _HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         self._portal.start()
-        self._preemption = Preemption()
-        self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self.preempted)
+        peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs)
+        self._notice = Notice(peers, self._portal)
+        self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
         self._site = Site(
             root=self.root,
             names=StepNames(config.step_dir),
-            owner=Owner.of_this_process(session),
+            owner=owner,
             storage=storage or LocalStorage(self._portal.executor, config.direct_io),
-            coordinator=coordinator or SoloCoordinator(),
+            peers=peers,
             executor=self._portal.executor,
             config=config,
+            segments=segments,
             throttle=self._throttle,
         )
-        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self.preempted)
+        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
         self._saver = Saver(
-            self._site, self._portal, self._keeper, is_urgent=lambda: self.preempted, on_committed=self._expire
+            self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
         )
         self._closing = Closing(self._saver.in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
         self._portal.at_exit(self._drain)
+        self._saver.meet()
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -328,16 +337,18 @@ class CheckpointEngine:
         """
         if self._portal.is_closed:
             raise EngineClosedError("the engine was closed: open a new one")
-        self._preemption.install(signals)
+        self._notice.local.install(signals)
+        self._notice.watch()
 
     @property
     def preempted(self) -> bool:
         """Whether a signal of :meth:`on_preemption` came; stays True.
 
         From then on the disk belongs to the saves: retention deletes nothing more (the next run's does), and
-        ``save()`` waits for room even where ``when_busy`` would skip or raise.
+        ``save()`` waits for room even where ``when_busy`` would skip or raise. With many ranks a signal to one of them
+        turns it true on all, at the same look: each has to look as often as the others (a ``save()`` is a look too).
         """
-        return self._preemption.has_come  # with many ranks: the coordinator's, from a step that all agree on
+        return self._notice.look()
 
     async def __aenter__(self) -> Self:
         return self
@@ -368,7 +379,7 @@ class CheckpointEngine:
 
     def _expire(self, step: int) -> None:
         """``step`` was committed: older ones may expire."""
-        if not self.preempted:
+        if not self._notice.is_on:
             self._keeper.delete_expired(step)
 
     def _drain(self) -> None:
@@ -378,7 +389,11 @@ class CheckpointEngine:
 
     def _shut_down(self) -> None:
         self._saver.let_go()
+        coordinator = self._site.peers.coordinator
+        with contextlib.suppress(EngineClosedError, StallError):
+            self._portal.call(coordinator.leave, timeout=_STOP_SECS)
         self._portal.close(_STOP_SECS)
+        coordinator.close()
         self._saver.lifetime.close()
         self._keeper.release()
-        self._preemption.restore()
+        self._notice.local.restore()

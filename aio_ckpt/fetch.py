@@ -87,7 +87,7 @@ async def fetch(
 
     locked = buffers if any(map(takes_registered, devices)) else []
     async with page_locked(locked, executor=executor):
-        copies = await run_blocking(executor, _begin, devices)
+        copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
         run = _Run(files, executor, anyio.Semaphore(readers), verify, copies)
         try:
             async with anyio.create_task_group() as group:

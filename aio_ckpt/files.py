@@ -7,7 +7,7 @@ import errno
 import functools
 import logging
 import mmap
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -79,25 +79,26 @@ class Files:
                     raise MismatchError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
                 self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
 
-    async def read_ahead(self, entries: Sequence[FileEntry], *, executor: Executor) -> None:
-        """Begin to read and sum whole files, ``readers`` parts at a time; returns when they are open."""
-        for entry in entries:
-            with suppress(MismatchError, ReadError):  # told by whoever wants the file, if anybody does
-                await self.measure([entry.name], {entry.name: entry.nbytes})
-                self.ahead[entry.name] = _Ahead(entry, self._readers)
-        parts = ((name, part) for name, ahead in self.ahead.items() for part in ahead.parts)
-        for _ in range(self._readers):
-            self._reading_ahead.start_soon(self._read_parts, parts, executor)
+    async def read_ahead(self, entry: FileEntry, *, executor: Executor | None) -> None:
+        """Begin to read a whole file, ``readers`` parts at once, and to sum it by ``executor`` (None: not at all).
 
-    async def _read_parts(self, parts: Iterator[tuple[str, _Part]], executor: Executor) -> None:
-        for name, part in parts:
-            try:
-                async with self.use(name) as file:
-                    part.got = await file.read_into(part.start, part.view)
-            except (MismatchError, ReadError):
-                part.got = 0
-            finally:
-                part.is_done.set()
+        Returns when the file is open.
+        """
+        with suppress(MismatchError, ReadError):  # told by whoever wants the file, if anybody does
+            await self.measure([entry.name], {entry.name: entry.nbytes})
+            ahead = self.ahead[entry.name] = _Ahead(entry, self._readers)
+            for part in ahead.parts:
+                self._reading_ahead.start_soon(self._read_part, entry.name, part, executor)
+
+    async def _read_part(self, name: str, part: _Part, executor: Executor | None) -> None:
+        try:
+            async with self.use(name) as file:
+                part.got = await file.read_into(part.start, part.view)
+        except (MismatchError, ReadError):
+            part.got = 0
+        finally:
+            part.is_done.set()
+        if executor is not None:
             part.crc32 = await run_blocking(executor, isal_zlib.crc32, part.view[: part.got])
 
     @property

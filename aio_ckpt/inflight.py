@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
@@ -16,16 +17,21 @@ from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, St
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
-from aio_ckpt.pipeline import PendingSave, SaveCall, Site, keep_trace, run_save
+from aio_ckpt.peers import SaveRound
+from aio_ckpt.pending import PendingSave, SaveCall, Site
+from aio_ckpt.pipeline import keep_trace, run_save
 from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
+from aio_ckpt.shadow import Shadows
 from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["InFlight"]
+__all__ = ["MAX_CALLS", "InFlight"]
 
 _log = logging.getLogger("aio_ckpt")
+MAX_CALLS = sys.maxsize
+"""Beyond the number of any call."""
 
 
 class InFlight:
@@ -35,12 +41,20 @@ class InFlight:
     failure that no waiter has seen stays here until it was raised once.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, on_settled: Callable[[int, BaseException | None], None]) -> None:
-        """``on_settled`` is told of each step and outcome before the save leaves the table."""
+    def __init__(
+        self,
+        site: Site,
+        portal: Portal,
+        *,
+        on_settled: Callable[[int, BaseException | None], None],
+        adopt: Callable[[Plan], None],
+    ) -> None:
+        """``on_settled`` is told of each outcome before the save leaves the table, ``adopt`` of each agreed plan."""
+        self._adopt = adopt
         self._site = site
         self._portal = portal
         self._on_settled = on_settled
-        self._copiers = Copiers()
+        self._copiers = Copiers(shadows=Shadows(site.config.device_copy_bytes))
         self.guards = Guards(on_step=site.throttle.guarded_step)
         self._max = site.config.max_in_flight
         self._on_failure = site.config.on_failure
@@ -48,9 +62,10 @@ class InFlight:
         # held for ever.
         self._lock = Lock()
         self._changed = Condition(self._lock)
-        self._entered = 0
+        self._calls = 0
         self._pending: list[PendingSave] = []
-        self._unreported: list[SaveTicket] = []
+        self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
+        self._latest: list[int] = []  # steps of the saves of which another rank may not know how they ended
         self._newest: int | None = None
         self._newest_since_read: int | None = None
         self._knows_steps = False
@@ -106,13 +121,26 @@ class InFlight:
 
     def clear_buffers(self) -> None:
         """Let go of the gather buffers: 64 MiB of each device."""
-        self._copiers.gathers.clear()
+        self._copiers.clear()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
         """Saves not settled, oldest first."""
         with self._lock:
             return tuple(self._pending)
+
+    def room(self) -> tuple[bool, int]:
+        """Whether another save may enter now, and the last call before the oldest that is pending."""
+        with self._lock:
+            through = self._pending[0].number - 1 if self._pending else self._calls
+            return len(self._pending) < self._max, through
+
+    def wait_settled(self, through: int, deadline: Deadline) -> None:
+        """Until no save of a call up to ``through`` is pending."""
+        with self._lock:
+            while self._pending and self._pending[0].number <= through:
+                deadline.check(None, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(deadline.left_secs(MAX_SECS))
 
     @property
     def settled_before_room(self) -> Future[None] | None:
@@ -130,6 +158,7 @@ class InFlight:
         image: Image,
         *,
         step: int,
+        number: int,
         requested: Sequence[str],
         waited_secs: float,
         plan_secs: float,
@@ -143,13 +172,14 @@ class InFlight:
             for mark in save.marks:
                 mark.fence(stream)
 
-        self._entered += 1
         try:
             with self._lock:
                 save = PendingSave(
                     call=call,
                     step=step,
-                    number=self._entered,
+                    number=number,
+                    round=self.round(number, step),
+                    adopt=self._adopt,
                     requested=requested,
                     plan=planned.plan,
                     plan_hit=planned.plan_hit,
@@ -165,12 +195,24 @@ class InFlight:
                         waited_secs=waited_secs,
                     ),
                     plan_secs=plan_secs,
-                    previous=self._pending[-1].settled if self._pending else None,
+                    earlier=tuple(pending.settled for pending in self._pending),
                 )
         except BaseException:
             image.lease.close()
             raise
+        if self._site.peers.are_several:
+            self._latest = [*self._latest, step][1 - self._max :] if self._max > 1 else []
         return save
+
+    def next_number(self) -> int:
+        """The number of a call of ``save()``: the same on every rank for the same call."""
+        self._calls += 1
+        return self._calls
+
+    def round(self, number: int, step: int, topic: str = "") -> SaveRound:
+        """What this call agrees on with the other ranks; ``topic`` unless it is a save."""
+        site = self._site
+        return SaveRound(site.peers, site.executor, topic=topic or f"save {number}", step=step)
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
         """Start the pipeline and copy: the first chunks are written while later ones are copied.
@@ -222,8 +264,8 @@ class InFlight:
             save.staged_secs = save.elapsed()
             save.ticket.staged.resolve(None)
 
-        save.marks = work.marks
-        self.guards.wait_for(work.marks)
+        save.marks = work.source_marks
+        self.guards.wait_for(work.source_marks)
         lease, staged = save.image.lease, save.ticket.staged
         if work.is_done:
             finish()
@@ -245,7 +287,7 @@ class InFlight:
         with contextlib.suppress(StallError):
             save.ticket.exception(timeout_secs)
         with self._lock:  # raised by save(); kept, its traceback would keep the caller's state alive
-            self._unreported = [ticket for ticket in self._unreported if ticket is not save.ticket]
+            self._unreported = [entry for entry in self._unreported if entry[1] is not save.ticket]
 
     async def _stop(self, save: PendingSave, cause: Exception) -> None:
         """On the loop, where alone it is certain whether the pipeline has begun; it settles the save if it has."""
@@ -273,7 +315,7 @@ class InFlight:
             else:
                 self._knows_steps = False  # a commit that stalled may have become visible: look again
             if error is not None and not is_cancelled:
-                self._unreported.append(save.ticket)
+                self._unreported.append((save.number, save.ticket))
             self._changed.notify_all()
         save.settled.set_result(None)
         if error is None:
@@ -309,9 +351,10 @@ class InFlight:
 
     @property
     def newest_step(self) -> int | None:
-        """Newest committed or pending step."""
+        """Newest committed step, or one that may still be for all that the other ranks know."""
         with self._lock:
-            return _later(self._newest, max((save.step for save in self._pending), default=None))
+            steps = [save.step for save in self._pending]
+            return _later(self._newest, max([*steps, *self._latest], default=None))
 
     def next_step(self, step: object, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
         """The step of a save that enters now. Only the newest is remembered: an older one is looked up on the disk.
@@ -326,15 +369,20 @@ class InFlight:
 
     # -- failures -------------------------------------------------------------------------------------
 
-    def raise_unreported(self) -> None:
-        """Raise the oldest failure that nobody has seen, once; with ``on_failure="log"`` they were only logged."""
+    def raise_unreported(self, through: int) -> None:
+        """Raise the oldest failure that nobody has seen, once; with ``on_failure="log"`` they were only logged.
+
+        Of calls up to number ``through``: later ones are raised by a later call, as on the other ranks.
+        """
+        raises = self._on_failure == "raise"
         with self._lock:
-            failed = [ticket for ticket in self._unreported if not ticket.committed.observed]
-            self._unreported = failed[1:] if self._on_failure == "raise" else []
-        if failed and self._on_failure == "raise":
-            error = failed[0].exception()
+            unseen = [entry for entry in self._unreported if not entry[1].committed.observed]
+            failed = [entry for entry in unseen if entry[0] <= through][:1] if raises else []
+            self._unreported = [entry for entry in unseen if entry not in failed] if raises else []
+        for _, ticket in failed:
+            error = ticket.exception()
             if error is not None:
-                error.add_note(f"this is the background save of step {failed[0].step}, which nobody awaited")
+                error.add_note(f"this is the background save of step {ticket.step}, which nobody awaited")
                 raise error
 
 

@@ -19,9 +19,10 @@ from aio_ckpt import commit, retention
 from aio_ckpt.errors import EngineClosedError, RootError, StallError, shown, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
-from aio_ckpt.pipeline import Site
+from aio_ckpt.pending import Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
+from aio_ckpt.rescue import forget_segments, reclaim
 from aio_ckpt.rootlock import RootLock
 from aio_ckpt.storage import make_dirs
 
@@ -103,6 +104,7 @@ class RootKeeper:
             limit_secs = site.config.stall_timeout_secs
             self._call(site.quarantine.enforce, site.storage, site.root, limit_secs, what=what, deadline=deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
+            self._call(reclaim, site, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.steps, deadline))
             self._lock = lock
         except BaseException as error:
@@ -119,6 +121,7 @@ class RootKeeper:
         lock, self._lock = self._lock, None
         self._site.quarantine.is_writer = False
         if lock is not None:
+            forget_segments(self._site.root, self._site.segments)
             lock.release()
 
     async def _clear(self) -> list[str]:

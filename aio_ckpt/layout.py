@@ -57,14 +57,16 @@ def chunk_bytes_for(raw_bytes: int) -> int:
     return min(max(wanted, _CHUNK_BYTES_MIN), _CHUNK_BYTES_MAX)
 
 
-def lay_out(placements: Sequence[Placement]) -> ImageLayout:
-    """Place one item after the other.
+def lay_out(placements: Sequence[Placement], *, chunk_bytes: int | None = None) -> ImageLayout:
+    """Place one item after the other. ``chunk_bytes``: of the layout that this is a part of, instead of one's own.
+
+    With equal chunks no item of a part begins behind where it began in the whole.
 
     Raw bytes start on 64 bytes, those of a mebibyte or more on a page. An item whose header or trailer would
     straddle a chunk boundary is moved behind it.
     """
     raw_bytes = sum(placement.envelope.raw_bytes for placement in placements)
-    chunk_bytes = chunk_bytes_for(raw_bytes)
+    chunk_bytes = chunk_bytes or chunk_bytes_for(raw_bytes)
     items: list[TensorItem] = []
     cursor = 0
     for placement in placements:

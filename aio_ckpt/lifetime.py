@@ -17,10 +17,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from aio_ckpt.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, arena_capacity
+from aio_ckpt.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, arena_capacity, map_arena
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.numa import cpus_near, run_on
 from aio_ckpt.portal import Condition, Executor, Lock
+from aio_ckpt.segment import SegmentDirectory
 
 __all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes"]
 
@@ -126,8 +127,12 @@ class LifetimeManager:
     but never an arena: see :meth:`close_lost`.
     """
 
-    def __init__(self, *, budget_bytes: int, executor: Executor, debug: bool) -> None:
+    def __init__(
+        self, *, budget_bytes: int, executor: Executor, debug: bool, segments: SegmentDirectory | None = None
+    ) -> None:
+        """``segments``: where shared memory is made that outlives the process."""
         self.budget_bytes = budget_bytes
+        self._segments = segments
         self._executor = executor
         self._debug = debug
         self._lock = Lock()
@@ -226,6 +231,8 @@ class LifetimeManager:
             arena.release()
         for lease in leases:
             lease.close()
+        if self._segments is not None:
+            self._segments.close()  # names of what a thread that does not end still has, too
 
     @property
     def _idle(self) -> list[Arena]:
@@ -266,7 +273,7 @@ class LifetimeManager:
     def _map(self, spec: ArenaSpec, waited_secs: float) -> Lease:
         arena = lease = None
         try:
-            arena = _make_arena(spec)
+            arena = _make_arena(spec, self._segments)
             lease = Lease(arena, self._give_back, waited_secs=waited_secs)
         finally:
             with self._lock:
@@ -279,7 +286,7 @@ class LifetimeManager:
     def _map_idle(self, spec: ArenaSpec) -> None:
         arena = None
         try:
-            arena = _make_arena(spec)
+            arena = _make_arena(spec, self._segments)
             _register(arena, spec)
         except BaseException:
             arena = None  # nobody else has it
@@ -302,6 +309,8 @@ class LifetimeManager:
         arena = lease.arena
         if self._arenas.get(arena) is not lease:
             return  # told once more, after Ctrl-C
+        if arena.segment is not None:
+            arena.segment.unseal()
         if self._debug:
             arena.poison()
         with self._lock:
@@ -315,10 +324,10 @@ class LifetimeManager:
             arena.release()
 
 
-def _make_arena(spec: ArenaSpec) -> Arena:
+def _make_arena(spec: ArenaSpec, segments: SegmentDirectory | None) -> Arena:
     cpus = None if spec.source is None else cpus_near(spec.source)
     try:
-        return run_on(cpus, lambda: Arena(spec.nbytes, spec.kind))
+        return run_on(cpus, lambda: map_arena(spec.nbytes, spec.kind, segments))
     except OSError as error:
         raise BudgetExceededError(
             f"cannot map {spec.nbytes} bytes for an image ({error}): lower budget_bytes"

@@ -11,6 +11,7 @@ __all__ = [
     "OWNER_FILE",
     "PENDING_PREFIX",
     "PROTECTED_PREFIX",
+    "SEGMENTS_FILE",
     "TRASH_PREFIX",
     "StepNames",
     "protected_name",
@@ -29,6 +30,8 @@ PROTECTED_PREFIX = ".protected-"
 """An empty file: the step in its name is never deleted."""
 OWNER_FILE = "writer.json"
 LOCK_FILE = ".aio_ckpt.lock"
+SEGMENTS_FILE = ".aio_ckpt.shm"
+"""Where a writer with ``shm_path`` makes its segments, so that what it leaves is found; gone after a clean end."""
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")

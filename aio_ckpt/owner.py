@@ -30,6 +30,7 @@ __all__ = [
     "clear_leftovers",
     "is_abandoned",
     "keep_alive",
+    "owner_by_name",
     "pending_path",
     "read_owner",
     "write_owner",
@@ -40,7 +41,7 @@ _HEARTBEATS = 6
 _MAX_OWNER_BYTES = 1 << 20
 _MAX_PID = (1 << 31) - 1
 _NAMED = re.compile(
-    rf"{re.escape(PENDING_PREFIX)}.*-(?P<machine>[0-9a-f]{{8}})-(?P<boot>[0-9a-f]{{8}})-(?P<namespace>[0-9a-f]{{8}})"
+    r".*-(?P<machine>[0-9a-f]{8})-(?P<boot>[0-9a-f]{8})-(?P<namespace>[0-9a-f]{8})"
     r"-(?P<pid>\d{1,10})-(?P<started>\d{1,20})-\d+"
 )
 _log = logging.getLogger("aio_ckpt")
@@ -121,8 +122,8 @@ def pending_path(root: Path, owner: Owner, number: int) -> Path:
     return root / f"{PENDING_PREFIX}{owner.session}-{owner.tag}-{number}"
 
 
-def _named_owner(name: str, here: Owner) -> Owner | None:
-    """Whose a pending directory is by its name; None if it is of another host, or tells nobody."""
+def owner_by_name(name: str, here: Owner) -> Owner | None:
+    """Whose a pending directory or segment is by its name; None if it is of another host, or tells nobody."""
     match = _NAMED.fullmatch(name)
     if match is None or match["machine"] != _short(here.host + here.machine_id):
         return None
@@ -191,7 +192,7 @@ async def _clear(
     if name.startswith(PENDING_PREFIX):
         seen = await _last_seen(storage, path)
         idle_secs = None if seen is None or now is None else now - seen
-        owner = await _owner_of(storage, path) or _named_owner(name, here)
+        owner = await _owner_of(storage, path) or owner_by_name(name, here)
         if not is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
             whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
             idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from aio_ckpt import envelope, tree
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
+from aio_ckpt.globalplan import dcp_plan, shard_offsets, storage_data
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
 from aio_ckpt.moves import Moves, as_moves
-from aio_ckpt.objects import as_tensor
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
+from aio_ckpt.shares import Holding, LocalPlan, Share
 from aio_ckpt.structure import (
     Leaves,
     Structure,
@@ -42,9 +42,14 @@ __all__ = [
     "PlanCache",
     "PlannedImage",
     "PlannedSave",
+    "narrow",
     "plan_image",
     "tensor_entry",
 ]
+
+
+Issue: TypeAlias = tuple[int, int, int, int]
+"""One copy from CUDA: (image offset, source address, bytes, leaf)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,8 @@ class CopyDescriptors:
     """Address of every tensor leaf."""
     moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
-    issues: tuple[tuple[tuple[int, int, int, int], ...], ...]
-    """Per chunk, tensors on CUDA: (image offset, source address, bytes, leaf)."""
+    issues: tuple[tuple[Issue, ...], ...]
+    """Per chunk, tensors on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +101,14 @@ class Plan(ImagePlan):
     """Digest of structure and aliases."""
     object_names: tuple[str, ...]
     """Names of the leaves stored as objects, in order."""
-    metadata: MetadataTemplate
-    """Rendered ``.metadata`` with holes for the objects."""
+    metadata: MetadataTemplate | None
+    """Rendered ``.metadata`` with holes for the objects. None with several ranks, whose leader renders it."""
+    local: LocalPlan | None = None
+    """With several ranks: all that this rank holds, for the leader."""
+    share_id: bytes = b""
+    """With several ranks: the name of what was agreed that this rank writes; empty before."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of the state that other ranks store."""
     tensors_static: bytes
     """Pre-encoded tensor entries of the rank manifest."""
     skeleton: bytes
@@ -178,10 +189,19 @@ class PlanCache:
         plan = self._plan = replace(cached, descriptors=descriptors)
         return self._hit(plan, leaves, fingerprint_hit=False)
 
+    def adopt(self, plan: Plan) -> None:
+        """From now on this rank writes ``plan``, as was agreed: saves that need no other reuse it."""
+        self._plan = plan
+        self._storage_bytes = []  # of another save by now, maybe
+
     def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
         self.hits += 1
+        objects = leaves.objects
+        if len(objects) != len(plan.object_names):
+            mine = frozenset(plan.object_names)
+            objects = [leaf for leaf in objects if leaf[0] in mine]
         return PlannedSave(
-            plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=True, fingerprint_hit=fingerprint_hit
+            plan=plan, tensors=leaves.tensors, objects=objects, plan_hit=True, fingerprint_hit=fingerprint_hit
         )
 
     def _miss(self, flat: tree.FlatState, leaves: Leaves, structure: Structure) -> PlannedSave:
@@ -190,7 +210,15 @@ class PlanCache:
             check_whole(flat, structure)
         fingerprint = addresses(leaves.tensors)
         self._storage_bytes = check_sources(flat, leaves.tensors, fingerprint)
-        plan = self._plan = make_plan(flat, structure, fingerprint, rank=self._rank, gather_bytes=self._gather_bytes)
+        plan = make_plan(
+            flat,
+            structure,
+            fingerprint,
+            rank=self._rank,
+            world_size=self._world_size,
+            gather_bytes=self._gather_bytes,
+        )
+        self._plan = plan if self._world_size == 1 else None  # else until it is agreed
         self.misses += 1
         return PlannedSave(
             plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
@@ -201,49 +229,118 @@ class PlanCache:
 
 
 def make_plan(
-    flat: tree.FlatState, structure: Structure, fingerprint: list[int], *, rank: int, gather_bytes: int
+    flat: tree.FlatState,
+    structure: Structure,
+    fingerprint: list[int],
+    *,
+    rank: int,
+    world_size: int,
+    gather_bytes: int,
 ) -> Plan:
-    """Plan a new structure: DCP's planner for what is written, our layout for where."""
+    """Plan a new structure: DCP's planner for what is written, our layout for where. With several ranks: all of it."""
     aliases = partition(structure, fingerprint)
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
     object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
-    metadata, write_items = _dcp_plan(flat)
+    planner, local = dcp_plan(flat)
+    write_items = {item.index.fqn: item for item in local.items}
     tied: dict[int, list[str]] = {}
     for name, first in zip(tensor_names, aliases, strict=True):
         tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(names), _shard_offsets(write_items, names[0]), spec, envelope.render(spec))
+        Placement(leaf, tuple(names), shard_offsets(write_items, names[0]), spec, envelope.render(spec))
         for leaf, names in tied.items()
+        if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
         for spec in (structure.stored_spec(leaf),)
     ]
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
-    layout = image.layout
+    plan = _plan_of(image, aliases, object_names)
+    if world_size > 1:
+        return replace(plan, local=_local_plan(plan))
+    _, metadata = planner.create_global_plan([local])
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
-    metadata.storage_data = _storage_data(layout, write_items, data_file_name(rank))
+    metadata.storage_data = storage_data(plan.layout, write_items, data_file_name(rank))
+    indices = [MetadataIndex(name) for name in object_names]
+    return replace(plan, metadata=render_metadata(metadata, object_indices=indices, data_file=data_file_name(rank)))
+
+
+def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]) -> Plan:
+    structure, layout = image.structure, image.layout
     return Plan(
-        **{field.name: getattr(image, field.name) for field in fields(image)},
+        **{field.name: getattr(image, field.name) for field in fields(ImagePlan)},
         aliases=aliases,
         digest=structure.digest(aliases),
         object_names=object_names,
-        metadata=render_metadata(
-            metadata,
-            object_indices=[MetadataIndex(name) for name in object_names],
-            data_file=data_file_name(rank),
-        ),
+        metadata=None,
         tensors_static=encode_static([tensor_entry(item) for item in layout.items]),
-        skeleton=tree.encode_skeleton(flat.skeleton),
+        skeleton=tree.encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
     )
 
 
+# -- several ranks --------------------------------------------------------------------------------
+
+
+def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
+    """The plan of what this rank writes of all that it holds. No item begins behind where it began in ``plan``."""
+    items = plan.layout.items
+    placements = [
+        Placement(items[index].leaf, names, items[index].offsets, items[index].spec, items[index].envelope)
+        for index, names in share.tensors
+    ]
+    image = plan_image(
+        plan.structure,
+        placements,
+        plan.descriptors.fingerprint,
+        gather_bytes=plan.gather_bytes,
+        chunk_bytes=plan.layout.chunk_bytes,
+    )
+    narrowed = _plan_of(image, plan.aliases, share.objects)
+    others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(share.objects)
+    return replace(narrowed, local=plan.local, share_id=share_id, elsewhere=others)
+
+
+def _is_held(structure: Structure, leaf: int, write_item: WriteItem | None) -> bool:
+    """Whether this rank holds any of the tensor: it may be outside of its mesh, or its shard be empty."""
+    if write_item is None:
+        return False
+    whole = structure.shards.get(leaf)
+    return whole is None or bool(structure.shapes[leaf].numel()) or 0 in whole[0]  # type: ignore[operator]
+
+
+def _local_plan(plan: Plan) -> LocalPlan:
+    shards = plan.structure.shards
+    return LocalPlan(
+        tuple(
+            Holding(
+                item.fqns,
+                item.offsets,
+                item.spec.shape,
+                tuple(shards[item.leaf][0]) if item.leaf in shards else item.spec.shape,  # type: ignore[arg-type]
+                str(item.spec.dtype).removeprefix("torch."),
+            )
+            for item in plan.layout.items
+        ),
+        plan.object_names,
+        plan.skeleton,
+    )
+
+
 def plan_image(
-    structure: Structure, placements: Sequence[Placement], fingerprint: list[int], *, gather_bytes: int
+    structure: Structure,
+    placements: Sequence[Placement],
+    fingerprint: list[int],
+    *,
+    gather_bytes: int,
+    chunk_bytes: int | None = None,
 ) -> ImagePlan:
-    """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses."""
+    """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses.
+
+    ``chunk_bytes``: see :func:`aio_ckpt.layout.lay_out`.
+    """
     ordered = sorted(
         placements, key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes)
     )
-    layout = lay_out(ordered)
+    layout = lay_out(ordered, chunk_bytes=chunk_bytes)
     routes = choose_routes(
         structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
     )
@@ -257,34 +354,6 @@ def plan_image(
         gather_bytes=gather_bytes,
         gathers=any(route.gathered for route in routes),
     )
-
-
-def _dcp_plan(flat: tree.FlatState) -> tuple[Metadata, dict[str, WriteItem]]:
-    leaves = {
-        name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
-        for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
-    }
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(leaves, is_coordinator=True)
-    local = planner.create_local_plan()
-    _, metadata = planner.create_global_plan([local])
-    return metadata, {item.index.fqn: item for item in local.items}
-
-
-def _shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
-    data = write_items[name].tensor_data
-    return tuple(data.chunk.offsets) if data is not None else ()
-
-
-def _storage_data(
-    layout: ImageLayout, write_items: dict[str, WriteItem], file: str
-) -> dict[MetadataIndex, _StorageInfo]:
-    return {
-        write_items[name].index: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
-        for item in layout.items
-        for name in item.fqns
-        if write_items[name].type is not WriteItemType.BYTE_IO
-    }
 
 
 def _main_source(structure: Structure, layout: ImageLayout) -> torch.device | None:

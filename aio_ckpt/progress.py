@@ -76,26 +76,28 @@ class CaptureProgress:
         self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
         self._error: Exception | None = None
         self._ended_early = asyncio.Event()
-        self._last_progress = time.monotonic()
-        self._is_paused = False
+        self.last = time.monotonic()
+        """When something moved last."""
+        self.is_paused = False
+        """What is awaited has limits of its own."""
 
     def touch(self) -> None:
         """A byte or a message moved."""
-        self._last_progress = time.monotonic()
+        self.last = time.monotonic()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What is awaited inside is another save, which has limits of its own and may take as long as it moves."""
-        self._is_paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._is_paused = False
+            self.is_paused = False
             self.touch()
 
     def idle_left_secs(self, limit_secs: float) -> float:
         """How much longer nothing may move if ``limit_secs`` are allowed."""
-        return limit_secs if self._is_paused else self._last_progress + limit_secs - time.monotonic()
+        return limit_secs if self.is_paused else self.last + limit_secs - time.monotonic()
 
     def tell(self, runs: Sequence[CapturedRun]) -> None:
         """The chunks of each run are captured once its marks are reached."""

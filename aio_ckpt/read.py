@@ -29,7 +29,7 @@ from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.files import Files
 from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
-from aio_ckpt.readplan import ReadPlan
+from aio_ckpt.readplan import ReadPlan, Segment
 from aio_ckpt.storage import Storage
 
 __all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state"]
@@ -82,7 +82,9 @@ async def load_checkpoint(
         )
 
     async with Files(storage, checkpoint.path, readers=readers) as files:
-        await files.read_ahead(checkpoint.small_files(), executor=executor)
+        small_file = checkpoint.small_file(rank=rank, world_size=world_size)
+        if small_file is not None:
+            await files.read_ahead(small_file, executor=executor if verify else None)
         found = await run_blocking(executor, match)
         catalog = checkpoint.catalog
         below = [name for _, _, names in found.stateful for name in names]
@@ -92,13 +94,21 @@ async def load_checkpoint(
         await files.measure(catalog.small.files_of(found.small), catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, ahead=files.ahead))
-        await run_blocking(executor, draft.plan.add_small, catalog.small, found.small)
         draft.sharded.update(found.sharded)
-        await run_blocking(executor, draft.add_all, found.tensors, fresh, objects, trusted)
+
+        def plan() -> list[Segment]:
+            draft.plan.add_small(catalog.small, found.small)
+            draft.add_all(found.tensors, fresh, objects, trusted)
+            return draft.plan.segments(readers)
+
+        def put_back() -> None:
+            _settle(draft, checkpoint, trusted)
+            _put_back(checkpoint, state, found, draft.values, rank)
+
+        segments = await run_blocking(executor, plan)
         with _target_modified():
-            fetched = await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
-            await run_blocking(executor, _settle, draft, checkpoint, trusted)
-            await run_blocking(executor, _put_back, checkpoint, state, found, draft.values, rank)
+            fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
+            await run_blocking(executor, put_back)
     return LoadOutcome(
         missing=found.missing,
         unexpected=found.unexpected,
@@ -139,7 +149,8 @@ async def read_state(
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
-        await _fetch(files, draft, executor=executor, readers=readers, verify=verify)
+        segments = await run_blocking(executor, draft.plan.segments, readers)
+        await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
         await run_blocking(executor, _settle, draft, checkpoint, trusted)
     if not checkpoint.has_skeleton:
         return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
@@ -283,8 +294,9 @@ def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
 # -- reading, and what comes after ------------------------------------------------------------------
 
 
-async def _fetch(files: Files, draft: _Draft, *, executor: Executor, readers: int, verify: bool) -> Fetched:
-    segments = await run_blocking(executor, draft.plan.segments, readers)
+async def _fetch(
+    files: Files, draft: _Draft, segments: Sequence[Segment], *, executor: Executor, readers: int, verify: bool
+) -> Fetched:
     devices = draft.plan.devices
     return await fetch(files, segments, executor=executor, readers=readers, verify=verify, devices=devices)
 

@@ -24,7 +24,7 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.pieces import Landing, PieceRows, Segment, copied_pieces, cut_segments
 
-__all__ = ["ReadPlan", "bytes_of"]
+__all__ = ["ReadPlan", "Segment", "bytes_of"]
 
 # Two pages below, so that a segment whose ends were moved to pages still fits a buffer of whole huge pages.
 _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from aio_ckpt.manifest import (
     FORMAT_MINOR,
     METADATA_FILE,
     FileEntry,
+    MetadataTemplate,
     ObjectEntry,
     RootManifest,
     data_file_name,
@@ -25,7 +27,16 @@ from aio_ckpt.manifest import (
 from aio_ckpt.plan import Plan
 from aio_ckpt.snapshot import ObjectBytes
 
-__all__ = ["MetadataFile", "object_entries", "render_metadata_file", "render_rank", "render_root", "written_names"]
+__all__ = [
+    "MetadataFile",
+    "metadata_file",
+    "object_entries",
+    "object_spans",
+    "render_metadata_file",
+    "render_rank",
+    "render_root",
+    "written_names",
+]
 
 _VERSIONS = {
     "aio_ckpt": __version__,
@@ -99,17 +110,28 @@ class MetadataFile:
     """Hex digest, 32 bytes."""
 
 
-def render_metadata_file(plan: Plan, objects: ObjectBytes, *, checkpoint_id: str, save_id: str) -> MetadataFile:
-    """DCP's ``.metadata``: the plan's template with the places of this save's objects."""
-    begin = plan.layout.tensor_bytes
-    spans = [(begin + start, nbytes) for start, nbytes in objects.spans]
-    template = plan.metadata
+def render_metadata_file(
+    template: MetadataTemplate, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str
+) -> MetadataFile:
+    """DCP's ``.metadata``: a template with the places of this save's objects, (offset in the data file, length)."""
     data = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
     rest = memoryview(data)[len(template.fixed) :]
     entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(rest, template.fixed_crc32))
     digest = template.fixed_blake2b.copy()
     digest.update(rest)
     return MetadataFile(data, entry, digest.hexdigest())
+
+
+def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...]:
+    """(offset in the data file, length) of each object."""
+    begin = plan.layout.tensor_bytes
+    return tuple((begin + start, nbytes) for start, nbytes in objects.spans)
+
+
+def metadata_file(data: bytes) -> MetadataFile:
+    """What the root manifest says of a ``.metadata`` that was rendered before."""
+    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
+    return MetadataFile(data, entry, hashlib.blake2b(data, digest_size=32).hexdigest())
 
 
 def render_root(

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 
 from aio_ckpt import envelope
+from aio_ckpt.copies import FOREACH_DTYPES
 from aio_ckpt.items import Chunk, ImageLayout, Piece
 from aio_ckpt.structure import Structure
 
@@ -25,11 +26,6 @@ _GATHER_PAYS_ITEMS = 32
 """Fewer are issued one by one: the buffer, which stays for the next save, is not worth it."""
 _SPANS_A_BUFFER = 4
 """So many of the longest spans fit the gather buffer at once: one is gathered while another is transferred."""
-
-_GATHERED_DTYPES = frozenset(
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
-)
-"""What ``torch._foreach_copy_`` copies in one launch for many tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +94,7 @@ def choose_routes(
         by_torch = "copied" if device.type == "cpu" else "converted"
         if not is_dense(leaf):
             return by_torch
-        is_small = piece.nbytes == raw_bytes < SMALL_TRANSFER_BYTES and structure.dtypes[leaf] in _GATHERED_DTYPES
+        is_small = piece.nbytes == raw_bytes < SMALL_TRANSFER_BYTES and structure.dtypes[leaf] in FOREACH_DTYPES
         if is_small and gather_bytes and gathers(device):
             return "gathered"
         if device.type == "cpu":

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
+
 from aio_ckpt import commit, tree
 from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import BusyError, EngineClosedError
+from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.image import Image, arena_spec, lease_image
-from aio_ckpt.inflight import InFlight
+from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.keeper import RootKeeper
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
-from aio_ckpt.pipeline import SaveCall, Site
+from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.plan import Plan, PlanCache, PlannedSave
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
@@ -52,78 +54,160 @@ class Saver:
         self._keeper = keeper
         self._is_urgent = is_urgent
         self._on_committed = on_committed
-        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
-        self.lifetime = LifetimeManager(budget_bytes=budget_bytes, executor=site.executor, debug=config.debug)
+        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=site.peers.on_host)
+        self.lifetime = LifetimeManager(
+            budget_bytes=budget_bytes, executor=site.executor, debug=config.debug, segments=site.segments
+        )
         """Arenas."""
         self.cache = PlanCache(
-            rank=site.coordinator.rank, world_size=site.coordinator.world_size, gather_bytes=config.gather_bytes
+            rank=site.peers.coordinator.rank,
+            world_size=site.peers.coordinator.world_size,
+            gather_bytes=config.gather_bytes,
         )
         """The plan of the last save."""
-        self.in_flight = InFlight(site, portal, on_settled=self._after)
+        self.in_flight = InFlight(site, portal, on_settled=self._after, adopt=self.cache.adopt)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
-        self._staging = StagingChoice(config.staging)
+        self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
+        self._must_announce = False
         self._lock = Lock()
+
+    def meet(self) -> None:
+        """Begin to wait for the other ranks, in the background."""
+        site, peers = self._site, self._site.peers
+
+        async def read_steps() -> list[int]:
+            found = await site.quarantine.committed(site.storage, site.root, site.names)
+            return [checkpoint.step for checkpoint in found]
+
+        async def meet() -> None:
+            await peers.meet(site.storage, site.root, read_steps)
+
+        if peers.are_several:
+            peers.opened = self._portal.submit(meet)
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
-        with call.trace.span("save()", CALLER):
-            return self._save(state, step, call)
+        with call.trace.span("save()", CALLER), self._lock:
+            number = self.in_flight.next_number()
+            self._must_announce = self._site.peers.is_leader and self._site.config.when_busy != "wait"
+            try:
+                self._await_met(call.deadline)
+                return self._save(state, step, call, number)
+            except BaseException as error:
+                self._tell(number, error)
+                if self._must_announce:
+                    self._tell(number, error, _room(number))
+                raise
 
-    def _save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
-        in_flight, deadline = self.in_flight, call.deadline
+    def _save(self, state: object, step: int | None, call: SaveCall, number: int) -> SaveTicket:
+        in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
+        # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+        self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
+        with trace.span("wait for room", CALLER):
+            waited_secs = self._make_room(step, number, deadline)
+        with trace.span("read the steps", CALLER):
+            if not in_flight.knows_steps:
+                in_flight.learn_steps(functools.partial(self._known_steps, deadline))
         read_steps = functools.partial(self._keeper.steps, deadline)
-        with self._lock:
-            # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
-            self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
-            in_flight.raise_unreported()
-            when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
-            with call.trace.span("wait for room", CALLER):
-                waited_secs = in_flight.wait_for_room(step, when_busy, deadline)
-            with call.trace.span("read the steps", CALLER):
-                if not in_flight.knows_steps:
-                    in_flight.learn_steps(read_steps)
-            in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            if waited_secs is None:
-                skipped_step = (in_flight.newest_step or 0) if step is None else step
-                return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
-            with call.trace.span("walk and plan", CALLER):
-                flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
-                planned = self.cache.resolve(flat)
-            plan_secs = time.perf_counter() - call.started - waited_secs
-            with call.trace.span("encode objects", CALLER):
-                objects = self._encoder.encode(planned.objects)
-            with call.trace.span("open the root", CALLER):
+        in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        if waited_secs is None:
+            skipped_step = (in_flight.newest_step or 0) if step is None else step
+            return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
+        with trace.span("walk and plan", CALLER):
+            flat = self._flatten(state)
+            planned = self.cache.resolve(flat)
+        plan_secs = time.perf_counter() - call.started - waited_secs
+        with trace.span("encode objects", CALLER):
+            objects = self._encoder.encode(planned.objects)
+        with trace.span("open the root", CALLER):
+            if self._site.peers.is_leader:
                 self._keeper.become_writer(in_flight.learn_steps, deadline)
-                step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
-            with call.trace.span("lease memory", CALLER):
-                image = self._lease(planned, objects, deadline)
-            save = in_flight.enter(
-                call,
-                planned,
-                objects,
-                image,
-                step=step,
-                requested=flat.names,
-                waited_secs=waited_secs + image.lease.waited_secs,
-                plan_secs=plan_secs,
-            )
-            with call.trace.span("capture", CALLER):
-                in_flight.start(save, planned)
-            self._map_next(planned.plan, objects)
-            save.blocked_secs = save.elapsed()
-            return save.ticket
+            step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        with trace.span("lease memory", CALLER):
+            image = self._lease(planned, objects, deadline)
+        save = in_flight.enter(
+            call,
+            planned,
+            objects,
+            image,
+            step=step,
+            number=number,
+            requested=flat.names,
+            waited_secs=waited_secs + image.lease.waited_secs,
+            plan_secs=plan_secs,
+        )
+        if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
+            self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
+        with trace.span("capture", CALLER):
+            in_flight.start(save, planned)
+        save.blocked_secs = save.elapsed()
+        return save.ticket
+
+    def _make_room(self, step: int | None, number: int, deadline: Deadline) -> float | None:
+        """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with.
+
+        Of many ranks each comes to the same end at the same call: it looks at nothing that another may not know yet.
+        """
+        in_flight, config = self.in_flight, self._site.config
+        when_busy = "wait" if self._is_urgent() else config.when_busy
+        if not self._site.peers.are_several:
+            in_flight.raise_unreported(MAX_CALLS)
+            return in_flight.wait_for_room(step, when_busy, deadline)
+        began, has_room, through = time.perf_counter(), True, number - config.max_in_flight
+        if when_busy != "wait":
+            has_room, through = self._leaders_room(number)
+        in_flight.wait_settled(through, deadline)
+        in_flight.raise_unreported(through)
+        if not has_room and when_busy == "skip":
+            return None
+        if not has_room:
+            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
+        in_flight.wait_for_room(step, "wait", deadline)
+        return time.perf_counter() - began
+
+    def _leaders_room(self, number: int) -> tuple[bool, int]:
+        """Whether the leader has room at this call: then all ranks have, or will have within the time of a message."""
+        peers = self._site.peers
+        self.in_flight.check_open()
+        word = msgspec.msgpack.encode(self.in_flight.room())
+        self._must_announce = False
+        told = self._portal.call(peers.announce, _room(number), word, timeout=2 * peers.stall_secs, what="save()")
+        return msgspec.msgpack.decode(told, type=tuple[bool, int])
+
+    def _known_steps(self, deadline: Deadline) -> list[int]:
+        """Steps that count: those on the disk, as the leader sees it."""
+        peers = self._site.peers
+        if peers.is_leader:
+            return self._keeper.steps(deadline)
+        return [] if peers.newest is None else [peers.newest]
+
+    def _await_met(self, deadline: Deadline) -> None:
+        opened, limit_secs = self._site.peers.opened, 2 * self._site.config.stall_timeout_secs
+        try:
+            opened.exception(deadline.left_secs(min(limit_secs, MAX_SECS)))
+        except TimeoutError:
+            deadline.check(None, "waiting for the other ranks to open their engines")
+            raise StallError("the other ranks did not open their engines in time") from None
+        opened.result()
+
+    def _tell(self, number: int, error: BaseException, topic: str = "") -> None:
+        """A call is about to raise: the other ranks must not wait for this one."""
+        if self._site.peers.are_several:
+            with contextlib.suppress(EngineClosedError):
+                self._portal.submit(self.in_flight.round(number, 0, topic).end, error)
 
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
         self._portal.check_thread("prepare()")
         with self._lock:
             self.in_flight.check_open()
-            flat = tree.flatten(state, rank=self._site.coordinator.rank, trusted=self._site.config.trusted_objects)
+            flat = self._flatten(state)
             planned = self.cache.resolve(flat)
             objects = self._encoder.encode(planned.objects)
             spec = self._spec(planned.plan, objects)
-            self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
+            if self._site.peers.is_leader:
+                self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
             self.in_flight.prepare_buffers(planned.plan)
             mapped = self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
@@ -135,9 +219,29 @@ class Saver:
         with self._lock:
             if self.in_flight.pending:
                 raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
-            self.in_flight.forget_steps()  # one that fails midway has renamed some
-            return self._keeper.rollback(step)
+            if not self._site.peers.are_several:
+                return self._roll_back(step)
+            return self._roll_back_together(step, self.in_flight.next_number())
+
+    def _roll_back(self, step: int) -> list[int]:
+        self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
+        self.in_flight.forget_steps()  # one that fails midway has renamed some
+        return self._keeper.rollback(step)
+
+    def _roll_back_together(self, step: int, number: int) -> list[int]:
+        """The leader goes back, the others wait for it."""
+        peers, topic = self._site.peers, f"rollback {number}"
+        stall_secs = self._site.config.stall_timeout_secs
+        try:
+            self._await_met(NO_DEADLINE)
+            gone = self._roll_back(step) if peers.is_leader else []
+            word = self._portal.call(peers.announce, topic, msgspec.msgpack.encode(gone), timeout=2 * stall_secs)
+        except BaseException as error:
+            self._tell(number, error, topic)
+            raise
+        self.in_flight.forget_steps()
+        peers.newest = step
+        return msgspec.msgpack.decode(word, type=list[int])
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
@@ -153,6 +257,9 @@ class Saver:
     def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:
         kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
         return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
+
+    def _flatten(self, state: object) -> tree.FlatState:
+        return tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
 
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
         return lease_image(
@@ -174,11 +281,20 @@ class Saver:
             if mapped is not None:
                 mapped.add_done_callback(_log_failure)
 
+    def _give_up_kept(self) -> None:
+        """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
+        segments = self._site.segments
+        if segments is not None and segments.kept:
+            with contextlib.suppress(EngineClosedError):
+                self._site.executor.submit(segments.drop_kept, "a later run has committed a step of its own")
+
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""
         if error is not None:
             self.cache.clear()
         else:
+            self._site.peers.newest = max(step, self._site.peers.newest or 0)
+            self._give_up_kept()
             self._on_committed(step)
 
 
@@ -203,3 +319,8 @@ def _log_failure(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
+
+
+def _room(number: int) -> str:
+    """Topic of what the leader says of its room at this call."""
+    return f"room {number}"

@@ -357,7 +357,7 @@ def unflatten_dcp(paths: Mapping[str, tuple[str | int, ...]] | None, leaves: Map
     branches = {id(root)}
     for name, leaf in leaves.items():
         path = (paths or {}).get(name) or (name,)
-        if not all(type(part) in (str, int) for part in path):
+        if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
             raise CorruptCheckpointError(f"{name}: the metadata gives this leaf the path {path!r}")
         node = root
         for part in path[:-1]:

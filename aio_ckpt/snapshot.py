@@ -21,13 +21,14 @@ from aio_ckpt.moves import copy_all
 from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
+from aio_ckpt.shadow import Shadows
 from aio_ckpt.structure import addresses
 from aio_ckpt.trace import CALLER, COPIES, Recorder
 
 __all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
 _DOUBLE = struct.Struct("<d")
-_MAX_RUN_CHUNKS = 16
+_MAX_RUN_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,8 @@ class Copiers:
     """Side streams."""
     gathers: GatherBuffers = field(default_factory=GatherBuffers)
     """Gather buffers."""
+    shadows: Shadows = field(default_factory=lambda: Shadows(0))
+    """Copies on the devices."""
 
     def prepare(self, plan: ImagePlan) -> None:
         """Make the side streams and the gather buffers of a plan before its first capture needs them."""
@@ -105,6 +108,12 @@ class Copiers:
             copies = self.streams.begin(device, is_registered=True)
             if spans:
                 self.gathers.line(plan, spans[0], copies)
+        self.shadows.of(plan, lambda device: self.streams.begin(device, is_registered=True))
+
+    def clear(self) -> None:
+        """Let go of all memory of devices."""
+        self.gathers.clear()
+        self.shadows.clear()
 
 
 class Capture:
@@ -121,16 +130,32 @@ class Capture:
         self._copiers = copiers
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
+        self._issues = planned.plan.descriptors.issues
+        self._is_shadowed = False
         self._copies: dict[torch.device, Copies] = {}
         self._unmarked: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
         self.marks: tuple[Mark, ...] = ()
         """Behind every copy, once all are issued."""
+        self.source_marks: tuple[Mark, ...] = ()
+        """What must be reached before a guarded source may change."""
         self._trace = trace
         self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
 
     def issue_first(self) -> None:
-        """What nobody guards, on devices: the caller's stream waits for these copies alone."""
+        """What nobody guards, on devices: the caller's stream waits for these copies alone.
+
+        With a shadow the copies within the device come first, and the large tensors are moved from there: nobody
+        changes a shadow, so that they need no other guard.
+        """
+        plan = self._planned.plan
+        shadow = self._copiers.shadows.of(plan, self._copies_from) if self._image.is_whole else None
+        if shadow is not None:
+            tensors = self._planned.tensors
+            for device, groups in shadow.groups.items():
+                sources = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups]
+                self._copies_from(device).assemble(sources)
+            self._guarded, self._issues, self._is_shadowed = shadow.leaves, shadow.issues, True
         if self._guarded:
             self._issue_device(self._image.chunks[: len(self._planned.plan.routes)], is_guarded=False)
             for copies in self._copies.values():
@@ -164,6 +189,7 @@ class Capture:
     def end(self) -> None:
         """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
         self.marks = tuple(copies.mark() for copies in self._copies.values())
+        self.source_marks = () if self._is_shadowed else self.marks
         if not self._guarded:
             for mark in self.marks:
                 mark.fence()
@@ -208,12 +234,7 @@ class Capture:
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
         """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
         plan, guarded = self._planned.plan, self._guarded
-        chosen = [
-            issue
-            for chunk in run
-            for issue in plan.descriptors.issues[chunk.index]
-            if (issue[3] in guarded) is is_guarded
-        ]
+        chosen = [issue for chunk in run for issue in self._issues[chunk.index] if (issue[3] in guarded) is is_guarded]
         devices = plan.structure.devices
         for device, group in groupby(chosen, key=lambda issue: devices[issue[3]]):
             self._copies_from(device).issue(self._base(run[0]), _joined(group))
@@ -234,7 +255,8 @@ class Capture:
         tensors, start = self._planned.tensors, span.start + self._shift(chunk)
         groups = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in line.groups]
         target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
-        copies.gather(target, line.memory, groups)
+        copies.assemble(groups)
+        copies.copy(target, line.memory)
 
     def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
         shift = self._shift(chunk)

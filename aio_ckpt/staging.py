@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from aio_ckpt.arena import Arena, ArenaKind
+from aio_ckpt.arena import Arena, ArenaKind, map_arena
 from aio_ckpt.config import Staging
-from aio_ckpt.device import copy_secs
-from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.device import copy_secs, cuda_is_available
+from aio_ckpt.errors import BudgetExceededError, ConfigError
 
-__all__ = ["StagingChoice", "fastest", "measure"]
+__all__ = ["StagingChoice", "check_staging", "fastest", "measure"]
 
 _PROBE_BYTES = 16 << 20
 _PROBE_ROUNDS = 2
 _log = logging.getLogger("aio_ckpt")
+
+
+def check_staging(staging: Staging, shm_path: str | Path | None, world_size: int) -> None:
+    """Raise ConfigError if a setting cannot be had on this machine or by so many ranks."""
+    if staging == "pinned" and not cuda_is_available():
+        raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
+    if shm_path is not None and world_size > 1:
+        raise ConfigError(
+            f"shm_path= with {world_size} ranks: a snapshot can be rescued for one rank only; leave it away"
+        )
 
 
 def fastest(bytes_per_sec: Mapping[ArenaKind, float]) -> ArenaKind:
@@ -31,12 +42,13 @@ def fastest(bytes_per_sec: Mapping[ArenaKind, float]) -> ArenaKind:
 def measure(source: torch.device) -> dict[ArenaKind, float]:
     """Bytes per second copied from ``source`` to memory of each kind; a kind that the driver refuses is left out.
 
-    One copy that is not counted, then the best of two, of 16 MiB: about 20 ms in all.
+    One copy that is not counted, then the best of two, of 16 MiB: about 20 ms in all, once the device has done what is
+    queued on it: the driver waits for that before it unlocks memory.
     """
     found: dict[ArenaKind, float] = {}
     kinds: tuple[ArenaKind, ...] = ("pinned", "pageable")
     for kind in kinds:
-        arena = Arena(_PROBE_BYTES, kind)
+        arena = map_arena(_PROBE_BYTES, kind, None)
         try:
             if kind == "pinned":
                 arena.register()
@@ -63,8 +75,9 @@ class StagingChoice:
     opened: a context on a device that this rank may never use would cost it half a gigabyte.
     """
 
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
+    def __init__(self, staging: Staging, *, is_named: bool) -> None:
+        """``is_named``: the memory is to have a name (``shm_path``), which only shared memory can have."""
+        self._staging: Staging = "shm" if is_named else staging
         self._measured: ArenaKind | None = None
 
     def kind(self, source: torch.device | None) -> ArenaKind:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import anyio
 
-from aio_ckpt.errors import AioCkptError, ConfigError
+from aio_ckpt.errors import AioCkptError, ConfigError, shown
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import Storage
 from aio_ckpt.trace import Recorder, SpanRecorder, render
@@ -35,18 +35,18 @@ def _checked(path: object) -> Path:
         ConfigError: no path, a directory, or its directory is missing or not writable.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise ConfigError(f"trace={path!r}: give the path of a file")
+        raise ConfigError(f"trace={shown(path)}: give the path of a file")
     found = Path(path).absolute()
     try:
         is_taken = stat.S_ISDIR(os.stat(found).st_mode)
     except FileNotFoundError:
         is_taken = False
     except (OSError, ValueError) as error:  # a name that is too long, a NUL, a file in the place of a directory
-        raise ConfigError(f"trace={str(found)!a}: no file can be there ({error})") from error
+        raise ConfigError(f"trace={shown(str(found))}: no file can be there ({error})") from error
     if is_taken:
-        raise ConfigError(f"trace={str(found)!a} is a directory: give the path of a file")
+        raise ConfigError(f"trace={shown(str(found))} is a directory: give the path of a file")
     if not found.parent.is_dir() or not os.access(found.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"trace={str(found)!a}: {found.parent} is no directory that can be written to")
+        raise ConfigError(f"trace={shown(str(found))}: {found.parent} is no directory that can be written to")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from aio_ckpt.image import Image
 from aio_ckpt.progress import Threads, follow
 from aio_ckpt.storage import Storage
 
-__all__ = ["SETTLE_SECS", "settle_failure"]
+__all__ = ["SETTLE_SECS", "first_cause", "settle_failure"]
 
 _log = logging.getLogger("aio_ckpt")
 SETTLE_SECS = 5.0
@@ -21,9 +22,12 @@ SETTLE_SECS = 5.0
 
 
 async def settle_failure(
-    storage: Storage, pending: Path, image: Image, threads: Threads, *, step: int, cause: BaseException
+    storage: Storage, pending: Path | None, image: Image, threads: Threads, *, step: int, cause: BaseException
 ) -> None:
-    """Give the buffers back when the last thread let go; leave nothing behind that is listed."""
+    """Give the buffers back when the last thread let go; leave nothing behind that is listed.
+
+    ``pending`` is None where it is not this rank's to remove.
+    """
     for future in image.written:
         if not future.done():
             future.set_exception(cause)
@@ -35,6 +39,8 @@ async def settle_failure(
     if not (lease.settled.done() and threads.are_idle):
         _log.error("step %d: a thread still works for it; its pending directory stays until it is cleared", step)
         return
+    if pending is None:
+        return
     if isinstance(cause, AioCkptError) and cause.in_doubt:
         # Its files may be those of a visible step, or those of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
@@ -43,4 +49,13 @@ async def settle_failure(
         with anyio.move_on_after(SETTLE_SECS):
             await storage.remove_tree(pending)
     except (AioCkptError, OSError) as error:
+        if getattr(error, "errno", None) == errno.ENOENT:  # another rank removes it, too
+            return
         _log.warning("step %d: %s stays: %s", step, pending, error)
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
+    return error

@@ -34,7 +34,8 @@ from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Lease, LifetimeManager
 from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
-from aio_ckpt.pipeline import PendingSave, SaveCall, Site
+from aio_ckpt.peers import Peers
+from aio_ckpt.pending import PendingSave, SaveCall, Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import Deadline, follow
@@ -70,6 +71,8 @@ class Attempt:
     """When, by the virtual clock."""
     ended: float = 0.0
     """When it was settled."""
+    was_first: bool = True
+    """Whether every save before it was settled by then."""
 
     @property
     def may_be_visible(self) -> bool:
@@ -166,7 +169,7 @@ class World:
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
-            coordinator=SoloCoordinator(),
+            peers=Peers(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
             executor=threads,
             config=config,
         )
@@ -177,7 +180,7 @@ class World:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
             self.portal.attach(self.loop, group, self.threads)
-            in_flight = InFlight(self.site, self.portal, on_settled=lambda step, error: None)
+            in_flight = InFlight(self.site, self.portal, on_settled=lambda step, error: None, adopt=lambda plan: None)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := in_flight.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
@@ -227,6 +230,7 @@ class World:
             step=in_flight.next_step(
                 max(committed) if overwrite else None, overwrite=overwrite, read_steps=lambda: committed
             ),
+            number=in_flight.next_number(),
             requested=flat.names,
             waited_secs=0.0,
             plan_secs=0.0,
@@ -244,6 +248,8 @@ class World:
 
     def _ended(self, attempt: Attempt) -> None:
         attempt.ended = self.loop.time()
+        before = self.attempts[: self.attempts.index(attempt)]
+        attempt.was_first = all(earlier.save.settled.done() for earlier in before)
 
     def _state(self, number: int) -> dict[str, Any]:
         rng = random.Random(self.run.seed * 1000 + number // 2)  # a pair of saves shares its structure
@@ -290,6 +296,8 @@ class World:
             save = attempt.save
             error = save.ticket.committed.peek()
             self.run.outcomes.append("committed" if error is None else type(error).__name__)
+            if error is None and not attempt.was_first:
+                raise BrokenPromiseError(f"save {attempt.state['number']} was committed before one that came earlier")
             if error is not None and not isinstance(error, AioCkptError | OSError):
                 raise BrokenPromiseError(f"save {attempt.state['number']} failed with {error!r}") from error
             limit = save.call.deadline.secs

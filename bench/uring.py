@@ -124,10 +124,10 @@ def main() -> None:
     for folder in options.folders:
         work = Path(tempfile.mkdtemp(prefix="aio_ckpt-uring-", dir=folder))
         try:
-            described = described or machine(work)
             for chunk_bytes in options.chunks:
                 for depth in options.depths:
                     rows += _rows(work, Window(memory=memory, chunk_bytes=chunk_bytes, depth=depth), options.rounds)
+            described = described or machine(work)
         finally:
             shutil.rmtree(work)
     verdict = _verdict(rows)

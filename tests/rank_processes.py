@@ -53,7 +53,14 @@ class Ranks:
         """``fn(rank, count, *args)`` on every rank; what each returned."""
         for rank in range(self.count):
             self.start(rank, fn, *args)
-        return [self.finish(rank, timeout) for rank in range(self.count)]
+        found, failures = [], []
+        for rank in range(self.count):  # every one, so that the next call finds all of them idle
+            try:
+                found.append(self.finish(rank, timeout))
+            except AssertionError as error:
+                failures.append(str(error))
+        assert not failures, "\n".join(failures)
+        return found
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Look until it holds: for what another process does."""

@@ -83,6 +83,11 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(metrics)": (
         lambda engine, odd: engine.save(STATE, metrics=odd), {"None", "a dict", "an empty dict"}, "metrics"
     ),
+    "save(trace)": (
+        lambda engine, odd: engine.save(STATE, trace=engine.root.parent / odd if isinstance(odd, str) and odd else odd),
+        {"None", "text"},
+        "trace=",
+    ),
     "load(state)": (lambda engine, odd: engine.load(odd), set(), "state|'w' is an object"),
     "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1"}, "step"),
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),
@@ -129,7 +134,8 @@ def test_an_odd_value_of_an_argument_is_refused_by_name_before_anything_is_touch
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
-def test_what_an_argument_may_be_is_taken(root: Path, argument: str) -> None:
+def test_what_an_argument_may_be_is_taken(root: Path, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)
     call, allowed, _ = ARGUMENTS[argument]
     for odd in sorted(allowed):
         with SyncCheckpointEngine(root / odd) as engine:
@@ -179,8 +185,12 @@ SETTINGS: dict[str, Collection[str]] = {
     **{name: {"None", *COUNT} for name in ("budget_bytes", "keep_last", "keep_every")},
     **dict.fromkeys(("staging", "direct_io", "when_busy", "verify", "on_failure", "step_dir"), NONE),
     "gather_bytes": {"0", *COUNT},
+    "device_copy_bytes": {"0", *COUNT},
     "max_in_flight": COUNT,
     "workers": {"1"},
+    "max_write_bytes_per_sec": {"None"},
+    "thread_nice": {"0", "1"},
+    "thread_ioprio": {"None", "0", "1"},
     "keep_best": {"None"},
 }
 

@@ -200,6 +200,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     *(("budget_bytes", value) for value in (float("inf"), float("nan"), 1e9, 0, -1, True, "1G")),
     *(("workers", value) for value in (0, -1, 1.5, None, True)),
     *(("max_in_flight", value) for value in (0, None)),
+    *(("device_copy_bytes", value) for value in (-1, 0.5, None, False)),
     *(("gather_bytes", value) for value in (-1, 1.5, None, True, "64M")),
     *(("keep_last", value) for value in (0, -1, 1.0)),
     *(("keep_every", value) for value in (0, 2.0)),

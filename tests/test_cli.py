@@ -419,3 +419,33 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(root):
 )
 def test_amounts_have_three_digits(nbytes, words):
     assert amount(nbytes) == words
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "protect"])
+def test_every_command_that_takes_a_root_knows_names_of_ones_own(tmp_path, capsys, command):
+    with SyncCheckpointEngine(tmp_path, EngineConfig(step_dir="run{step}x")) as engine:
+        engine.save({"w": torch.ones(3)}, step=7).result()
+    step = ["7"] if command == "protect" else []
+    code, told = document(capsys, command, tmp_path, *step, "--step-dir", "run{step}x")
+    assert code == 0
+    assert "7" in json.dumps(told)
+    assert told.get("checkpoints", [0])
+
+
+async def test_json_of_verify_says_that_it_is_not_good(root, capsys):
+    await flip(root / "step_000000010", "model.embed")
+    code, told = document(capsys, "verify", root)
+    assert (code, told["is_good"]) == (1, False)
+    assert [bool(each["faults"]) for each in told["checkpoints"]] == [True, False]
+
+
+def test_workers_is_how_many_reads_verify_has_in_flight(root, capsys, monkeypatch):
+    seen = []
+
+    async def look(*_, readers, **__):
+        seen.append(readers)
+        return ()
+
+    monkeypatch.setattr(cli, "verify_checkpoint", look)
+    assert called(capsys, "verify", root, "--workers", "3")[0] == 0
+    assert seen == [3, 3]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import io
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, lifetime
 from aio_ckpt.arena import HUGE_PAGE_BYTES
-from aio_ckpt.staging import measure
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -35,9 +36,23 @@ class Mode:
     settings: dict[str, Any]
 
 
-@pytest.fixture(params=[pinned, "shm", "pageable", "auto"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return Mode({"staging": request.param})
+@pytest.fixture(params=[pinned, "shm", "pageable", "auto", "shm_path"])
+def mode(request: pytest.FixtureRequest) -> Iterator[Mode]:
+    if request.param != "shm_path":
+        yield Mode({"staging": request.param})
+        return
+    with named_segments() as place:
+        yield Mode({"shm_path": place})
+        assert list(place.iterdir()) == [], "closed engines leave nothing"
+
+
+@contextmanager
+def named_segments() -> Iterator[Path]:
+    """A directory for segments with room for all that is staged here."""
+    if shutil.disk_usage("/dev/shm").free < 2 << 30:
+        pytest.skip("/dev/shm has less than 2 GiB")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as place:
+        yield Path(place)
 
 
 @contextmanager
@@ -185,7 +200,7 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
 ) -> None:
     mapped = []
     real = lifetime._make_arena
-    monkeypatch.setattr(lifetime, "_make_arena", lambda spec: mapped.append(spec) or real(spec))
+    monkeypatch.setattr(lifetime, "_make_arena", lambda *given: mapped.append(given) or real(*given))
     state = {
         **filled(4, (256 if HAS_CUDA else 4) * MIB, 1.0),
         **{f"s{i}": torch.ones(100, device=DEVICE) for i in range(100)},
@@ -212,15 +227,3 @@ def test_auto_takes_registered_memory_for_the_device(tmp_path: Path) -> None:
         engine.save(filled(2, 4 * MIB, 1.0)).result(TIMEOUT)
         (arena,) = engine._engine._saver.lifetime._arenas
         assert (arena.kind, arena.is_registered) == ("pinned", True)
-
-
-@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device on this machine")
-def test_measuring_does_not_wait_for_what_the_trainer_has_queued(tmp_path: Path) -> None:
-    measure(torch.device("cuda", 0))
-    busy, done = torch.cuda.Event(), torch.cuda.Event()
-    torch.cuda._sleep(2_000_000_000)
-    busy.record()
-    measure(torch.device("cuda", 0))
-    done.record()
-    assert not busy.query(), "the device was still busy when the measurement had ended"
-    done.synchronize()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.coordinator import SoloCoordinator
+from aio_ckpt.coordinator import Decide, SoloCoordinator
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
 from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, cancel_now, load_points, save_points
@@ -116,9 +116,9 @@ class CancelsLast(SoloCoordinator):
 
     engine: CheckpointEngine
 
-    async def exchange(self, topic: str, message: bytes, *, timeout_secs: float) -> tuple[bytes, ...]:
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         self.accepted = cancel_now(self.engine)
-        return await super().exchange(topic, message, timeout_secs=timeout_secs)
+        return await super().agree(topic, message, decide, stage=stage)
 
 
 def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:

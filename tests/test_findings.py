@@ -16,6 +16,7 @@ from aio_ckpt.commit import MAX_STEP
 from aio_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
+    MissingNameError,
     SaveCancelledError,
     StepOrderError,
     TemplateMismatchError,
@@ -210,3 +211,16 @@ async def test_one_name_may_be_given_to_only_as_it_is(tmp_path: Path) -> None:
     async with CheckpointEngine(tmp_path) as engine:
         await engine.save({"model": {"w": T}, "m": T + 1})
         assert (await engine.read(only="model")).keys() == {"model"}
+
+
+async def test_the_async_face_hands_on_how_a_load_treats_what_does_not_match(tmp_path: Path) -> None:
+    async with CheckpointEngine(tmp_path) as engine:
+        await engine.save({"a": T, "b": T + 1})
+        report = await engine.load({"a": torch.zeros(4)})
+        assert (list(report.unexpected), list(report.missing)) == (["b"], [])
+        with pytest.raises(UnexpectedNameError, match="b"):
+            await engine.load({"a": torch.zeros(4)}, strict=True)
+        with pytest.raises(MissingNameError, match="c"):
+            await engine.load({"a": torch.zeros(4), "c": torch.zeros(4)})
+        report = await engine.load({"a": torch.zeros(4), "c": torch.zeros(4)}, allow_missing=True)
+        assert list(report.missing) == ["c"]

@@ -17,9 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from aio_ckpt.contents import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
+from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.objects import decode_object, encode_object
 from aio_ckpt.pickle_guard import MAX_TUPLES, check_nesting
+from aio_ckpt.read import _new_tensor
 
 SPARE_BYTES = 512 << 20
 """Address space that a reader may take beyond what the child has when it begins."""
@@ -225,3 +228,23 @@ def test_what_the_encoder_writes_passes_the_guard() -> None:
         assert (got.getvalue() if isinstance(got, io.BytesIO) else got) == (
             value.getvalue() if isinstance(value, io.BytesIO) else value
         )
+
+
+def test_no_memory_is_taken_for_a_shape_that_the_stored_bytes_cannot_fill() -> None:
+    """An expanded tensor stores one element for any shape, so that an item agrees with the metadata about it."""
+    item = Item(
+        name="w",
+        file="__0_0.distcp",
+        dtype=torch.float32,
+        shape=(1 << 40,),
+        stride=(0,),
+        offsets=(0,),
+        storage_offset=0,
+        raw_offset=320,
+        raw_bytes=4,
+        block_bytes=BLOCK_BYTES,
+        sums=(),
+        record_crc32=None,
+    )
+    with pytest.raises(CorruptCheckpointError, match=r"'w': shape .* needs more bytes than the 4 that are stored"):
+        _new_tensor("w", (item,))

@@ -497,9 +497,9 @@ def held(manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """Keeps every thread that maps an arena."""
     gate, real = Gate(), lifetime._make_arena
 
-    def make(wanted: ArenaSpec) -> object:
+    def make(*arguments: Any) -> object:
         gate.hold()
-        return real(wanted)
+        return real(*arguments)
 
     monkeypatch.setattr(lifetime, "_make_arena", make)
     yield gate
@@ -540,7 +540,7 @@ def test_who_waits_for_an_arena_that_does_not_come_maps_one(
     manager: LifetimeManager, held: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = watch_waits(manager)
-    made, real = [], lifetime.Arena
+    made, real = [], lifetime.map_arena
 
     def arena(*arguments: Any) -> Any:
         made.append(arguments)
@@ -548,7 +548,7 @@ def test_who_waits_for_an_arena_that_does_not_come_maps_one(
             raise OSError(errno.ENOMEM, "refused")
         return real(*arguments)
 
-    monkeypatch.setattr(lifetime, "Arena", arena)
+    monkeypatch.setattr(lifetime, "map_arena", arena)
     ahead = manager.map_ahead(spec(40 * MIB), arenas=1)
     assert ahead is not None
     held.wait_held()
@@ -607,7 +607,7 @@ def test_every_page_is_touched(threads: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(arenas, "_LIBC", Libc)
     before = psutil.Process().memory_info().rss
-    arena = arenas.Arena(40 * MIB, "pageable")
+    arena = arenas.map_arena(40 * MIB, "pageable", None)
     assert len(steps) == 40
     assert all("touch" in step for step in steps) is (threads == "many")
     assert psutil.Process().memory_info().rss - before > 36 * MIB

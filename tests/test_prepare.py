@@ -38,11 +38,11 @@ class Mappings:
         self.hold: Gate | None = None
         real, map_ahead = lifetime._make_arena, LifetimeManager.map_ahead
 
-        def make(spec: ArenaSpec) -> Any:
+        def make(*arguments: Any) -> Any:
             self.threads.append(threading.current_thread().name)
             if self.hold is not None:
                 self.hold.hold()
-            arena = real(spec)
+            arena = real(*arguments)
             self.memories.append(weakref.ref(arena.memory))
             return arena
 
@@ -215,7 +215,7 @@ def test_on_the_engines_own_thread_it_is_an_error(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_had_is_told_by_what_is_returned_and_the_save_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = lifetime.Arena
+    real = lifetime.map_arena
     refusals = [OSError(12, "Cannot allocate memory")]
 
     def arena(*arguments: Any) -> Any:
@@ -223,7 +223,7 @@ def test_memory_that_cannot_be_had_is_told_by_what_is_returned_and_the_save_trie
             raise refusals.pop()
         return real(*arguments)
 
-    monkeypatch.setattr(lifetime, "Arena", arena)
+    monkeypatch.setattr(lifetime, "map_arena", arena)
     with SyncCheckpointEngine(tmp_path) as engine:
         prepared = engine.prepare(state(1.0))
         with pytest.raises(BudgetExceededError, match="lower budget_bytes"):

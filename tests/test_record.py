@@ -17,7 +17,7 @@ from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up, check_complete
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.manifest import FileEntry, block_sums, decode_rank, decode_root, parse_metadata
 from aio_ckpt.plan import Plan, PlanCache
-from aio_ckpt.record import object_entries, render_metadata_file, render_rank, render_root, written_names
+from aio_ckpt.record import object_entries, object_spans, render_metadata_file, render_rank, render_root, written_names
 from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
 
 TIED = torch.empty(300)
@@ -151,7 +151,9 @@ def test_the_rank_manifest_holds_what_was_written():
 def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
     ranks = [FileEntry("aio_ckpt.0.bin", 10, 1), FileEntry("aio_ckpt.1.bin", 20, 2)]
     objects = ObjectBytes(region=b"", spans=tuple((0, 8) for _ in PLAN.object_names))
-    metadata = render_metadata_file(PLAN, objects, checkpoint_id="root/step", save_id="s-1")
+    metadata = render_metadata_file(
+        PLAN.metadata, object_spans(PLAN, objects), checkpoint_id="root/step", save_id="s-1"
+    )
     found = decode_root(
         render_root(metadata, ranks, step=4, save_id="s-1", created_unix=5.0, metrics={}), name="aio_ckpt.json"
     )
@@ -168,7 +170,10 @@ def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
 @pytest.mark.parametrize("state", [STATE, {"w": torch.empty(3)}, {"n": 1}], ids=["mixed", "no objects", "no tensors"])
 def test_sums_of_metadata_cover_all_its_bytes_in_every_save_of_a_plan(state):
     plan, objects = planned(state)
-    files = [render_metadata_file(plan, objects, checkpoint_id="c" * n, save_id=f"s-{n}") for n in (1, 20, 1)]
+    files = [
+        render_metadata_file(plan.metadata, object_spans(plan, objects), checkpoint_id="c" * n, save_id=f"s-{n}")
+        for n in (1, 20, 1)
+    ]
     for file in files:
         assert file.entry == FileEntry(".metadata", len(file.data), isal_zlib.crc32(file.data))
         assert file.blake2b == hashlib.blake2b(file.data, digest_size=32).hexdigest()

@@ -23,7 +23,7 @@ from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_en
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.arena import HUGE_PAGE_BYTES
-from aio_ckpt.coordinator import SoloCoordinator
+from aio_ckpt.coordinator import Decide, SoloCoordinator
 from aio_ckpt.errors import BudgetExceededError
 
 SHM = EngineConfig(staging="shm", debug=True)
@@ -86,9 +86,9 @@ class RecordingCoordinator(SoloCoordinator):
     def __init__(self) -> None:
         self.exchanges: list[tuple[str, str]] = []
 
-    async def exchange(self, topic: str, message: bytes, *, timeout_secs: float) -> tuple[bytes, ...]:
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         self.exchanges.append((topic, threading.current_thread().name))
-        return await super().exchange(topic, message, timeout_secs=timeout_secs)
+        return await super().agree(topic, message, decide, stage=stage)
 
 
 def test_a_save_beside_one_that_is_being_written_gets_a_segment_of_its_own(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_without_room_for_a_second_segment_the_save_waits_and_agrees_on_nothing_
         assert report is not None
         assert waited_secs <= report.timings.waited_secs <= report.timings.blocked_secs
         assert len(segments()) == 1
-    assert [topic for topic, _ in coordinator.exchanges] == ["results/1", "results/2"]
+    assert [topic for topic, _ in coordinator.exchanges] == ["save 1", "save 2"]
     assert all(thread.endswith("-loop") for _, thread in coordinator.exchanges)
     assert storage.torn == []
     assert_uniform(steps_dir(tmp_path, 1), 1.0, count=COUNT)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aio_ckpt import commit
+from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Lease
 from bench import simulate as simulation
 from bench.sim_world import DeadlockError, SimStorage, virtual_loop
@@ -81,6 +82,18 @@ def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: p
 
     monkeypatch.setattr(commit, "seal", write_only)
     assert failure_of(range(60)) is not None
+
+
+def test_it_sees_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = InFlight.enter
+
+    def waits_for_nobody(*args: Any, **kwargs: Any) -> Any:
+        save = enter(*args, **kwargs)
+        save.earlier = ()
+        return save
+
+    monkeypatch.setattr(InFlight, "enter", waits_for_nobody)
+    assert "before one that came earlier" in str(failure_of(range(60)))
 
 
 def test_the_command_replays_one_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ def test_some_hundred_saves_that_change_and_fail_leave_files_threads_and_disk_fl
     assert (outcome.committed > 120, outcome.failed > 20, outcome.plan_misses > 25) == (True, True, True)
     limits = dataclasses.replace(Limits(), rss_bytes=32 << 10, files=0.05, threads=0.01, disk_bytes=4096)
     assert verdict(outcome, limits) == []
+    assert not [path.name for path in (tmp_path / "root").iterdir() if not path.name.startswith(("step_", ".aio_ckpt"))]
 
 
 def test_what_grows_is_named() -> None:

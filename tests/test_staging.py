@@ -61,7 +61,7 @@ def test_a_driver_that_refuses_to_register_leaves_pageable_memory_and_a_note(
         raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
 
     monkeypatch.setattr(arenas.device, "register_host_memory", refuse)
-    assert StagingChoice("auto").kind(CPU) == "pageable"
+    assert StagingChoice("auto", is_named=False).kind(CPU) == "pageable"
     assert "pinned memory cannot be used" in caplog.text
 
 
@@ -73,12 +73,13 @@ def test_auto_is_measured_once_and_not_for_a_state_in_host_memory(monkeypatch: p
         return {"pinned": 2.0, "pageable": 1.0}
 
     monkeypatch.setattr(staging, "measure", counted)
-    choice = StagingChoice("auto")
+    choice = StagingChoice("auto", is_named=False)
     assert choice.kind(None) == "pageable"
     assert calls == []
     assert [choice.kind(GPU), choice.kind(GPU)] == ["pinned", "pinned"]
     assert calls == [GPU]
-    assert [StagingChoice("shm").kind(source) for source in (None, GPU)] == ["shm", "shm"]
+    assert [StagingChoice("shm", is_named=False).kind(source) for source in (None, GPU)] == ["shm", "shm"]
+    assert [StagingChoice("auto", is_named=True).kind(source) for source in (None, GPU)] == ["shm", "shm"]
     assert calls == [GPU]
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_measured_is_pinned(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(staging, "measure", full)
-    assert StagingChoice("auto").kind(GPU) == "pinned"
+    assert StagingChoice("auto", is_named=False).kind(GPU) == "pinned"
 
 
 # -- the node -------------------------------------------------------------------------------------
@@ -171,10 +172,10 @@ def test_pages_are_touched_by_threads_on_those_cpus_and_the_trainers_own_stays_w
 
     monkeypatch.setattr(arenas, "_populate", populate)
     monkeypatch.setattr(lifetime, "cpus_near", lambda source: near if source == GPU else None)
-    lifetime._make_arena(ArenaSpec(nbytes=1 << 20, kind="pageable", source=GPU)).release()
+    lifetime._make_arena(ArenaSpec(nbytes=1 << 20, kind="pageable", source=GPU), None).release()
     assert seen == [near, near]
     assert os.sched_getaffinity(0) == before
-    lifetime._make_arena(ArenaSpec(nbytes=1 << 20, kind="pageable", source=None)).release()
+    lifetime._make_arena(ArenaSpec(nbytes=1 << 20, kind="pageable", source=None), None).release()
     assert seen[2] == before
 
 

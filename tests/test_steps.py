@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,14 @@ from hypothesis import strategies as st
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit import check_step
-from aio_ckpt.errors import BusyError, CheckpointNotFoundError, RootError, StepOrderError, WriteError
+from aio_ckpt.errors import (
+    BusyError,
+    CheckpointNotFoundError,
+    RootError,
+    SaveCancelledError,
+    StepOrderError,
+    WriteError,
+)
 from aio_ckpt.names import StepNames
 
 
@@ -114,6 +122,34 @@ def test_a_later_save_is_never_visible_before_an_earlier_one(root: Path) -> None
         assert first.done()
         renamed = [call.other.name for call in storage.calls if call.name == "rename" and call.other]
         assert renamed == ["step_000000001", "step_000000002"]
+
+
+async def turns() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_a_save_waits_for_all_earlier_ones_also_when_the_one_before_it_failed(root: Path) -> None:
+    with gated_engine(root, max_in_flight=3) as (engine, storage):
+        gate = storage.hold("write_file", "aio_ckpt.0.bin")
+        first = engine.save(weights(1), 1)
+        gate.wait_reached()
+        storage.release(gate)
+        held = storage.hold("write_file", "aio_ckpt.0.bin")
+        second = engine.save(weights(2), 2)
+        held.wait_reached()
+        storage.release(held)
+        third = engine.save(weights(3), 3)
+        storage.wait_for("write_file", "aio_ckpt.0.bin")  # the third's
+        assert second.cancel()
+        assert isinstance(second.exception(TIMEOUT), SaveCancelledError)
+        engine._portal.call(turns, timeout=TIMEOUT, what="turns")  # in which it would go on if it did not wait
+        assert not [call for call in storage.begun if call.matches("write_file", "aio_ckpt.json")]
+        gate.open()
+        third.result(TIMEOUT)
+        assert first.done()
+        renamed = [call.other.name for call in storage.calls if call.name == "rename" and call.other]
+        assert renamed == ["step_000000001", "step_000000003"]
 
 
 BAD_STEPS = [-1, True, False, "3", 3.0, np.int64(3), torch.tensor(3), [3]]

@@ -119,7 +119,7 @@ class WatchedStorage:
             )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self._inner or LocalStorage, name)  # unbound, too, it has what a storage has
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
         inner = await self._inner.create_data_file(path, nbytes, writers=writers)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
-from aio_ckpt import CheckpointEngine, pipeline, progress
+from aio_ckpt import CheckpointEngine, concluding, pending, progress
 
 __all__ = ["Clock"]
 
@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead_secs = 0.0
-        self._patches = [mock.patch.object(module, "time", self) for module in (pipeline, progress)]
+        self._patches = [mock.patch.object(module, "time", self) for module in (pending, concluding, progress)]
 
     def __enter__(self) -> Self:
         for patch in self._patches:

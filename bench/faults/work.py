@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt import arena, image, lifetime, pipeline, portal, snapshot, undo, write
+from aio_ckpt import arena, concluding, image, lifetime, pipeline, portal, snapshot, undo, write
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.names import OWNER_FILE
@@ -340,7 +340,7 @@ def memory_in_growth(folder: Path) -> Iterator[Point]:
         (mmap, "mmap"),
         (arena, "_populate"),
         (lifetime, "Lease"),
-        (lifetime, "Arena"),
+        (lifetime, "map_arena"),
         (image, "Image"),
         (image, "Future"),
     )
@@ -355,8 +355,8 @@ def memory_in_stages(folder: Path) -> Iterator[Point]:
         (snapshot.ObjectEncoder, "encode"),
         (write.ChunkPreparer, "prepare"),
         (pipeline, "render_metadata_file"),
-        (pipeline, "render_rank"),
-        (pipeline, "render_root"),
+        (concluding, "render_rank"),
+        (concluding, "render_root"),
     )
     yield from _memory_points(folder, places, MemoryError, saves=2)
 

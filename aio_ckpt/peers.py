@@ -1,0 +1,283 @@
+"""Peers: the ranks of one engine, how they meet, and what they agree on in each save."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from aio_ckpt.agreement import (
+    Assigned,
+    Book,
+    Committed,
+    Planned,
+    SentSpans,
+    Written,
+    decode_report,
+    decode_word,
+    slowest_ranks,
+)
+from aio_ckpt.coordinator import Coordinator
+from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError, RootError
+from aio_ckpt.frames import Verdict
+from aio_ckpt.owner import Owner, pending_path
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.progress import follow
+from aio_ckpt.storage import Storage
+
+__all__ = ["Peers", "SaveRound"]
+
+T = TypeVar("T")
+Publish = Callable[[Sequence[Written]], Awaitable[None]]
+"""The leader's: make what every rank has written visible."""
+
+_OPEN = "the opening"
+
+
+class _Met(msgspec.Struct, frozen=True, array_like=True):
+    """What the leader tells when all have come."""
+
+    owner: Owner
+    """In whose name pending directories are made."""
+    newest: int | None
+    """Newest committed step."""
+    is_marked: bool
+    """Whether there is a mark under the root that all must see."""
+
+
+class Peers:
+    """All ranks of one engine, this one included.
+
+    Invariant: only the leader renames, clears or deletes anything under the root; every rank writes its own two files
+    into the pending directory, which is made in the leader's name.
+    """
+
+    def __init__(self, coordinator: Coordinator, owner: Owner, *, stall_secs: float) -> None:
+        self.stall_secs = stall_secs
+        """How long a rank may give no sign of life."""
+        self.coordinator = coordinator
+        """The way to them."""
+        self.owner = owner
+        """In whose name pending directories are made: the leader's, once all have met."""
+        self.newest: int | None = None
+        """Newest committed step when all had met; for those who do not lead."""
+        self.book = Book(coordinator.world_size)
+        """What the leader knows."""
+        self.sent = SentSpans()
+        """What the leader was told last."""
+        self._loads = 0
+        self.opened: Future[None] = Future()
+        """All have met, or why not."""
+        if coordinator.world_size == 1:
+            self.opened.set_result(None)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank commits."""
+        return self.coordinator.rank == self.coordinator.leader
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return self.coordinator.world_size > 1
+
+    @property
+    def on_host(self) -> int:
+        """Ranks of this host, which share its memory: what the launcher says, else all of them."""
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")
+        world_size = self.coordinator.world_size
+        return min(int(told), world_size) if told.isdigit() and int(told) else world_size
+
+    def next_load(self) -> str:
+        """Name of this call of ``load()``, the same on every rank for the same call."""
+        self._loads += 1
+        return f"load {self._loads}"
+
+    async def announce(self, topic: str, word: bytes) -> bytes:
+        """What the leader says of ``topic``: there ``word``."""
+        return await self.coordinator.announce(topic, word, stage="agree")
+
+    async def met(self) -> None:
+        """Return when all have met; raise why they did not."""
+        if not self.opened.done():
+            await asyncio.wrap_future(follow(self.opened))
+        self.opened.result()
+
+    async def meet(self, storage: Storage, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
+        """Wait for all ranks, learn who leads, and see that all have one root.
+
+        Raises:
+            PeerFailedError: a rank did not come in time.
+            RootError: a rank does not see what the leader wrote under the root; names the hosts.
+        """
+        coordinator = self.coordinator
+        mark = pending_path(root, self.owner, 0)
+
+        async def lead(_: tuple[bytes, ...]) -> Verdict:
+            newest = max(await read_steps(), default=None)
+            met = _Met(self.owner, newest, await _mark(storage, mark))
+            return Verdict(common=msgspec.msgpack.encode(met))
+
+        async def compare(messages: tuple[bytes, ...]) -> Verdict:
+            hosts = [msgspec.msgpack.decode(message, type=tuple[str, bool]) for message in messages]
+            blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(hosts) if not sees]
+            return Verdict(common=", ".join(blind).encode())
+
+        try:
+            await coordinator.open(str(root), stall_secs=self.stall_secs)
+            word = await coordinator.agree(_OPEN, b"", lead, stage="open")
+            met = msgspec.msgpack.decode(word, type=_Met)
+            self.owner, self.newest = met.owner, met.newest
+            sees = not met.is_marked or await storage.exists(pending_path(root, met.owner, 0))
+            message = msgspec.msgpack.encode((socket.gethostname(), sees))
+            blind = await coordinator.agree("the root", message, compare, stage="open")
+        finally:
+            if self.is_leader:
+                with anyio.CancelScope(shield=True):
+                    await _unmark(storage, mark)
+        if blind:
+            raise RootError(
+                errno.ENOTUNIQ,
+                f"the ranks have different roots, {blind.decode()} does not see that of rank {coordinator.leader} on "
+                f"{met.owner.host}: give a directory on a file system that all of them share",
+                str(root),
+            )
+
+
+async def _mark(storage: Storage, path: Path) -> bool:
+    """Make a directory that all must see; False where nothing can be written: such a root is only read."""
+    try:
+        await storage.make_dir(path)
+    except (AioCkptError, OSError):
+        return False
+    return True
+
+
+async def _unmark(storage: Storage, path: Path) -> None:
+    try:
+        if await storage.exists(path):
+            await storage.remove_tree(path)
+    except (AioCkptError, OSError):
+        return  # cleared when the process is dead
+
+
+class SaveRound:
+    """One save's agreement: a plan where any rank missed its own, then what all have written."""
+
+    def __init__(self, peers: Peers, executor: Executor, *, topic: str, step: int) -> None:
+        self._peers = peers
+        self._executor = executor
+        self._step = step
+        self._topic = topic
+        self._firsts: Sequence[Planned | Written] = ()
+        self.is_told = False
+        """This rank's last word was given: the leader may commit from now on."""
+        self.is_over = False
+        """The leader's last word was heard, or given."""
+        self.is_failed = False
+        """It is certain that the save has failed on all ranks: what it wrote may go."""
+
+    async def assign(self, planned: Planned) -> Assigned:
+        """A miss: what this rank is to write."""
+
+        async def decide(messages: tuple[bytes, ...]) -> Verdict:
+            return await self._replan([decode_report(message) for message in messages])
+
+        word = await self._agree(planned, decide, stage="plan")
+        self._topic = _second(self._topic)
+        if not isinstance(word, Assigned):
+            raise PlanChangedError("the leader committed a save that this rank has not written")
+        return word
+
+    async def conclude(self, written: Written, publish: Publish) -> Committed:
+        """Everything of this rank is durable: once that of all is, the leader publishes it."""
+        word: Assigned | Committed
+        self.is_told = True
+        if self._topic.endswith(_SECOND):
+            word = await self._agree(written, lambda messages: self._commit(messages, publish), stage="agree")
+        else:
+
+            async def decide(messages: tuple[bytes, ...]) -> Verdict:
+                reports = [decode_report(message) for message in messages]
+                if all(isinstance(report, Written) for report in reports):
+                    return await self._commit(messages, publish)
+                return await self._replan(reports)
+
+            word = await self._agree(written, decide, stage="agree")
+            if isinstance(word, Assigned):  # another rank planned anew; what this one has written stands
+                self._topic = _second(self._topic)
+                word = await self._agree(None, lambda messages: self._commit(messages, publish), stage="agree")
+        if not isinstance(word, Committed):
+            raise PlanChangedError("the leader planned a save twice")
+        self.is_over = True
+        return word
+
+    async def end(self, cause: BaseException) -> BaseException:
+        """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere."""
+        peers = self._peers
+        self.is_failed = peers.is_leader
+        if self.is_over or not peers.are_several:
+            return cause
+        first: PeerFailedError | None = None
+        with anyio.CancelScope(shield=True):
+            try:
+                first = await peers.coordinator.failure(self._topic)
+                if first is None:
+                    self.is_failed = await peers.coordinator.abandon(self._topic, cause, stage="write")
+            except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
+                cause.add_note(f"the other ranks could not be told: {error}")
+        self.is_failed = self.is_failed or first is not None
+        if not self.is_failed and self.is_told and isinstance(cause, AioCkptError):
+            cause.in_doubt = True  # the leader has all that it needs, and may commit yet
+        if first is None or isinstance(cause, PeerFailedError):
+            return cause
+        first.__cause__ = cause
+        return first
+
+    async def _agree(
+        self,
+        report: Planned | Written | None,
+        decide: Callable[[tuple[bytes, ...]], Awaitable[Verdict]],
+        *,
+        stage: str,
+    ) -> Assigned | Committed:
+        message = b"" if report is None else msgspec.msgpack.encode(report)
+        try:
+            word = await self._peers.coordinator.agree(self._topic, message, decide, stage=stage)
+        except BaseException:
+            self.is_over = self._peers.is_leader  # which has told the others
+            raise
+        return decode_word(word)
+
+    async def _replan(self, reports: Sequence[Planned | Written]) -> Verdict:
+        self._peers.book.check(reports)
+        self._firsts = reports
+        words = await run_blocking(self._executor, self._peers.book.assign, reports)
+        return Verdict(each=tuple(msgspec.msgpack.encode(word) for word in words))
+
+    async def _commit(self, messages: tuple[bytes, ...], publish: Publish) -> Verdict:
+        written: list[Written] = []
+        for rank, message in enumerate(messages):
+            report = decode_report(message) if message else self._firsts[rank]
+            if not isinstance(report, Written):
+                raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
+            written.append(report)
+        if self._peers.are_several:
+            self._peers.book.check(written)
+        await publish(written)
+        return Verdict(common=msgspec.msgpack.encode(Committed(dict(slowest_ranks(written)))))
+
+
+_SECOND = ", anew planned"
+
+
+def _second(topic: str) -> str:
+    return topic + _SECOND

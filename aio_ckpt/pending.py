@@ -1,0 +1,173 @@
+"""One save between ``save()`` and its settlement, and what all saves of one engine share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt import owner
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.copies import Mark
+from aio_ckpt.image import Image
+from aio_ckpt.names import StepNames
+from aio_ckpt.peers import Peers, SaveRound
+from aio_ckpt.plan import Plan
+from aio_ckpt.portal import Executor
+from aio_ckpt.progress import CaptureProgress, Deadline, Threads
+from aio_ckpt.quarantine import Quarantine
+from aio_ckpt.segment import SegmentDirectory
+from aio_ckpt.snapshot import ObjectBytes
+from aio_ckpt.storage import Storage
+from aio_ckpt.throttle import WriteThrottle
+from aio_ckpt.ticket import SaveTicket
+from aio_ckpt.tracing import NO_TRACE, SaveTrace
+
+__all__ = ["PendingSave", "SaveCall", "Site", "pending_of", "save_id_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What all saves of one engine share."""
+
+    root: Path
+    """Checkpoint root."""
+    names: StepNames
+    """Directory names of steps."""
+    owner: owner.Owner
+    """Who writes."""
+    storage: Storage
+    """Where to."""
+    peers: Peers
+    """The ranks."""
+    executor: Executor
+    """The engine's I/O threads."""
+    config: EngineConfig
+    """Settings."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Checkpoints that loads proved damaged."""
+    segments: SegmentDirectory | None = None
+    """Where shared memory is made that outlives the process."""
+    throttle: WriteThrottle = field(default_factory=WriteThrottle)
+    """The rate of writing."""
+
+    def slot_timeout_secs(self, nbytes: int) -> float:
+        """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""
+        return self.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCall:
+    """What one call of ``save()`` asks for, beside the state and its step."""
+
+    overwrite: bool
+    """Whether a committed step is replaced."""
+    metrics: Mapping[str, float | None]
+    """What the caller measured."""
+    deadline: Deadline
+    """When it must be committed."""
+    started: float
+    """``time.perf_counter`` at the call."""
+    trace: SaveTrace = NO_TRACE
+    """Told where the time goes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingSave:
+    """One save between ``save()`` and its settlement.
+
+    Written by the caller's thread until it is submitted, then by the loop's; ``blocked_secs`` and ``staged_secs``
+    by whoever measures them.
+    """
+
+    call: SaveCall
+    """What was asked for."""
+    step: int
+    """Its step."""
+    number: int
+    """Its number in the session."""
+    requested: Sequence[str]
+    """Names of the leaves of the state that was given to this very call, not of the cached plan."""
+    plan: Plan
+    """Layout."""
+    plan_hit: bool
+    """Whether it was reused."""
+    fingerprint_hit: bool
+    """Whether the descriptors were reused."""
+    objects: ObjectBytes
+    """Encoded objects."""
+    image: Image
+    """The bytes."""
+    round: SaveRound
+    """Its agreement with the other ranks."""
+    adopt: Callable[[Plan], None]
+    """Told of the plan that was agreed."""
+    progress: CaptureProgress
+    """Of the capture."""
+    threads: Threads = field(default_factory=Threads)
+    """At work for it."""
+    ticket: SaveTicket
+    """What the caller holds."""
+    plan_secs: float
+    """Time to plan."""
+    earlier: tuple[Future[None], ...]
+    """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
+    alone would not do: it may fail while one before it goes on."""
+    settled: Future[None] = field(default_factory=Future)
+    """Committed or failed, everything cleaned up."""
+    blocked_secs: float = 0.0
+    """Time the caller was kept."""
+    staged_secs: float = 0.0
+    """When everything was copied."""
+    written_secs: float = 0.0
+    """When every chunk was written."""
+    synced_secs: float = 0.0
+    """When the data file and ``.metadata`` were durable."""
+    agreed_secs: float = 0.0
+    """When all ranks were."""
+    sealed_secs: float = 0.0
+    """When the directory was."""
+    marks: tuple[Mark, ...] = ()
+    """Behind every copy from a device."""
+    doing: str = "beginning"
+    """What it is doing, for messages."""
+    stage: str = "write"
+    """Where it is: ``write``, ``agree``, ``commit``."""
+    has_begun: bool = False
+    """The pipeline runs or has run."""
+    scope: anyio.CancelScope | None = None
+    """Cancels the pipeline."""
+    is_committing: bool = False
+    """It is being made visible: from here on ``cancel`` and the deadline come too late."""
+    is_cancelled: bool = False
+    """``cancel`` was accepted."""
+
+    def elapsed(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self.call.started
+
+    def begin(self, doing: str) -> None:
+        """On the loop: from now on it is doing this."""
+        self.doing = doing
+        self.call.trace.stage(doing)
+
+    async def cancel(self) -> bool:
+        """On the loop: cancel unless it is being made visible."""
+        if self.is_committing or self.settled.done():
+            return False
+        self.is_cancelled = True
+        if self.scope is not None:
+            self.scope.cancel()
+        return True
+
+
+def pending_of(site: Site, save: PendingSave) -> Path:
+    return owner.pending_path(site.root, site.peers.owner, save.number)
+
+
+def save_id_of(site: Site, save: PendingSave) -> str:
+    return f"{site.peers.owner.session}-{save.number}"

@@ -1,0 +1,346 @@
+"""Rescue: commit what a dead trainer had staged in named segments and not written; give back what nobody can use."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+from isal import isal_zlib
+
+from aio_ckpt import commit
+from aio_ckpt.arena import Arena
+from aio_ckpt.catalog import read_small_file
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.image import Image
+from aio_ckpt.layout import file_chunks
+from aio_ckpt.lifetime import Lease
+from aio_ckpt.manifest import (
+    METADATA_FILE,
+    ROOT_MANIFEST,
+    FileEntry,
+    data_file_name,
+    decode_root,
+    encode_rank,
+    encode_static,
+    rank_manifest_name,
+)
+from aio_ckpt.names import LOCK_FILE, SEGMENTS_FILE, StepNames
+from aio_ckpt.owner import Owner, clear_leftovers, pending_path, write_owner
+from aio_ckpt.pending import Site
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.record import metadata_file, render_root
+from aio_ckpt.remains import Decision, Left, Refusal, SealedSave, decide, find_left, segment_prefix
+from aio_ckpt.sealed import Seal, layout_of
+from aio_ckpt.segment import SegmentDirectory, map_image
+from aio_ckpt.storage import Storage
+from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.undo import first_cause
+from aio_ckpt.write import ChunkPreparer, write_image
+
+__all__ = [
+    "RescueReport",
+    "Rescued",
+    "Unrescued",
+    "forget_segments",
+    "open_segments",
+    "reclaim",
+    "rescue_root",
+    "tell_rescuable",
+]
+
+_WORKERS = 4
+_log = logging.getLogger("aio_ckpt")
+
+
+class Rescued(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot that is a checkpoint now."""
+
+    step: int
+    """Its step."""
+    path: str
+    """The committed directory."""
+    nbytes: int
+    """Of its data files."""
+
+
+class Unrescued(msgspec.Struct, frozen=True, kw_only=True):
+    """Segments that were not committed."""
+
+    step: int | None
+    """Of their save; None if no seal tells."""
+    reason: str
+    """Why."""
+    segments: tuple[str, ...]
+    """Their files."""
+    is_loss: bool
+    """Whether a whole snapshot, or what claims to be one, was not committed."""
+    is_removed: bool
+    """Whether their memory was given back: nobody can ever commit them, or needs to."""
+
+
+class RescueReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What :func:`rescue_root` found and did."""
+
+    root: str
+    """The root."""
+    rescued: tuple[Rescued, ...]
+    """Committed now, ascending by step."""
+    refused: tuple[Unrescued, ...]
+    """All others."""
+
+
+# -- where to look --------------------------------------------------------------------------------
+
+
+def segment_directories(root: Path) -> list[Path]:
+    """Where writers of ``root`` said that they make their segments; empty if none did, or each has ended well."""
+    try:
+        found = msgspec.json.decode((root / SEGMENTS_FILE).read_bytes(), type=list[str])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    return [Path(text) for text in found]
+
+
+def open_segments(root: Path, owner: Owner, shm_path: str | Path | None) -> SegmentDirectory | None:
+    """Where an engine makes its segments. ConfigError: see :class:`SegmentDirectory`."""
+    if shm_path is None:
+        return None
+    return SegmentDirectory(Path(shm_path).absolute(), f"{segment_prefix(root)}{owner.session}-{owner.tag}")
+
+
+async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[Left]) -> Decision:
+    steps = {left.seal.step for left in found if left.seal is not None}
+    committed = {
+        checkpoint.step: await _save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
+        for checkpoint in (await commit.discover(storage, root, names) if found else ())
+    }
+    return decide(found, committed)
+
+
+async def _save_id(storage: Storage, checkpoint: Path) -> str:
+    """Of the save that wrote it; "" if that cannot be told."""
+    try:
+        data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
+        return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
+    except AioCkptError:
+        return ""
+
+
+# -- a writer's own -------------------------------------------------------------------------------
+
+
+def tell_rescuable(root: Path, here: Owner, own: SegmentDirectory | None, *, stale_after_secs: float) -> None:
+    """When an engine is opened: say in the log what a dead trainer left that may be worth more than a resume."""
+    for left in find_left(_places(root, own), root, here, stale_after_secs=stale_after_secs):
+        if left.seal is not None and left.owner_is_dead:
+            _log.warning(
+                "step %d was staged by a trainer that died, and maybe not written: `aio-ckpt rescue %s` commits it; "
+                "the first commit of this engine gives it up",
+                left.seal.step,
+                root,
+            )
+
+
+async def reclaim(site: Site) -> None:
+    """For the holder of the root's lock: remove the segments of dead writers; keep those that can be rescued.
+
+    They are kept until this engine has committed a step of its own, or needs their memory.
+    """
+    root, own = site.root, site.segments
+    if own is None and not await site.storage.exists(root / SEGMENTS_FILE):
+        return
+    find = functools.partial(find_left, stale_after_secs=site.config.stale_after_secs)
+    found = await run_blocking(site.executor, find, _places(root, own), root, site.owner)
+    decision = await _decide(site.storage, root, site.names, found)
+    for refusal in decision.refusals:
+        if refusal.is_obsolete:
+            (_log.warning if refusal.is_loss else _log.info)("removed %s: %s", _told(refusal.segments), refusal.reason)
+            await run_blocking(site.executor, _remove, refusal.segments)
+    kept = [left.path for save in decision.saves for left, _ in save.ranks]
+    if own is not None:
+        own.kept = kept
+    if own is not None or kept:
+        places = dict.fromkeys([*([str(own.path)] if own else []), *(str(path.parent) for path in kept)])
+        await site.storage.remove_file(root / SEGMENTS_FILE)
+        await site.storage.write_file(root / SEGMENTS_FILE, msgspec.json.encode(list(places)))
+    else:
+        await site.storage.remove_file(root / SEGMENTS_FILE)
+
+
+def forget_segments(root: Path, own: SegmentDirectory | None) -> None:
+    """At a clean end: nothing of this writer is left to be found."""
+    if own is not None and not own.kept:
+        with contextlib.suppress(OSError):  # a hint, that costs the next writer a look
+            (root / SEGMENTS_FILE).unlink(missing_ok=True)
+
+
+def _places(root: Path, own: SegmentDirectory | None) -> list[Path]:
+    return [*segment_directories(root), *([own.path] if own else [])]
+
+
+def _told(segments: Iterable[Left]) -> str:
+    return ", ".join(str(left.path) for left in segments)
+
+
+def _remove(segments: Iterable[Left]) -> None:
+    for left in segments:
+        left.path.unlink(missing_ok=True)
+
+
+# -- committing -----------------------------------------------------------------------------------
+
+
+async def rescue_root(
+    storage: Storage,
+    executor: Executor,
+    root: Path,
+    names: StepNames,
+    here: Owner,
+    *,
+    directories: Sequence[Path],
+    stale_after_secs: float,
+) -> RescueReport:
+    """Commit every sealed snapshot of dead trainers that is newer than what is committed, oldest first.
+
+    Args:
+        directories: where to look beside the places that the root's writers have told.
+
+    Raises:
+        RootError: a writer, alive, holds the root.
+        WriteError: the disk; what was not committed stays where it is.
+    """
+    places = [*directories, *segment_directories(root)]
+    find = functools.partial(find_left, places, root, here, stale_after_secs=stale_after_secs)
+    if not await run_blocking(executor, find):
+        return RescueReport(root=str(root), rescued=(), refused=())  # a root that nobody staged for is not touched
+    with storage.lock(root / LOCK_FILE):
+        await clear_leftovers(storage, root, here=here, stale_after_secs=stale_after_secs)
+        decision = await _decide(storage, root, names, await run_blocking(executor, find))
+        rescued, refused = [], [_unrescued(refusal) for refusal in decision.refusals]
+        for number, save in enumerate(decision.saves, start=1):
+            try:
+                _check_name(save, names)
+                rescued.append(await _commit(storage, executor, root, here, save, number))
+            except CorruptCheckpointError as error:
+                segments = tuple(left for left, _ in save.ranks)
+                refusal = Refusal(step=save.step, reason=str(error), segments=segments, is_obsolete=False, is_loss=True)
+                refused.append(_unrescued(refusal))
+            else:
+                await run_blocking(executor, _remove, [left for left, _ in save.ranks])
+        for refusal in decision.refusals:
+            if refusal.is_obsolete and not refusal.is_loss:
+                await run_blocking(executor, _remove, refusal.segments)
+        if not await run_blocking(executor, find):
+            await storage.remove_file(root / SEGMENTS_FILE)
+        return RescueReport(root=str(root), rescued=tuple(rescued), refused=tuple(refused))
+
+
+def _unrescued(refusal: Refusal) -> Unrescued:
+    return Unrescued(
+        step=refusal.step,
+        reason=refusal.reason,
+        segments=tuple(str(left.path) for left in refusal.segments),
+        is_loss=refusal.is_loss,
+        is_removed=refusal.is_obsolete and not refusal.is_loss,
+    )
+
+
+def _check_name(save: SealedSave, names: StepNames) -> None:
+    """Committed steps were looked for by name: under another pattern the order of the steps was not checked."""
+    directory = save.ranks[0][1].directory
+    if names.step(directory) != save.step:
+        raise CorruptCheckpointError(f"step {save.step} is to be called {directory!r}: give the trainer's --step-dir")
+
+
+async def _commit(
+    storage: Storage, executor: Executor, root: Path, here: Owner, save: SealedSave, number: int
+) -> Rescued:
+    seals = [seal for _, seal in save.ranks]
+    metadata = next(seal.metadata for seal in seals if seal.metadata)
+    pending, final = pending_path(root, here, number), root / seals[0].directory
+    await storage.make_dir(pending)
+    try:
+        await write_owner(storage, pending, here)
+        entries = [await _write_rank(storage, executor, pending, left, seal) for left, seal in save.ranks]
+        await storage.write_file(pending / METADATA_FILE, metadata)
+        root_manifest = render_root(
+            metadata_file(metadata),
+            [entry for entry, _ in entries],
+            step=save.step,
+            save_id=seals[0].save_id,
+            created_unix=time.time(),
+            metrics=seals[0].metrics,
+        )
+        await commit.seal(storage, pending, root_manifest)
+        await commit.publish(storage, pending=pending, final=final, overwrite=seals[0].overwrite)
+    except BaseException as error:
+        if not (isinstance(error, AioCkptError) and error.in_doubt):
+            with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
+                await storage.remove_tree(pending)
+        cause = first_cause(error)
+        if cause is error:
+            raise
+        raise cause from cause.__cause__
+    return Rescued(step=save.step, path=str(final), nbytes=sum(nbytes for _, nbytes in entries))
+
+
+async def _is_captured(_: int) -> None:
+    """Every chunk is: it is sealed."""
+
+
+async def _is_admitted(_: int) -> None:
+    """At any rate: no training waits beside it."""
+
+
+async def _write_rank(
+    storage: Storage, executor: Executor, pending: Path, left: Left, seal: Seal
+) -> tuple[FileEntry, int]:
+    """Write the data and the manifest of one rank; what the root manifest says of it, and the length of the data.
+
+    Raises:
+        CorruptCheckpointError: the snapshot is torn: what was written is not what was sealed.
+    """
+    sealed, layout = layout_of(seal)
+    memory = map_image(left.stored)
+    chunks = file_chunks(layout, seal.image_bytes)
+    lease = Lease(Arena(memory, "shm"), lambda _: None, waited_secs=0.0)
+    image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
+    name = data_file_name(seal.rank)
+    file = await storage.create_data_file(pending / name, seal.image_bytes, writers=_WORKERS)
+    try:
+        result = await write_image(
+            image,
+            ChunkPreparer(layout, seal.objects, renders_constants=True),
+            file,
+            executor,
+            workers=_WORKERS,
+            captured=_is_captured,
+            admit=_is_admitted,
+            on_written=lambda _: None,
+            trace=NO_TRACE,
+        )
+        await file.sync()
+    finally:
+        await file.close()
+        lease.close()
+    if result.sums != sealed.sums:
+        raise CorruptCheckpointError(f"{left.path.name}: torn: its bytes do not match the sums in its seal")
+    manifest = encode_rank(
+        save_id=seal.save_id,
+        step=seal.step,
+        rank=seal.rank,
+        world_size=seal.world_size,
+        file=FileEntry(name, result.image_bytes, result.file_crc32),
+        tensors=encode_static(sealed.tensors),
+        sums=result.sums,
+        objects=sealed.objects,
+        skeleton=sealed.skeleton,
+    )
+    await storage.write_file(pending / rank_manifest_name(seal.rank), manifest)
+    return FileEntry(rank_manifest_name(seal.rank), len(manifest), isal_zlib.crc32(manifest)), result.image_bytes

@@ -1,0 +1,112 @@
+"""Shadows: copies of a state's large tensors on their own devices, moved to the host while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from aio_ckpt.copies import Copies
+from aio_ckpt.items import ImageLayout, align_up
+from aio_ckpt.plan import ImagePlan, Issue
+
+__all__ = ["Shadow", "Shadows"]
+
+_ALIGNMENT = 512
+_log = logging.getLogger("aio_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shadow:
+    """Where each large tensor of one layout is copied to, on its device."""
+
+    leaves: frozenset[int]
+    """Those tensors."""
+    groups: Mapping[torch.device, tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]]
+    """Per device and dtype: the copies, and the leaf of each."""
+    issues: tuple[tuple[Issue, ...], ...]
+    """``CopyDescriptors.issues`` with the addresses of the copies."""
+
+
+class Shadows:
+    """The shadow of the newest layout. Holds memory of its own, never a source.
+
+    One shadow serves save after save: all copies of a device are in the order of one stream, so it was moved to the
+    host before the next save's values come.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """``most_bytes`` of each device; 0 for no shadow."""
+        self._most_bytes = most_bytes
+        self._layout: ImageLayout | None = None
+        self._shadow: Shadow | None = None
+
+    def of(self, plan: ImagePlan, copies_from: Callable[[torch.device], Copies]) -> Shadow | None:
+        """The shadow of ``plan``; None if it has no large tensors on devices, or a device has no room for them."""
+        if self._most_bytes and self._layout is not plan.layout:
+            self.clear()
+            self._layout, self._shadow = plan.layout, self._lay_out(plan, copies_from)
+        return self._shadow
+
+    def clear(self) -> None:
+        """Let go of the memory. What was issued is done first, by stream order."""
+        self._layout = self._shadow = None
+
+    def _lay_out(self, plan: ImagePlan, copies_from: Callable[[torch.device], Copies]) -> Shadow | None:
+        structure, places = plan.structure, _places(plan)
+        memory: dict[torch.device, torch.Tensor] = {}
+        for device, nbytes in _ends(places).items():
+            buffer = copies_from(device).buffer(nbytes) if nbytes <= self._most_bytes else None
+            if buffer is None:
+                _log.info("no copy of the state on %s: it needs %d bytes there", device, nbytes)
+                return None
+            memory[device] = buffer
+        copies = {
+            leaf: torch.as_strided(
+                memory[device].view(structure.dtypes[leaf]),
+                structure.shapes[leaf],
+                structure.strides[leaf],
+                start // structure.dtypes[leaf].itemsize,
+            )
+            for leaf, (device, start, _) in places.items()
+        }
+        addresses, fingerprint = {leaf: copy.data_ptr() for leaf, copy in copies.items()}, plan.descriptors.fingerprint
+        issues = tuple(
+            tuple(
+                (start, address - fingerprint[leaf] + addresses[leaf], nbytes, leaf)
+                for start, address, nbytes, leaf in chunk
+            )
+            for chunk in plan.descriptors.issues
+        )
+        return Shadow(leaves=frozenset(copies), groups=_grouped(copies), issues=issues) if copies else None
+
+
+def _places(plan: ImagePlan) -> dict[int, tuple[torch.device, int, int]]:
+    """Per large tensor on a device: the device, where its copy begins and ends there."""
+    structure, places, ends = plan.structure, dict[int, tuple[torch.device, int, int]](), dict[torch.device, int]()
+    for leaf in dict.fromkeys(leaf for chunk in plan.descriptors.issues for _, _, _, leaf in chunk):
+        device, start = structure.devices[leaf], ends.get(structure.devices[leaf], 0)
+        nbytes = structure.shapes[leaf].numel() * structure.dtypes[leaf].itemsize
+        ends[device] = align_up(start + nbytes, _ALIGNMENT)
+        places[leaf] = (device, start, ends[device])
+    return places
+
+
+def _ends(places: Mapping[int, tuple[torch.device, int, int]]) -> dict[torch.device, int]:
+    return {device: stop for device, _, stop in places.values()}  # ascending on each device
+
+
+def _grouped(
+    copies: Mapping[int, torch.Tensor],
+) -> dict[torch.device, tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]]:
+    found: dict[torch.device, dict[torch.dtype, tuple[list[torch.Tensor], list[int]]]] = {}
+    for leaf, copy in copies.items():
+        targets, leaves = found.setdefault(copy.device, {}).setdefault(copy.dtype, ([], []))
+        targets.append(copy)
+        leaves.append(leaf)
+    return {
+        device: tuple((tuple(targets), tuple(leaves)) for targets, leaves in groups.values())
+        for device, groups in found.items()
+    }

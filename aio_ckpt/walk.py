@@ -1,0 +1,179 @@
+"""Walk: from the newest checkpoint back past those that do not verify, each read twice before it is passed by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aio_ckpt import commit
+from aio_ckpt.catalog import Checkpoint, open_checkpoint
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MismatchError,
+    ReadError,
+)
+from aio_ckpt.items import SkippedCheckpoint
+from aio_ckpt.pending import Site
+from aio_ckpt.quarantine import Condemned
+
+__all__ = ["ChangedError", "Damage", "Walk", "candidates", "newest_good", "too_many_changes"]
+
+T = TypeVar("T")
+_log = logging.getLogger("aio_ckpt")
+
+
+async def newest_good(
+    site: Site, step: int | None, use: Callable[[Checkpoint], Awaitable[T]], *, fallback: bool
+) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
+    """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
+
+    Only damage walks back: an I/O error or a template that does not match is raised as it is. What a writer deleted or
+    replaced meanwhile proves nothing: then the root is looked at anew. What was proven damaged is set aside once an
+    older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
+    not take the root for an empty one.
+    """
+    walk = Walk(site=site)
+    for _ in range(commit.MAX_LOOKS):
+        walk.damaged.clear()
+        try:
+            for candidate in await candidates(site, step):
+                try:
+                    value = await walk.use(candidate, use)
+                except CorruptCheckpointError:
+                    if step is not None or not fallback:
+                        raise
+                else:
+                    return candidate, await walk.settle(), value
+        except ChangedError as error:
+            _log.info("%s was deleted or replaced while it was read: looking again", error)
+        except AioCkptError as error:
+            error.target_modified = error.target_modified or walk.is_modified
+            raise
+        else:
+            raise walk.failure()
+    raise too_many_changes(walk)
+
+
+def too_many_changes(walk: Walk) -> CheckpointNotFoundError:
+    """What to raise when a writer deletes faster than this reads."""
+    failure = CheckpointNotFoundError(
+        f"each of {commit.MAX_LOOKS} checkpoints under {walk.site.root} was deleted or replaced by its writer while it "
+        "was read: keep more of them (keep_last), or protect(step) one before it is read"
+    )
+    failure.target_modified = walk.is_modified
+    return failure
+
+
+class ChangedError(AioCkptError):
+    """The checkpoint was deleted or replaced while it was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """What two readings of a checkpoint found."""
+
+    checkpoint: commit.Committed
+    """Which."""
+    error: CorruptCheckpointError
+    """Of the second."""
+    is_proven: bool
+    """Whether both found a mismatch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Walk:
+    """A walk from the newest checkpoint back."""
+
+    site: Site
+    """Where."""
+    damaged: list[Damage] = field(default_factory=list)
+    """Passed by so far, newest first."""
+    is_modified: bool = False
+    """Whether any reading began to fill the template."""
+
+    async def use(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
+        """``use`` of a checkpoint, read a second time if it does not match: a bad transfer is no damage on the disk.
+
+        Raises:
+            CorruptCheckpointError: neither time; noted in ``damaged``.
+            ChangedError: it is no longer the one that was found.
+        """
+        try:
+            return await self._read(candidate, use)
+        except CorruptCheckpointError as error:
+            first = error
+        _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
+        try:
+            return await self._read(candidate, use)
+        except CorruptCheckpointError as error:
+            is_proven = isinstance(first, MismatchError) and isinstance(error, MismatchError)
+            self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
+            raise
+
+    async def _read(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
+        storage = self.site.storage
+        try:
+            checkpoint = await open_checkpoint(storage, candidate.path, executor=self.site.executor)
+            _check_step(checkpoint, candidate)
+            return await use(checkpoint)
+        except (CorruptCheckpointError, CheckpointNotFoundError, ReadError) as error:
+            self.is_modified = self.is_modified or error.target_modified
+            if not await commit.is_unchanged(storage, candidate):
+                raise ChangedError(str(candidate.path)) from error
+            raise
+
+    async def settle(self) -> tuple[SkippedCheckpoint, ...]:
+        """An older one was good: condemn what was proven; what was passed by, for the report."""
+        site = self.site
+        proven = (
+            Condemned(checkpoint=found.checkpoint, error=found.error) for found in self.damaged if found.is_proven
+        )
+        moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
+        for found in self.damaged:
+            _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
+        return tuple(
+            SkippedCheckpoint(
+                step=found.checkpoint.step,
+                path=found.checkpoint.path,
+                error=found.error.with_traceback(None),  # a report must not keep the frames and so the template alive
+                quarantined=moved.get(found.checkpoint.path),
+            )
+            for found in self.damaged
+        )
+
+    def failure(self) -> CorruptCheckpointError:
+        """None is good."""
+        each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
+        error = CorruptCheckpointError(f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}")
+        error.target_modified = self.is_modified
+        return error
+
+
+def _check_step(checkpoint: Checkpoint, candidate: commit.Committed) -> None:
+    if checkpoint.step not in (None, candidate.step):
+        raise CorruptCheckpointError(
+            f"{candidate.path}: holds step {checkpoint.step} by its manifest: the directory was renamed or swapped"
+        )
+
+
+async def candidates(site: Site, step: int | None) -> list[commit.Committed]:
+    """Newest first: what is committed, and what was before it lost its ``.metadata``.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    committed = await commit.discover(site.storage, site.root, site.names)
+    steps = [checkpoint.step for checkpoint in committed]
+    torn = await commit.discover_torn(site.storage, site.root, site.names)
+    every = [*committed, *(checkpoint for checkpoint in torn if checkpoint.step not in steps)]
+    chosen = [checkpoint for checkpoint in every if step in (None, checkpoint.step)]
+    if not chosen:
+        wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+        is_older = step is not None and bool(steps) and step < steps[-1]
+        hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
+        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}{hint}")
+    return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)

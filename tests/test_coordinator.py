@@ -1,0 +1,319 @@
+"""Ranks agree over a store: one message each, one decision, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch.distributed as dist
+from rank_processes import Ranks, ranks
+
+from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
+from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.frames import Verdict
+
+STALL_SECS = 20.0
+SHORT_SECS = 2.0
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with ranks(3) as running:
+        yield running
+
+
+async def in_order(messages: tuple[bytes, ...]) -> Verdict:
+    return Verdict(common=b"|".join(messages))
+
+
+async def never(messages: tuple[bytes, ...]) -> Verdict:
+    raise AssertionError(f"decided on {messages}")
+
+
+@asynccontextmanager
+async def opened(name: str) -> AsyncIterator[StoreCoordinator]:
+    coordinator = default_coordinator()
+    assert isinstance(coordinator, StoreCoordinator)
+    await coordinator.open(name, stall_secs=STALL_SECS)
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+# -- all is well ------------------------------------------------------------------------------------
+
+
+def decide_together(rank: int, count: int, name: str) -> tuple[bytes, int, int]:
+    async def main() -> tuple[bytes, int, int]:
+        async with opened(name) as coordinator:
+            common = await coordinator.agree("a", b"m%d" % rank, in_order, stage="agree")
+            return common, coordinator.messages_sent, coordinator.bytes_sent
+
+    return asyncio.run(main())
+
+
+def test_the_leader_decides_on_the_message_of_every_rank_and_all_hear_it(three: Ranks) -> None:
+    assert three.run(decide_together, "decide") == [(b"m0|m1|m2", 0, 0), (b"m0|m1|m2", 1, 11), (b"m0|m1|m2", 1, 11)]
+
+
+def tell_each(rank: int, count: int) -> list[bytes]:
+    async def apart(messages: tuple[bytes, ...]) -> Verdict:
+        return Verdict(each=tuple(b"for " + message for message in messages))
+
+    async def main() -> list[bytes]:
+        async with opened("each") as coordinator:
+            return [await coordinator.agree(f"{n}", b"%d.%d" % (n, rank), apart, stage="agree") for n in range(40)]
+
+    return asyncio.run(main())
+
+
+def test_each_rank_may_be_told_something_else(three: Ranks) -> None:
+    assert three.run(tell_each) == [[b"for %d.%d" % (n, rank) for n in range(40)] for rank in range(3)]
+
+
+def test_the_keys_of_past_agreements_are_deleted(three: Ranks) -> None:
+    three.run(tell_each)
+    before = three.store.num_keys()
+    three.run(tell_each)
+    # 40 agreements; each opening keeps those of its last few, and its signs of life.
+    assert three.store.num_keys() - before <= 4 * 16 + 3
+
+
+def open_two(rank: int, count: int) -> list[bytes]:
+    async def main() -> list[bytes]:
+        async with opened("root a") as one, opened("root b") as other, opened("root a") as again:
+            works = [
+                coordinator.agree("t", b"%d%d" % (rank, n), in_order, stage="agree")
+                for n, coordinator in enumerate((one, other, again))
+            ]
+            return await asyncio.gather(*works)
+
+    return asyncio.run(main())
+
+
+def test_engines_side_by_side_and_one_after_the_other_never_meet(three: Ranks) -> None:
+    for _ in range(2):
+        assert three.run(open_two) == [[b"00|10|20", b"01|11|21", b"02|12|22"]] * 3
+
+
+def test_one_process_decides_alone() -> None:
+    async def main() -> bytes:
+        coordinator = SoloCoordinator()
+        await coordinator.open("x", stall_secs=1)
+        await coordinator.beat()
+        await coordinator.abandon("u", ValueError(), stage="agree")
+        return await coordinator.agree("t", b"mine", in_order, stage="agree")
+
+    assert isinstance(default_coordinator(), SoloCoordinator)
+    assert asyncio.run(main()) == b"mine"
+
+
+def test_a_rank_beyond_the_world_is_refused() -> None:
+    with pytest.raises(ConfigError, match="world size"):
+        StoreCoordinator(dist.HashStore(), rank=2, world_size=2)
+
+
+# -- a rank fails -----------------------------------------------------------------------------------
+
+
+def fail_at(rank: int, count: int, failing: int) -> tuple[int, str, str]:
+    async def main() -> tuple[int, str, str]:
+        async with opened(f"fail {failing}") as coordinator:
+            if rank == failing:
+                error = OSError(28, "No space left on device")
+                await coordinator.abandon("t", error, stage="write")
+            try:
+                if rank != failing:
+                    await coordinator.agree("t", b"", never, stage="agree")
+            except PeerFailedError as peer:
+                found = peer.rank, peer.stage, str(peer)
+            else:
+                assert rank == failing
+                found = rank, "write", "No space"
+            assert await coordinator.agree("u", b"%d" % rank, in_order, stage="agree") == b"0|1|2"
+            return found
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_what_one_rank_failed_with_is_raised_by_the_others_and_the_next_agreement_works(
+    three: Ranks, failing: int
+) -> None:
+    for rank, stage, text in three.run(fail_at, failing):
+        assert (rank, stage) == (failing, "write")
+        assert "No space" in text
+
+
+def decide_badly(rank: int, count: int) -> str:
+    async def full(messages: tuple[bytes, ...]) -> Verdict:
+        raise OSError(28, "No space left on device")
+
+    async def main() -> str:
+        async with opened("bad") as coordinator:
+            try:
+                await coordinator.agree("t", b"", full, stage="commit")
+            except (PeerFailedError, OSError) as error:
+                return f"{type(error).__name__} {getattr(error, 'rank', '-')} {getattr(error, 'stage', '-')} {error}"
+            return "agreed"
+
+    return asyncio.run(main())
+
+
+def test_a_leader_that_fails_raises_its_own_error_and_the_others_name_it(three: Ranks) -> None:
+    leader, *others = three.run(decide_badly)
+    assert leader == "OSError - - [Errno 28] No space left on device"
+    assert all(text.startswith("PeerFailedError 0 commit ") and "No space" in text for text in others)
+
+
+# -- a rank is gone ---------------------------------------------------------------------------------
+
+
+def wait_in_vain(rank: int, count: int, absent: int) -> tuple[float, int, str]:
+    async def main() -> tuple[float, int, str]:
+        async with opened(f"absent {absent}") as coordinator:
+            await coordinator.agree("met", b"", in_order, stage="agree")
+            if rank == absent:
+                return 0.0, rank, ""
+            began = time.monotonic()
+            with pytest.raises(PeerFailedError) as raised:
+                coordinator.stall_secs = SHORT_SECS
+                await coordinator.agree("t", b"", never, stage="agree")
+            return time.monotonic() - began, raised.value.rank, str(raised.value)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_comes_is_named_within_the_deadline(three: Ranks, absent: int) -> None:
+    for secs, rank, text in three.run(wait_in_vain, absent):
+        # The others may hear of it one deadline after the leader has waited for its own.
+        assert secs < 2 * SHORT_SECS + 2
+        assert rank == absent
+        assert not text or f"rank {absent} gave no sign of life" in text
+
+
+def be_slow(rank: int, count: int) -> bytes:
+    async def main() -> bytes:
+        async with opened("slow") as coordinator:
+            if rank == 1:
+                for _ in range(12):  # the time that passes is what is tested
+                    await asyncio.sleep(SHORT_SECS / 4)
+                    await coordinator.beat()
+            coordinator.stall_secs = SHORT_SECS
+            return await coordinator.agree("t", b"", in_order, stage="agree")
+
+    return asyncio.run(main())
+
+
+def test_a_rank_that_is_slow_but_alive_is_waited_for(three: Ranks) -> None:
+    assert three.run(be_slow) == [b"||"] * 3
+
+
+def stop_amid(rank: int, count: int) -> str:
+    async def main() -> str:
+        async with opened("stopped") as coordinator:
+            await coordinator.agree("met", b"", in_order, stage="agree")
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            with pytest.raises(PeerFailedError) as raised:
+                coordinator.stall_secs = SHORT_SECS
+                await coordinator.agree("t", b"", never, stage="agree")
+            assert raised.value.rank == 1
+            return (await coordinator.agree("u", b"", in_order, stage="agree")).decode()
+
+    return asyncio.run(main())
+
+
+def test_a_stopped_rank_hears_that_it_was_given_up_and_the_next_agreement_works() -> None:
+    with ranks(2) as two:
+        two.start(0, stop_amid)
+        two.start(1, stop_amid)
+        two.wait_until(lambda: _state(two.processes[1].pid) == "T")
+        two.wait_until(lambda: any(key.endswith("/t/out") for key in two.store.list_keys()))
+        two.signal(1, signal.SIGCONT)
+        assert [two.finish(0), two.finish(1)] == ["|", "|"]
+
+
+def _state(pid: int | None) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def lose_leader(rank: int, count: int) -> tuple[float, str]:
+    async def main() -> tuple[float, str]:
+        async with opened("dead") as coordinator:
+            await coordinator.agree("met", b"", in_order, stage="agree")
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(PeerFailedError, match="rank 0 gave no sign"):
+                coordinator.stall_secs = SHORT_SECS
+                await coordinator.agree("t", b"", never, stage="agree")
+            return time.monotonic() - began, ""
+
+    return asyncio.run(main())
+
+
+def test_a_dead_leader_is_named_within_the_deadline() -> None:
+    with ranks(2) as two:
+        two.start(0, lose_leader)
+        two.start(1, lose_leader)
+        secs, _ = two.finish(1)
+        assert secs < 2 * SHORT_SECS + 2
+
+
+# -- the store --------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
+    async def main() -> None:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        coordinator = StoreCoordinator(client, rank=1, world_size=2)
+        await coordinator.open("x", stall_secs=STALL_SECS)
+        try:
+            del server
+            with pytest.raises(PeerFailedError, match="store of the ranks cannot be reached"):
+                await coordinator.agree("t", b"", never, stage="agree")
+        finally:
+            coordinator.close()
+
+    asyncio.run(main())
+
+
+def test_a_closed_coordinator_says_so() -> None:
+    async def main() -> None:
+        coordinator = StoreCoordinator(dist.HashStore(), rank=0, world_size=2)
+        await coordinator.open("x", stall_secs=STALL_SECS)
+        coordinator.close()
+        coordinator.close()
+        with pytest.raises(EngineClosedError):
+            await coordinator.agree("t", b"", never, stage="agree")
+
+    asyncio.run(main())
+
+
+def test_a_store_that_does_not_answer_is_given_up_at_the_deadline() -> None:
+    async def main() -> None:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        coordinator = StoreCoordinator(server, rank=1, world_size=2)
+        await coordinator.open("x", stall_secs=STALL_SECS)
+        executor = coordinator._executor
+        assert executor is not None
+        gate = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        executor.submit(lambda: asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(STALL_SECS))
+        coordinator.stall_secs = 0.1
+        with pytest.raises(StallError, match="not answering within"):
+            await coordinator.agree("t", b"", never, stage="agree")
+        gate.set()
+        await asyncio.to_thread(coordinator.close)
+
+    asyncio.run(main())

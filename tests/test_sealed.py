@@ -1,0 +1,344 @@
+"""Which sealed snapshots may be committed (pure), and what a seal holds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rings import plan_of
+
+from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
+from aio_ckpt.image import Image
+from aio_ckpt.items import PAGE_BYTES, align_up
+from aio_ckpt.layout import file_chunks
+from aio_ckpt.manifest import decode_rank
+from aio_ckpt.owner import Owner
+from aio_ckpt.remains import Left, decide, find_left, segment_prefix
+from aio_ckpt.sealed import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
+from aio_ckpt.segment import Segment, SegmentDirectory, StoredSegment, read_segment
+from aio_ckpt.snapshot import ObjectBytes
+
+HERE = Owner.of_this_process("here")
+
+# -- the decision ---------------------------------------------------------------------------------
+
+
+def left(
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    step: int = 5,
+    save_id: str = "s-1",
+    is_dead: bool = True,
+    overwrite: bool = False,
+    metadata: bytes | None = None,
+    created_unix: float = 0.0,
+    directory: str = "",
+) -> Left:
+    """A sealed segment of one rank; rank 0 has the ``.metadata``."""
+    seal = Seal(
+        directory=directory or f"step_{step:09d}",
+        save_id=save_id,
+        step=step,
+        world_size=world_size,
+        rank=rank,
+        overwrite=overwrite,
+        metrics={},
+        created_unix=created_unix,
+        metadata=(b"" if rank else b"metadata") if metadata is None else metadata,
+    )
+    path = Path(f"/shm/{save_id}-{rank}")
+    return Left(path=path, owner_is_dead=is_dead, stored=StoredSegment(path=path), seal=seal, fault="")
+
+
+def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> Left:
+    path = Path("/shm/unsealed")
+    return Left(
+        path=path,
+        owner_is_dead=is_dead,
+        stored=StoredSegment(path=path),
+        seal=None,
+        fault="torn" if is_damaged else "not sealed",
+        is_damaged=is_damaged,
+    )
+
+
+def outcome(found: list[Left], committed: dict[int, str] | None = None) -> tuple[list[int], list[tuple[Any, ...]]]:
+    """(steps to commit, (reason, is obsolete, is a loss) of each refusal)."""
+    decision = decide(found, committed or {})
+    refused = [(refusal.reason, refusal.is_obsolete, refusal.is_loss) for refusal in decision.refusals]
+    return [save.step for save in decision.saves], refused
+
+
+def test_a_save_that_all_its_ranks_sealed_is_committed_with_the_ranks_in_order() -> None:
+    found = [left(2, 3), left(0, 3), left(1, 3)]
+    (save,) = decide(found, {4: "x"}).saves
+    assert [seal.rank for _, seal in save.ranks] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("found", "committed", "reason", "is_obsolete", "is_loss"),
+    [
+        ([left(0, 3), left(2, 3)], {}, "1 of 3 ranks did not seal it: 1", True, True),
+        ([left(0, 2), unsealed()], {}, "1 of 2 ranks did not seal it: 1", True, True),
+        ([left(0, 2), left(1, 2, save_id="s-2", step=6)], {}, "1 of 2 ranks did not seal it: 1", True, True),
+        ([left(0, 2), left(1, 2, step=6)], {}, "its ranks do not tell the same of it", True, True),
+        ([left(0, 2), left(1, 3)], {}, "its ranks do not tell the same of it", True, True),
+        ([left(0, 2), left(1, 2, directory="x")], {}, "its ranks do not tell the same of it", True, True),
+        ([left(0, 2), left(1, 2), left(1, 2)], {}, "a rank sealed it twice", True, True),
+        ([left(0, 2, metadata=b""), left(1, 2)], {}, "its .metadata is in no seal", True, True),
+        ([left(0, 2), left(1, 2, is_dead=False)], {}, "its trainer may be alive (s-1-1)", False, True),
+        ([left()], {5: "s-1"}, "it is committed", True, False),
+        ([left()], {5: "another"}, "step 5 is committed, which is not older", True, False),
+        ([left()], {5: ""}, "step 5 is committed, which is not older", True, False),
+        ([left()], {3: "x", 9: "y"}, "step 9 is committed, which is not older", True, False),
+        ([left(overwrite=True)], {9: "y"}, "step 9 is committed, which is not older", True, False),
+    ],
+)
+def test_a_save_is_refused_with_a_reason(
+    found: list[Left], committed: dict[int, str], reason: str, is_obsolete: bool, is_loss: bool
+) -> None:
+    steps, refused = outcome(found, committed)
+    assert steps == []
+    assert (reason, is_obsolete, is_loss) in refused
+
+
+def test_one_that_replaces_a_committed_step_is_committed() -> None:
+    assert outcome([left(overwrite=True)], {5: "old", 9: "y"}) == ([5], [])
+    assert outcome([left(overwrite=True)], {5: "s-1", 9: "y"})[0] == [], "it did already"
+
+
+def test_several_saves_are_committed_in_the_order_of_their_steps() -> None:
+    found = [left(step=7, save_id="s-2"), left(step=6), unsealed()]
+    assert outcome(found, {5: "x"}) == ([6, 7], [("not sealed", True, False)])
+
+
+def test_of_two_saves_of_one_step_the_later_one_counts() -> None:
+    found = [left(save_id="old", created_unix=1.0), left(save_id="new", created_unix=2.0)]
+    decision = decide(found, {})
+    assert [save.ranks[0][1].save_id for save in decision.saves] == ["new"]
+    assert [refusal.reason for refusal in decision.refusals] == ["step 5 is committed, which is not older"]
+
+
+def test_what_is_not_sealed_is_obsolete_if_its_writer_is_dead_and_a_loss_if_it_was() -> None:
+    assert outcome([unsealed()]) == ([], [("not sealed", True, False)])
+    assert outcome([unsealed(is_damaged=True)]) == ([], [("torn", True, True)])
+    assert outcome([unsealed(is_dead=False)]) == ([], [("its trainer may be alive", False, False)])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.booleans()),
+        max_size=8,
+    ),
+    st.dictionaries(st.integers(0, 4), st.sampled_from(["", "s-0", "s-1", "x"]), max_size=3),
+)
+def test_whatever_is_found_every_segment_is_decided_once_and_every_commit_is_whole_and_in_order(
+    given_seals: list[tuple[int, int, int, int, bool]], committed: dict[int, str]
+) -> None:
+    found = [
+        left(min(rank, world - 1), world, step=step, save_id=f"s-{save}", is_dead=is_dead)
+        for rank, world, step, save, is_dead in given_seals
+    ]
+    decision = decide(found, committed)
+    taken = [one for save in decision.saves for one, _ in save.ranks]
+    taken += [one for refusal in decision.refusals for one in refusal.segments]
+    assert sorted(map(id, taken)) == sorted(map(id, found))
+    newest = max(committed, default=-1)
+    for save in decision.saves:
+        assert save.step > newest
+        newest = save.step
+        assert [seal.rank for _, seal in save.ranks] == list(range(save.ranks[0][1].world_size))
+        assert len({seal.save_id for _, seal in save.ranks}) == 1
+        assert all(one.owner_is_dead for one, _ in save.ranks)
+
+
+# -- a seal ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    path = Path("/dev/shm") / f"test-{os.getpid()}"
+    path.mkdir()
+    yield path
+    for one in path.iterdir():
+        one.unlink()
+    path.rmdir()
+
+
+class Holder:
+    """Stands for the lease of an image: the memory alone is asked for."""
+
+    def __init__(self, memory: Any) -> None:
+        self.arena = self
+        self.memory = memory
+
+
+def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") -> tuple[Segment, Any]:
+    plan = plan_of(values).plan
+    layout = plan.layout
+    objects = ObjectBytes(region=b"objects!", spans=tuple((0, 8) for _ in plan.object_names))
+    image_bytes = align_up(layout.tensor_bytes + 8, PAGE_BYTES)
+    segment = Segment(shm / name, align_up(image_bytes, 1 << 16))
+    for item in layout.items:
+        raw = values[item.fqns[0]].contiguous().view(torch.uint8).numpy().tobytes()
+        segment.memory[item.raw_offset : item.trailer_offset] = raw
+    chunks = file_chunks(layout, image_bytes)
+    image = Image(
+        lease=Holder(segment.memory),  # type: ignore[arg-type]
+        chunks=chunks,
+        chunk_bytes=layout.chunk_bytes,
+        slots=len(chunks),
+        written=(),
+    )
+    seal = left(0).seal
+    assert seal is not None
+    seal_snapshot(segment, seal, plan, objects, image)
+    return segment, plan
+
+
+def test_a_seal_holds_the_layout_and_the_sums(shm: Path) -> None:
+    values = {"a": torch.arange(700_000.0), "b": torch.ones(3, 5), "e": torch.zeros(0, 4), "o": 7}
+    segment, plan = sealed_segment(shm, values)
+    stored = read_segment(segment.path)
+    seal = decode_seal(stored)
+    manifest, layout = layout_of(seal)
+    assert (seal.step, seal.objects, segment.is_sealed) == (5, b"objects!", True)
+    assert [(item.fqns, item.item_offset, item.envelope) for item in layout.items] == [
+        (item.fqns, item.item_offset, item.envelope) for item in plan.layout.items
+    ]
+    assert [chunk.constants for chunk in layout.chunks] == [chunk.constants for chunk in plan.layout.chunks]
+    assert manifest.sums == raw_sums(plan.layout, memoryview(segment.memory))
+    assert [entry.fqns for entry in manifest.objects] == [("o",)]
+    segment.memory[plan.layout.items[0].raw_offset] ^= 1
+    assert manifest.sums != raw_sums(layout, memoryview(segment.memory))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2},
+        {"rank": 1},
+        {"generation": 4},
+        {"image_bytes": 1 << 40},
+        {"tensor_bytes": 1 << 40},
+        {"chunk_bytes": 100},
+        {"directory": "../elsewhere"},
+        {"directory": ".hidden"},
+        {"step": -1},
+    ],
+)
+def test_a_seal_whose_numbers_cannot_be_is_refused(shm: Path, changes: dict[str, Any]) -> None:
+    segment, _ = sealed_segment(shm, {"a": torch.ones(1000)})
+    stored = read_segment(segment.path)
+    seal = msgspec.structs.replace(msgspec.msgpack.decode(stored.seal, type=Seal), **changes)
+    with pytest.raises(CorruptCheckpointError):
+        decode_seal(StoredSegment(path=stored.path, generation=2, capacity=1 << 30, seal=msgspec.msgpack.encode(seal)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_no_bytes_in_a_seal_are_an_untyped_error(data: st.DataObject) -> None:
+    manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left(0).seal))  # type: ignore[arg-type]
+    cut = data.draw(st.integers(0, len(manifest)))
+    noise = data.draw(st.binary(max_size=40))
+    stored = StoredSegment(path=Path("/shm/x"), generation=0, capacity=1 << 20, seal=manifest[:cut] + noise)
+    with contextlib.suppress(CorruptCheckpointError):
+        layout_of(decode_seal(stored))
+
+
+def test_a_manifest_that_was_laid_out_otherwise_is_refused(shm: Path) -> None:
+    segment, _ = sealed_segment(shm, {"a": torch.ones(1000), "b": torch.ones(1000)})
+    seal = decode_seal(read_segment(segment.path))
+    manifest = decode_rank(seal.manifest, name="seal")
+    assert len(manifest.tensors) == 2
+    with pytest.raises(CorruptCheckpointError, match="one behind the other"):
+        layout_of(msgspec.structs.replace(seal, tensor_bytes=seal.tensor_bytes + 1))
+
+
+# -- segments -------------------------------------------------------------------------------------
+
+
+def test_a_segment_is_odd_until_it_is_sealed_and_odd_again_when_it_is_not(shm: Path) -> None:
+    segment = Segment(shm / "s", 1 << 16)
+    for generation in (2, 4, 6):
+        assert "not sealed" in read_segment(segment.path).fault
+        assert segment.next_generation == generation
+        segment.seal(b"what it is" * generation)
+        stored = read_segment(segment.path)
+        assert (stored.generation, stored.capacity, stored.seal) == (generation, 1 << 16, b"what it is" * generation)
+        segment.unseal()
+        segment.unseal()
+    segment.remove()
+    segment.remove()
+    assert list(shm.iterdir()) == []
+
+
+def test_what_is_no_segment_is_told(shm: Path) -> None:
+    for name, data in {"empty": b"", "foreign": b"x" * 5000, "zeros": bytes(5000)}.items():
+        (shm / name).write_bytes(data)
+    (shm / "link").symlink_to(shm / "foreign")
+    faults = {path.name: read_segment(path).fault for path in shm.iterdir()}
+    assert faults["empty"] == "cut short"
+    assert faults["foreign"] == "no segment"
+    assert faults["zeros"] == "never filled"
+    assert "cannot be opened" in faults["link"]
+    assert "cannot be opened" in read_segment(shm / "none").fault
+
+
+def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path: Path) -> None:
+    dead = msgspec.structs.replace(HERE, session="gone", pid=2**31 - 1)
+    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}")
+    other.make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}").make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}").make(1 << 16)
+    (found,) = find_left([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
+    assert (found.owner_is_dead, found.seal, found.is_damaged) == (True, None, False)
+    assert find_left([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
+
+
+def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: Path, tmp_path: Path) -> None:
+    """As one in another container, whose processes cannot be seen from here."""
+    elsewhere = msgspec.structs.replace(HERE, pid_namespace="pid:[7]", pid=7)
+    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}").make(1 << 16)
+    (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
+    assert not found.owner_is_dead
+    os.utime(segment.path, (0, 0))
+    (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
+    assert found.owner_is_dead
+
+
+def test_a_directory_removes_what_it_made_but_not_in_a_fork(shm: Path) -> None:
+    made = SegmentDirectory(shm, "aio_ckpt-x")
+    segment = made.make(1 << 16)
+    child = os.fork()
+    if not child:
+        try:
+            made.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert list(shm.iterdir()) == [segment.path]
+    made.close()
+    assert list(shm.iterdir()) == []
+    assert segment.memory[0] == 0, "who has the memory still has it"
+
+
+def test_a_segment_that_cannot_be_made_leaves_nothing(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(BudgetExceededError, match="enlarge it"):
+        SegmentDirectory(shm, "aio_ckpt-x").make(1 << 16)
+    assert list(shm.iterdir()) == []
