@@ -50,7 +50,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     local: LocalPlan
     """What the rank holds."""
     sums: bytes
-    """CRC32 of the raw bytes of each item, little-endian."""
+    """CRC32 of the raw bytes of each item, little-endian; empty if they are captured only once it is told."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="W"):
@@ -183,7 +183,8 @@ class Book:
         for rank, report in enumerate(reports):
             if isinstance(report, Planned):
                 plans.append(report.local)
-                sums[rank] = struct.unpack(f"<{len(report.sums) // 4}I", report.sums)
+                if report.sums:
+                    sums[rank] = struct.unpack(f"<{len(report.sums) // 4}I", report.sums)
             else:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)

@@ -30,14 +30,13 @@ from aio_ckpt.record import (
     render_root,
     written_names,
 )
-from aio_ckpt.shares import Share
 
 __all__ = ["conclude", "narrow_save"]
 
 
 async def narrow_save(site: Site, save: PendingSave) -> None:
     """A miss: everything is captured; agree on who writes what, and close the image up over what others write."""
-    save.stage = "plan"
+    save.stage = "agree"
     save.begin("waiting for its capture")
     whole, local = save.plan, save.plan.local
     assert local is not None  # several ranks
@@ -49,9 +48,6 @@ async def narrow_save(site: Site, save: PendingSave) -> None:
         word = await save.round.assign(Planned(save.step, local, sums))
     share = word.share
     assert share is not None  # a rank that planned anew has nothing to keep
-    share = Share(
-        tuple((index, names or whole.layout.items[index].fqns) for index, names in share.tensors), share.objects
-    )
     save.plan = await run_blocking(site.executor, narrow, whole, share, word.share_id)
     save.objects = narrowed_objects(save.objects, whole.object_names, frozenset(share.objects))
     region = len(save.objects.region)
@@ -129,6 +125,7 @@ async def _publish(
     written: Sequence[Written],
 ) -> None:
     """The leader: everything is durable but the names; make it one checkpoint, visible."""
+    save.progress.resume()
     save.begin("waiting for the commit of the save before")
     await _earlier(save)
     save_id = save_id_of(site, save)

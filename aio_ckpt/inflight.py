@@ -159,6 +159,7 @@ class InFlight:
         *,
         step: int,
         number: int,
+        agreement: SaveRound,
         requested: Sequence[str],
         waited_secs: float,
         plan_secs: float,
@@ -178,7 +179,7 @@ class InFlight:
                     call=call,
                     step=step,
                     number=number,
-                    round=self.round(number, step),
+                    round=agreement,
                     adopt=self._adopt,
                     requested=requested,
                     plan=planned.plan,
@@ -209,10 +210,10 @@ class InFlight:
         self._calls += 1
         return self._calls
 
-    def round(self, number: int, step: int, topic: str = "") -> SaveRound:
-        """What this call agrees on with the other ranks; ``topic`` unless it is a save."""
+    def round(self, topic: str) -> SaveRound:
+        """What a call agrees on with the other ranks."""
         site = self._site
-        return SaveRound(site.peers, site.executor, topic=topic or f"save {number}", step=step)
+        return SaveRound(site.peers, site.executor, topic=topic)
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
         """Start the pipeline and copy: the first chunks are written while later ones are copied.

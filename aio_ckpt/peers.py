@@ -172,10 +172,9 @@ async def _unmark(storage: Storage, path: Path) -> None:
 class SaveRound:
     """One save's agreement: a plan where any rank missed its own, then what all have written."""
 
-    def __init__(self, peers: Peers, executor: Executor, *, topic: str, step: int) -> None:
+    def __init__(self, peers: Peers, executor: Executor, *, topic: str) -> None:
         self._peers = peers
         self._executor = executor
-        self._step = step
         self._topic = topic
         self._firsts: Sequence[Planned | Written] = ()
         self.is_told = False
@@ -191,7 +190,7 @@ class SaveRound:
         async def decide(messages: tuple[bytes, ...]) -> Verdict:
             return await self._replan([decode_report(message) for message in messages])
 
-        word = await self._agree(planned, decide, stage="plan")
+        word = await self._agree(planned, decide, stage="agree")
         self._topic = _second(self._topic)
         if not isinstance(word, Assigned):
             raise PlanChangedError("the leader committed a save that this rank has not written")

@@ -281,10 +281,19 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
 
 
 def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
-    """The plan of what this rank writes of all that it holds. No item begins behind where it began in ``plan``."""
+    """The plan of what this rank writes of all that it holds. No item begins behind where it began in ``plan``.
+
+    No names in ``share`` stand for all names of an item.
+    """
     items = plan.layout.items
     placements = [
-        Placement(items[index].leaf, names, items[index].offsets, items[index].spec, items[index].envelope)
+        Placement(
+            items[index].leaf,
+            names or items[index].fqns,
+            items[index].offsets,
+            items[index].spec,
+            items[index].envelope,
+        )
         for index, names in share.tensors
     ]
     image = plan_image(

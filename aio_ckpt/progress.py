@@ -92,8 +92,12 @@ class CaptureProgress:
         try:
             yield
         finally:
-            self.is_paused = False
-            self.touch()
+            self.resume()
+
+    def resume(self) -> None:
+        """What is awaited from here on is the save itself, inside of ``paused``, too."""
+        self.is_paused = False
+        self.touch()
 
     def idle_left_secs(self, limit_secs: float) -> float:
         """How much longer nothing may move if ``limit_secs`` are allowed."""

@@ -8,18 +8,22 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import msgspec
 
 from aio_ckpt import commit, tree
+from aio_ckpt.agreement import Planned
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.image import Image, arena_spec, lease_image
 from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.keeper import RootKeeper
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
+from aio_ckpt.narrowing import narrowed_objects
+from aio_ckpt.peers import SaveRound
 from aio_ckpt.pending import SaveCall, Site
-from aio_ckpt.plan import Plan, PlanCache, PlannedSave
+from aio_ckpt.plan import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
 from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
@@ -91,16 +95,17 @@ class Saver:
         with call.trace.span("save()", CALLER), self._lock:
             number = self.in_flight.next_number()
             self._must_announce = self._site.peers.is_leader and self._site.config.when_busy != "wait"
+            agreement = self.in_flight.round(f"save {number}")
             try:
                 self._await_met(call.deadline)
-                return self._save(state, step, call, number)
+                return self._save(state, step, call, number, agreement)
             except BaseException as error:
-                self._tell(number, error)
+                self._tell(agreement, error)
                 if self._must_announce:
-                    self._tell(number, error, _room(number))
+                    self._tell(self.in_flight.round(_room(number)), error)
                 raise
 
-    def _save(self, state: object, step: int | None, call: SaveCall, number: int) -> SaveTicket:
+    def _save(self, state: object, step: int | None, call: SaveCall, number: int, agreement: SaveRound) -> SaveTicket:
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
         # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
         self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
@@ -124,23 +129,31 @@ class Saver:
             if self._site.peers.is_leader:
                 self._keeper.become_writer(in_flight.learn_steps, deadline)
             step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        if self._is_too_large(planned, objects):
+            with trace.span("agree before the capture", CALLER):
+                planned, objects = self._narrow_first(planned, objects, step, agreement)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, deadline)
-        save = in_flight.enter(
-            call,
-            planned,
-            objects,
-            image,
-            step=step,
-            number=number,
-            requested=flat.names,
-            waited_secs=waited_secs + image.lease.waited_secs,
-            plan_secs=plan_secs,
-        )
-        if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
-            self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
-        with trace.span("capture", CALLER):
-            in_flight.start(save, planned)
+        try:
+            save = in_flight.enter(
+                call,
+                planned,
+                objects,
+                image,
+                step=step,
+                number=number,
+                agreement=agreement,
+                requested=flat.names,
+                waited_secs=waited_secs + image.lease.waited_secs,
+                plan_secs=plan_secs,
+            )
+            if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
+                self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
+            with trace.span("capture", CALLER):
+                in_flight.start(save, planned)
+        except Exception:
+            image.lease.close()  # a second time, unless no memory was left to call who would have closed it
+            raise
         save.blocked_secs = save.elapsed()
         return save.ticket
 
@@ -191,11 +204,11 @@ class Saver:
             raise StallError("the other ranks did not open their engines in time") from None
         opened.result()
 
-    def _tell(self, number: int, error: BaseException, topic: str = "") -> None:
+    def _tell(self, agreement: SaveRound, error: BaseException) -> None:
         """A call is about to raise: the other ranks must not wait for this one."""
         if self._site.peers.are_several:
             with contextlib.suppress(EngineClosedError):
-                self._portal.submit(self.in_flight.round(number, 0, topic).end, error)
+                self._portal.submit(agreement.end, error)
 
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
@@ -237,7 +250,7 @@ class Saver:
             gone = self._roll_back(step) if peers.is_leader else []
             word = self._portal.call(peers.announce, topic, msgspec.msgpack.encode(gone), timeout=2 * stall_secs)
         except BaseException as error:
-            self._tell(number, error, topic)
+            self._tell(self.in_flight.round(topic), error)
             raise
         self.in_flight.forget_steps()
         peers.newest = step
@@ -260,6 +273,28 @@ class Saver:
 
     def _flatten(self, state: object) -> tree.FlatState:
         return tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
+
+    def _is_too_large(self, planned: PlannedSave, objects: ObjectBytes) -> bool:
+        """Whether a miss of many ranks cannot hold all that this one has until they have agreed who writes what."""
+        plan = planned.plan
+        image_bytes = plan.layout.tensor_bytes + len(objects.region)
+        is_agreed = bool(plan.share_id) or not self._site.peers.are_several
+        return not is_agreed and image_bytes > self.lifetime.budget_bytes
+
+    def _narrow_first(
+        self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound
+    ) -> tuple[PlannedSave, ObjectBytes]:
+        """Agree while the caller waits, as long as the other ranks take to come to save(); capture only the share."""
+        whole = planned.plan
+        assert whole.local is not None  # several ranks
+        timeout_secs = 2 * self._site.peers.stall_secs
+        word = self._portal.call(agreement.assign, Planned(step, whole.local, b""), timeout=timeout_secs, what="save()")
+        assert word.share is not None  # a rank that planned anew has nothing to keep
+        plan = narrow(whole, word.share, word.share_id)
+        self.cache.adopt(plan)
+        kept = frozenset(plan.object_names)
+        mine = [leaf for leaf in planned.objects if leaf[0] in kept]
+        return replace(planned, plan=plan, objects=mine), narrowed_objects(objects, whole.object_names, kept)
 
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
         return lease_image(

@@ -231,6 +231,7 @@ class World:
                 max(committed) if overwrite else None, overwrite=overwrite, read_steps=lambda: committed
             ),
             number=in_flight.next_number(),
+            agreement=in_flight.round("save"),
             requested=flat.names,
             waited_secs=0.0,
             plan_secs=0.0,

@@ -283,3 +283,22 @@ def save_two_at_once(rank: int, count: int, root: Path) -> list[bool]:
 
 def test_saves_in_flight_and_engines_side_by_side_never_mix(two: Ranks, tmp_path: Path) -> None:
     assert two.run(save_two_at_once, tmp_path) == [[True] * 4] * 2
+
+
+def save_beyond_the_budget(rank: int, count: int, root: Path) -> list[bool]:
+    config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=6 << 20)
+    state = {f"t{number}": whole(f"t{number}", 1 << 18) for number in range(8)} | {"n": 3, "of": PerRank(rank)}
+    hits = []
+    with SyncCheckpointEngine(root, config) as engine:
+        for step in (1, 2):
+            report = engine.save(state, step=step).result(SECS)
+            assert report is not None
+            hits.append(report.plan_hit)
+        template = zeroed(state)
+        engine.load(template)
+        assert_same(template, state)
+    return hits
+
+
+def test_replicas_beyond_the_budget_are_captured_once_it_is_agreed_who_writes_what(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(save_beyond_the_budget, tmp_path) == [[False, True]] * 2

@@ -1,0 +1,238 @@
+"""``python -m bench.ranks``: one checkpoint of 1, 2, 4 and 8 ranks (gloo processes), saved and loaded, beside DCP."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport
+from aio_ckpt.coordinator import StoreCoordinator
+from bench.measure import Spread
+from bench.options import log, parse, work_folder
+from bench.report import FigureRow, Goal, Report, publish
+
+__all__ = ["main"]
+
+dist: Any = torch.distributed  # whose stubs leave most of it out
+dcp: Any = torch.distributed.checkpoint
+
+_WAIT_SECS = 600.0
+_Figures = dict[str, list[float]]
+
+
+def main() -> None:
+    """Run the bench."""
+    options = parse("ranks", __doc__ or "")
+    worlds, mib, count = ((1, 2), 8, 200) if options.quick else ((1, 2, 4, 8), 256, 5_000)
+    figures: list[FigureRow] = []
+    found: dict[int, _Figures] = {}
+    with work_folder(options) as folder:
+        for world in worlds:
+            log(f"{world} ranks")
+            found[world] = _slowest(_run(world, _large, folder / f"large{world}", mib, options.rounds))
+            figures += _rows(f"{world} ranks, {mib} MiB by rows", found[world])
+        many = min(4, worlds[-1])
+        small = _slowest(_run(many, _small, folder / "small", count, options.rounds))
+        figures += _rows(f"{many} ranks x {count:,} tensors of 1 KiB", small)
+    goals = _goals(found[many], small, many, count)
+    report = Report(bench="ranks", settings=options.settings(), figures=figures, goals=goals)
+    log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
+
+
+def _goals(large: _Figures, small: _Figures, world: int, count: int) -> list[Goal]:
+    def median(values: list[float]) -> float:
+        return Spread.of(values).median
+
+    over = median([done - synced for done, synced in zip(large["save, ms"], large["synced, ms"], strict=True)])
+    times = median(small["dcp.save that writes nothing, cached plan, ms"]) / median(small["planning, ms"])
+    read = max(large["load in rows, read of needed, x"])
+    title = f"{world} ranks"
+    return [
+        Goal(text=f"{title}: commit adds to the slowest rank's write", figure=over, bound=50.0, unit="ms"),
+        Goal(
+            text=f"{title}: agreement a rank a save", figure=max(large["agreement, bytes"]), bound=200.0, unit="bytes"
+        ),
+        Goal(
+            text=f"{title} x {count:,} tensors: planning, times cheaper than dcp.save with a cached plan",
+            figure=times,
+            bound=20.0,
+            is_floor=True,
+        ),
+        Goal(text=f"{title}: load by rows, bytes read of those needed", figure=read, bound=1.05),
+    ]
+
+
+def _rows(title: str, figures: _Figures) -> list[FigureRow]:
+    rows = []
+    for text, values in figures.items():
+        name, _, unit = text.rpartition(", ")
+        rows.append(FigureRow(text=f"{title}: {name}", values=Spread.of(values), unit=unit))
+    return rows
+
+
+def _slowest(ranks: list[_Figures]) -> _Figures:
+    """Round by round, the rank that took longest."""
+    return {name: [max(values) for values in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+
+
+# -- in each rank -----------------------------------------------------------------------------------
+
+
+def _spread(count: int, mib: int, placement: Placement) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (count,))
+    rows = mib * (1 << 20) // 8 // 4096
+    return {
+        f"t{number}": distribute_tensor(torch.full((rows, 1024), float(number)), mesh, [placement])
+        for number in range(8)
+    }
+
+
+def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> _Figures:
+    """One large sharded state: save, load in the same layout and others, and the same by DCP."""
+    state, columns = _spread(count, mib, Shard(0)), _spread(count, mib, Shard(1))
+    halves = _spread(count, mib, Shard(0) if count == 1 else Replicate())
+    figures: _Figures = {}
+
+    def add(name: str, value: float) -> None:
+        figures.setdefault(name, []).append(value)
+
+    engine = CheckpointEngine(folder, EngineConfig(keep_last=1))
+    coordinator = engine._site.peers.coordinator
+    try:
+        engine.save(state).result(_WAIT_SECS)
+        for _ in range(rounds):
+            before = coordinator.bytes_sent if isinstance(coordinator, StoreCoordinator) else 0
+            _meet()
+            report = engine.save(state).result(_WAIT_SECS)
+            assert report is not None
+            add("save, ms", report.timings.committed_secs * 1e3)
+            add("synced, ms", report.timings.synced_secs * 1e3)
+            add("save() blocks, ms", report.timings.blocked_secs * 1e3)
+            sent = coordinator.bytes_sent - before if isinstance(coordinator, StoreCoordinator) else 0
+            add("agreement, bytes", sent)
+            for name, target in (("rows", state), ("columns", columns), ("whole", halves)):
+                needed = sum(_local(value).nbytes for value in target.values())
+                secs, loaded = _timed(
+                    lambda target=target: engine.submit_load(target, None, **_LOAD).result(_WAIT_SECS)
+                )
+                add(f"load in {name}, ms", secs * 1e3)
+                add(f"load in {name}, read of needed, x", loaded.bytes_read / needed)
+            _meet()
+            if rank == 0:
+                shutil.rmtree(folder / "dcp", ignore_errors=True)
+            _meet()
+            add("dcp.save, ms", _timed(lambda: dcp.save(state, checkpoint_id=folder / "dcp"))[0] * 1e3)
+            add("dcp.load in rows, ms", _timed(lambda: dcp.load(state, checkpoint_id=folder / "dcp"))[0] * 1e3)
+            add("dcp.load in columns, ms", _timed(lambda: dcp.load(columns, checkpoint_id=folder / "dcp"))[0] * 1e3)
+    finally:
+        engine.close_blocking()
+    return figures
+
+
+def _load(engine: CheckpointEngine, target: object) -> LoadReport:
+    return engine.submit_load(target, None, strict=False, allow_missing=False, fallback=True).result(_WAIT_SECS)
+
+
+def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> _Figures:
+    """Many small tensors, unchanged: what is planned anew at each save."""
+    state = {f"layers.{number}.weight": torch.full((256,), float(number)) for number in range(tensors)}
+    figures: _Figures = {"planning, ms": [], "save, ms": [], "dcp.save that writes nothing, cached plan, ms": []}
+    engine = CheckpointEngine(folder, EngineConfig(keep_last=1))
+    try:
+        for turn in range(rounds + 2):
+            _meet()
+            report = engine.save(state).result(_WAIT_SECS)
+            assert report is not None
+            secs, _ = _timed(
+                lambda: dcp.save(
+                    state,
+                    storage_writer=_Nothing(folder / "dcp"),
+                    planner=DefaultSavePlanner(enable_plan_caching=True),
+                )
+            )
+            if turn >= 2:  # the first two make the plans
+                figures["planning, ms"].append(report.timings.plan_secs * 1e3)
+                figures["save, ms"].append(report.timings.committed_secs * 1e3)
+                figures["dcp.save that writes nothing, cached plan, ms"].append(secs * 1e3)
+    finally:
+        engine.close_blocking()
+    return figures
+
+
+class _Nothing(FileSystemWriter):
+    """Writes nothing: what is left of ``dcp.save`` is planning and its collectives."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        done: Any = torch.futures.Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """No ``.metadata``."""
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+def _meet() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
+
+
+# -- processes --------------------------------------------------------------------------------------
+
+
+def _run(world: int, work: Callable[..., _Figures], *args: object) -> list[_Figures]:
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=_serve, args=(rank, world, store.port, theirs, work, args), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = []
+        for rank, (mine, _) in enumerate(pipes):
+            if not mine.poll(_WAIT_SECS):
+                raise TimeoutError(f"rank {rank} is not done after {_WAIT_SECS} s")
+            found.append(mine.recv())
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _serve(
+    rank: int, world: int, port: int, pipe: Connection, work: Callable[..., _Figures], args: tuple[object, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_WAIT_SECS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    pipe.send(work(rank, world, *args))
+
+
+if __name__ == "__main__":
+    main()
