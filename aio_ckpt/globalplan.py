@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -14,13 +15,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from aio_ckpt import tree
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.items import ImageLayout, LeafKind
+from aio_ckpt.items import ImageLayout, LeafKind, TensorItem
 from aio_ckpt.manifest import MetadataTemplate, data_file_name, rank_manifest_name, render_metadata
 from aio_ckpt.metadata import DTYPES
 from aio_ckpt.objects import as_tensor
 from aio_ckpt.shares import Holding, LocalPlan, Share
 
-__all__ = ["Stored", "dcp_plan", "render_global", "shard_offsets", "storage_data"]
+__all__ = ["Stored", "dcp_plan", "local_plan", "render_global", "shard_offsets", "storage_data"]
 
 
 def dcp_plan(flat: tree.FlatState) -> tuple[DefaultSavePlanner, SavePlan]:
@@ -50,6 +51,29 @@ def storage_data(
         for name in item.fqns
         if write_items[name].type is not WriteItemType.BYTE_IO
     }
+
+
+def local_plan(
+    items: Sequence[TensorItem],
+    shards: Mapping[int, tuple[Any, ...]],
+    object_names: tuple[str, ...],
+    skeleton: bytes,
+) -> LocalPlan:
+    """What a rank holds, laid out as ``items``; ``shards`` begin with the shape of the global tensor, by leaf."""
+    return LocalPlan(
+        tuple(
+            Holding(
+                item.fqns,
+                item.offsets,
+                item.spec.shape,
+                tuple(shards[item.leaf][0]) if item.leaf in shards else item.spec.shape,
+                str(item.spec.dtype).removeprefix("torch."),
+            )
+            for item in items
+        ),
+        object_names,
+        skeleton,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

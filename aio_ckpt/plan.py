@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from aio_ckpt import envelope, tree
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.device import copies_by_address, gathers_small
-from aio_ckpt.globalplan import dcp_plan, shard_offsets, storage_data
+from aio_ckpt.globalplan import dcp_plan, local_plan, shard_offsets, storage_data
 from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
 from aio_ckpt.moves import Moves, as_moves
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
-from aio_ckpt.shares import Holding, LocalPlan, Share
+from aio_ckpt.shares import LocalPlan, Share
 from aio_ckpt.structure import (
     Leaves,
     Structure,
@@ -255,7 +255,7 @@ def make_plan(
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
     plan = _plan_of(image, aliases, object_names)
     if world_size > 1:
-        return replace(plan, local=_local_plan(plan))
+        return replace(plan, local=local_plan(plan.layout.items, structure.shards, object_names, plan.skeleton))
     _, metadata = planner.create_global_plan([local])
     metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
     metadata.storage_data = storage_data(plan.layout, write_items, data_file_name(rank))
@@ -309,24 +309,6 @@ def _is_held(structure: Structure, leaf: int, write_item: WriteItem | None) -> b
         return False
     whole = structure.shards.get(leaf)
     return whole is None or bool(structure.shapes[leaf].numel()) or 0 in whole[0]  # type: ignore[operator]
-
-
-def _local_plan(plan: Plan) -> LocalPlan:
-    shards = plan.structure.shards
-    return LocalPlan(
-        tuple(
-            Holding(
-                item.fqns,
-                item.offsets,
-                item.spec.shape,
-                tuple(shards[item.leaf][0]) if item.leaf in shards else item.spec.shape,  # type: ignore[arg-type]
-                str(item.spec.dtype).removeprefix("torch."),
-            )
-            for item in plan.layout.items
-        ),
-        plan.object_names,
-        plan.skeleton,
-    )
 
 
 def plan_image(

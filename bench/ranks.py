@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import shutil
 import time
@@ -127,9 +128,7 @@ def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> _Figur
             add("agreement, bytes", sent)
             for name, target in (("rows", state), ("columns", columns), ("whole", halves)):
                 needed = sum(_local(value).nbytes for value in target.values())
-                secs, loaded = _timed(
-                    lambda target=target: engine.submit_load(target, None, **_LOAD).result(_WAIT_SECS)
-                )
+                secs, loaded = _timed(functools.partial(_load, engine, target))
                 add(f"load in {name}, ms", secs * 1e3)
                 add(f"load in {name}, read of needed, x", loaded.bytes_read / needed)
             _meet()
