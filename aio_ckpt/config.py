@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,7 +245,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 def _is_path(text: str) -> bool:
     try:
-        return bool(os.fsencode(text)) and "\0" not in text
+        return bool(text.encode(errors="surrogateescape")) and "\0" not in text
     except UnicodeEncodeError:  # a lone surrogate
         return False
 

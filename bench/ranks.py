@@ -32,7 +32,6 @@ dist: Any = torch.distributed  # whose stubs leave most of it out
 dcp: Any = torch.distributed.checkpoint
 
 _WAIT_SECS = 600.0
-_LOAD = {"strict": True, "allow_missing": False, "fallback": False}
 _Figures = dict[str, list[float]]
 
 
