@@ -193,7 +193,7 @@ class EngineConfig:
     def _check_shm_path(self) -> None:
         if self.shm_path is None:
             return
-        if not isinstance(self.shm_path, (str, Path)) or not str(self.shm_path):
+        if not isinstance(self.shm_path, (str, Path)) or not _is_path(str(self.shm_path)):
             raise ConfigError(f"shm_path={shown(self.shm_path)}: give a directory of a tmpfs, such as '/dev/shm'")
         if self.staging not in ("auto", "shm"):
             raise ConfigError(
@@ -236,9 +236,22 @@ def check_wait(name: str, value: object) -> None:
 
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is None or a ``kind``."""
-    # A class has the methods of a protocol too.
-    if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
+    # A class has the methods of a protocol too. Not by isinstance alone: from Python 3.12 on it overlooks methods that
+    # a wrapper passes on.
+    is_one = isinstance(value, kind) or (getattr(kind, "_is_protocol", False) and _has_members_of(value, kind))
+    if value is not None and (isinstance(value, type) or not is_one):
         raise ConfigError(f"{name}={shown(value)}: give one of type {kind.__name__}, or leave it away")
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return bool(text.encode(errors="surrogateescape")) and "\0" not in text
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+
+
+def _has_members_of(value: object, protocol: type) -> bool:
+    return all(hasattr(value, name) for name in vars(protocol) if not name.startswith("_"))
 
 
 def check_flag(name: str, value: object) -> None:

@@ -18,8 +18,10 @@ from aio_ckpt.storage import Storage
 
 __all__ = [
     "ASIDE",
+    "PENDING",
     "begin_directory",
     "commit_directory",
+    "is_held_by",
     "pending_saves",
     "recover_directory",
     "retire_directory",
@@ -84,6 +86,12 @@ async def commit_directory(
         _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
 
 
+async def is_held_by(storage: Storage, directory: Path, *, save_id: str) -> bool:
+    """Whether what a save committed is what the directory holds."""
+    has_both = [await storage.exists(directory / name) for name in (METADATA_FILE, ROOT_MANIFEST)]
+    return all(has_both) and await _save_id_of(storage, directory) == save_id
+
+
 async def recover_directory(storage: Storage, directory: Path) -> bool:
     """Mend what a crash left; to be called before loading from or saving to a directory, by its only writer.
 
@@ -112,9 +120,9 @@ async def recover_directory(storage: Storage, directory: Path) -> bool:
 
 async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_id: str) -> None:
     """Of a save with a mark: remove its files unless it is what the directory holds, then the mark."""
-    is_current = await storage.exists(directory / ROOT_MANIFEST) and await _save_id_of(storage, directory) == save_id
-    if not is_current or not await storage.exists(directory / METADATA_FILE):
-        own = [ROOT_MANIFEST] if is_current else []
+    if not await is_held_by(storage, directory, save_id=save_id):
+        has_manifest = await storage.exists(directory / ROOT_MANIFEST)
+        own = [ROOT_MANIFEST] if has_manifest and await _save_id_of(storage, directory) == save_id else []
         await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
         await storage.sync_dir(directory)
     await _remove(storage, directory, [f"{PENDING}{save_id}"])

@@ -287,14 +287,9 @@ def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
     """
     items = plan.layout.items
     placements = [
-        Placement(
-            items[index].leaf,
-            names or items[index].fqns,
-            items[index].offsets,
-            items[index].spec,
-            items[index].envelope,
-        )
+        Placement(item.leaf, names or item.fqns, item.offsets, item.spec, item.envelope)
         for index, names in share.tensors
+        for item in (items[index],)
     ]
     image = plan_image(
         plan.structure,

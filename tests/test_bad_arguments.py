@@ -192,6 +192,7 @@ SETTINGS: dict[str, Collection[str]] = {
     "thread_nice": {"0", "1"},
     "thread_ioprio": {"None", "0", "1"},
     "keep_best": {"None"},
+    "shm_path": {"None", "text"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,9 @@ def test_the_stream_is_free_before_the_state_has_left_the_device(tmp_path: Path,
         engine.save(state, step=1).result(TIMEOUT)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # the first of a process imports for longer than the copies take
+        with torch.no_grad():
+            torch._foreach_add_(parameters, 1.0)
         torch.cuda.synchronize()
         ticket = engine.save(state, step=2)
         optimizer.step()
@@ -86,6 +90,7 @@ def test_the_stream_is_free_before_the_state_has_left_the_device(tmp_path: Path,
 
 def test_the_memory_is_kept_from_save_to_save_and_given_back(tmp_path: Path) -> None:
     state = ones(8, 32 * MIB, 1.0)
+    gc.collect()
     with SyncCheckpointEngine(tmp_path, EngineConfig(device_copy_bytes=ROOM)) as engine:
         before = torch.cuda.memory_allocated()
         engine.save(state).result(TIMEOUT)

@@ -34,9 +34,9 @@ def test_steps_are_timed_on_the_device_while_the_host_runs_ahead() -> None:
     host_secs = time.perf_counter() - began
     torch.cuda.synchronize()
     device_secs = time.perf_counter() - began
-    known += clock.tick()
-    assert len(known) == 4, "the last tick began a step that has not ended"
-    short, long = sum(known[:2]), sum(known[2:])
+    known += clock.tick()  # ends a step of no work, whose own end may or may not be known yet
+    assert len(known) in (4, 5)
+    short, long = sum(known[:2]), sum(known[2:4])
     assert 2.5 < long / short < 6
     assert sum(known) <= device_secs
     assert host_secs < 0.5 * device_secs, "no call waited for the device"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +16,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from child_python import child_environment, python
-from dcp_states import assert_same_state, blank, leaves_of, state_of
+from dcp_states import assert_same_state, blank, leaves_of, needs_stagers, state_of
 from gated_storage import TIMEOUT, GatedStorage
 from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
 
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
-from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.errors import BudgetExceededError, WriteError
 from aio_ckpt.portal import Executor
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage")
 
 
 @pytest.fixture
@@ -65,7 +67,13 @@ def with_a_writer_that_is_kept(state: dict[str, Any], path: Path, storage: Gated
 
 
 @pytest.mark.parametrize(
-    "begin", [with_writer_as_stager, with_a_stager_of_its_own, with_a_writer_that_is_kept], ids=lambda f: f.__name__
+    "begin",
+    [
+        with_writer_as_stager,
+        pytest.param(with_a_stager_of_its_own, marks=needs_stagers),
+        with_a_writer_that_is_kept,
+    ],
+    ids=lambda begin: begin.__name__,
 )
 def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path, storage: GatedStorage, begin: Any) -> None:
     gate = storage.hold("create_data_file")
@@ -78,6 +86,7 @@ def test_what_changes_after_async_save_returned_is_not_saved(tmp_path: Path, sto
     assert_same_state(load(state_of(1), tmp_path / "a"), state_of(1))
 
 
+@needs_stagers
 def test_our_stager_serves_stocks_writer(tmp_path: Path) -> None:
     state = state_of(2)
     with AsyncStager() as stager:
@@ -87,6 +96,7 @@ def test_our_stager_serves_stocks_writer(tmp_path: Path) -> None:
     assert_same_state(load(state_of(2), tmp_path / "a"), state_of(2))
 
 
+@needs_stagers
 def test_saves_that_overlap_have_memory_of_their_own(tmp_path: Path, storage: GatedStorage) -> None:
     gate = storage.hold("create_data_file")
     with AsyncStager(EngineConfig(debug=True)) as stager:
@@ -112,6 +122,7 @@ def stats_of(stager: AsyncStager) -> tuple[int, int]:
     return runtime.staging.stats.arenas, runtime.staging.stats.leases
 
 
+@needs_stagers
 def test_staging_memory_is_used_again_when_the_save_has_ended_and_not_before(
     tmp_path: Path, storage: GatedStorage
 ) -> None:
@@ -171,6 +182,31 @@ def memory_of(state: dict[str, Any]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
+def test_a_writer_that_is_turned_elsewhere_while_it_saves_mixes_nothing(tmp_path: Path, storage: GatedStorage) -> None:
+    writer = Writer(tmp_path / "x", storage=storage)
+    first_at, second_at = tmp_path / "1", tmp_path / "2"
+    gate = storage.hold("write_file", "aio_ckpt.*.0.bin")
+    first = dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=first_at)
+    gate.wait_reached()
+    storage.release(gate)
+    dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=second_at).result(TIMEOUT)
+    gate.open()
+    first.result(TIMEOUT)
+    for seed, path in ((1, first_at), (2, second_at)):
+        assert_same_state(load(state_of(seed), path), state_of(seed))
+    # Turned away before it wrote: told, not mixed.
+    gate = storage.hold("write_file", "aio_ckpt.pending-*")
+    first = dcp.async_save(state_of(3), storage_writer=writer, checkpoint_id=first_at)
+    gate.wait_reached()
+    storage.release(gate)
+    dcp.async_save(state_of(4), storage_writer=writer, checkpoint_id=second_at).result(TIMEOUT)
+    gate.open()
+    with pytest.raises(dcp.api.CheckpointException, match="a writer of its own"):
+        first.result(TIMEOUT)
+    for seed, path in ((1, first_at), (4, second_at)):
+        assert_same_state(load(state_of(seed), path), state_of(seed))
+
+
 def test_dcp_takes_our_writer_and_stager_for_stagers() -> None:
     assert isinstance(Writer("x"), StockAsyncStager)
     assert isinstance(AsyncStager(), StockAsyncStager)
@@ -185,9 +221,8 @@ def test_a_state_beyond_the_budget_is_refused() -> None:
         stager.stage({"w": torch.zeros(100)})
 
 
+@needs_stagers
 def test_a_failed_save_tells_its_future_and_gives_the_memory_back(tmp_path: Path, storage: GatedStorage) -> None:
-    from aio_ckpt.errors import WriteError
-
     storage.fail("write", "*", WriteError(28, "full", "x"))
     with AsyncStager() as stager:
         saving = dcp.async_save(
@@ -202,8 +237,6 @@ def test_a_failed_save_tells_its_future_and_gives_the_memory_back(tmp_path: Path
 
 
 def test_fifty_async_saves_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
-    import os
-
     def turn() -> None:
         dcp.async_save({"w": torch.rand(1000)}, storage_writer=Writer(tmp_path / "a")).result(TIMEOUT)
         wait_for_executors()
@@ -224,15 +257,48 @@ EXITS = """
     planner = DefaultSavePlanner()
     stager = AsyncStager() if sys.argv[2] == "stager" else None
     state = {"w": torch.full((5 << 20,), 7.0)}
-    dcp.async_save(state, storage_writer=Writer(sys.argv[1]), planner=planner, async_stager=stager)
+    kept = {"async_stager": stager} if stager else {}
+    dcp.async_save(state, storage_writer=Writer(sys.argv[1]), planner=planner, **kept)
     state["w"].zero_()
 """
 
 
-@pytest.mark.parametrize("stager", ["writer", "stager"])
+@pytest.mark.parametrize("stager", ["writer", pytest.param("stager", marks=needs_stagers)])
 def test_a_save_that_is_pending_at_interpreter_exit_is_finished(tmp_path: Path, stager: str) -> None:
     command = python(EXITS, str(tmp_path / "a"), stager)
     subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT)
     target = {"w": torch.zeros(5 << 20)}
     dcp.load(target, storage_reader=Reader(tmp_path / "a"))
     assert (target["w"] == 7).all()
+
+
+IN_A_PROCESS = """
+import os, sys, torch, warnings
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from aio_ckpt.dcp import Writer
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state = {"w": torch.full((1000,), 7.0), "turned": torch.ones(5, 3).t()}
+    path, kind = sys.argv[1], AsyncCheckpointerType.PROCESS
+    saving = dcp.async_save(
+        state, checkpoint_id=path, storage_writer=Writer(path), async_checkpointer_type=kind
+    )
+    state["w"].zero_()
+    saving.result(60)
+"""
+
+
+@needs_stagers
+def test_dcps_own_process_saves_with_our_writer(tmp_path: Path) -> None:
+    script = tmp_path / "save.py"
+    script.write_text(IN_A_PROCESS)
+    command = [sys.executable, str(script), str(tmp_path / "a")]
+    subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT, capture_output=True)
+    target = {"w": torch.zeros(1000), "turned": torch.zeros(3, 5)}
+    dcp.load(target, storage_reader=Reader(tmp_path / "a"))
+    assert_same_state(target, {"w": torch.full((1000,), 7.0), "turned": torch.ones(3, 5)})

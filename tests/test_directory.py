@@ -13,7 +13,13 @@ import pytest
 from gated_storage import TIMEOUT, Call, GatedStorage
 from power_loss import Disk, Generation, NotDurableError, check_directory_mode, dropped
 
-from aio_ckpt.directory import begin_directory, commit_directory, recover_directory, retire_directory
+from aio_ckpt.directory import (
+    begin_directory,
+    commit_directory,
+    recover_directory,
+    retire_directory,
+    standing_names,
+)
 from aio_ckpt.errors import WriteError
 from aio_ckpt.manifest import FileEntry, RootManifest, encode_rank, encode_root, encode_static
 from aio_ckpt.portal import Executor
@@ -269,6 +275,38 @@ async def test_a_recovery_that_dies_is_finished_by_the_next(
     storage.lives = None
     await recover_directory(storage, directory)
     check_whole(directory, 1)
+
+
+@pytest.mark.parametrize("position", range(1, 12))
+async def test_a_first_save_that_dies_leaves_nothing_but_foreign_files(
+    storage: DyingStorage, tmp_path: Path, position: int
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "__s10_0_0.distcp").touch()
+    storage.lives = position
+    with pytest.raises(Crashed):
+        await save_into_directory(storage, tmp_path, 1)
+    storage.lives = None
+    is_committed = (tmp_path / META).exists()
+    assert not await recover_directory(storage, tmp_path)
+    own = {META, ROOT, *generation(1).files} if is_committed else set()
+    assert names_in(tmp_path) == {"notes.txt", "__s10_0_0.distcp", *own}
+
+
+@pytest.mark.parametrize("position", range(len(DIRECTORY_MODE)))
+async def test_what_stands_is_found_without_a_recovery(storage: DyingStorage, tmp_path: Path, position: int) -> None:
+    await save_into_directory(storage, tmp_path, 1)
+    storage.lives = position
+    with pytest.raises(Crashed):
+        await save_into_directory(storage, tmp_path, 2)
+    storage.lives = None
+    before = names_in(tmp_path)
+    metadata, manifest = await standing_names(storage, tmp_path)
+    found = (tmp_path / metadata).read_bytes(), (tmp_path / manifest).read_bytes()
+    assert names_in(tmp_path) == before
+    assert found in [(made.metadata, made.root_manifest) for made in (generation(1), generation(2))]
+    await recover_directory(storage, tmp_path)
+    assert found == ((tmp_path / META).read_bytes(), (tmp_path / ROOT).read_bytes())
 
 
 async def test_what_plain_dcp_wrote_comes_back_without_our_manifest(storage: DyingStorage, tmp_path: Path) -> None:

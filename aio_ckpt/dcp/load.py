@@ -96,7 +96,14 @@ class Load:
         async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
             segments = await run_blocking(executor, reads.segments, config.workers)
             await files.measure({segment.file for segment in segments}, {})
-            await fetch(files, segments, executor=executor, readers=config.workers, verify=config.verify == "load")
+            await fetch(
+                files,
+                segments,
+                executor=executor,
+                readers=config.workers,
+                verify=config.verify == "load",
+                devices=reads.devices,
+            )
 
     # -- where everything is ----------------------------------------------------------------------
 

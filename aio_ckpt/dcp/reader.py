@@ -21,7 +21,7 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.directory import standing_names
-from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage import Storage
 
@@ -60,13 +60,14 @@ class Reader(Face, StorageReader):
         self.storage_data: Mapping[MetadataIndex, _StorageInfo] = {}
         self._metadata: Metadata | None = None
         self._checkpoint: Checkpoint | None = None
+        self._fault: AioCkptError | None = None
         self._transforms = _transforms(_extension_registry)
 
     # -- what DCP calls, in this order ------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A load begins; from ``checkpoint_id`` if one is given."""
-        self.storage_data, self._checkpoint, self._metadata = {}, None, None
+        self.storage_data, self._checkpoint, self._metadata, self._fault = {}, None, None, None
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
@@ -78,11 +79,21 @@ class Reader(Face, StorageReader):
             CheckpointNotFoundError: there is no checkpoint.
             CorruptCheckpointError: a small file is missing or not the one that was written; names it.
         """
-        with self._running() as runtime:
-            checkpoint = runtime.portal.call(
-                _open, runtime, self.path.absolute(), kwargs.get("rank"), timeout=runtime.config.stall_timeout_secs
-            )
-        metadata = checkpoint.metadata
+        rank: int | None = kwargs.get("rank")
+        try:
+            with self._running() as runtime:
+                checkpoint = runtime.portal.call(
+                    _open, runtime, self.path.absolute(), rank, timeout=runtime.config.stall_timeout_secs
+                )
+            metadata = checkpoint.metadata
+        except AioCkptError as error:
+            if rank is None or self._fault is None:
+                self._fault = error
+                raise
+            # DCP asks once more with a rank, and in place of what either call raised it says that there are no
+            # metadata. So that the first fault reaches the caller it is raised where the reader is set up.
+            return Metadata({}, storage_data={})
+        self._fault = None
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -90,7 +101,10 @@ class Reader(Face, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take over where everything is."""
+        """Take over where everything is; raises what was wrong with the small files, if DCP kept that to itself."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
         if metadata.storage_data is None:
             raise CorruptCheckpointError(f"{self.path / METADATA_FILE}: tells no place for anything")
         self._metadata, self.storage_data = metadata, metadata.storage_data

@@ -25,6 +25,7 @@ from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.directory import (
     begin_directory,
     commit_directory,
+    is_held_by,
     pending_saves,
     recover_directory,
     retire_directory,
@@ -83,6 +84,9 @@ class RankSave:
 @dataclass(frozen=True)
 class ManifestResult(WriteResult):
     """Tells the leader of a rank's manifest, beside the results of its items; ``storage_data`` is its FileEntry."""
+
+    save_id: str
+    """Of the save that it belongs to."""
 
 
 async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
@@ -262,7 +266,7 @@ async def _write_manifest(
     )
     await storage.write_file(directory / save.manifest, data)
     entry = FileEntry(save.manifest, len(data), isal_zlib.crc32(data))
-    return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry)
+    return ManifestResult(index=_MANIFEST_INDEX, size_in_bytes=len(data), storage_data=entry, save_id=save.save_id)
 
 
 def _check_written(sources: Sources, written: Written) -> None:
@@ -306,10 +310,16 @@ async def commit_save(
     """Make the save visible in the place of what the directory held; if that fails, what it held stands again.
 
     Raises:
-        RootError: a rank's manifest is not there.
+        RootError: a rank's manifest is not there, or another save has begun.
         WriteError: with errno and path.
         StallError: the commit did not end within ``timeout_secs``.
+
+    An error with ``in_doubt`` came after the last rename: the new checkpoint stands, but may not outlive a power loss.
     """
+    if save_id not in await pending_saves(storage, directory):
+        raise RootError(
+            errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
+        )
     for rank, entry in enumerate(manifests):
         if not await storage.exists(directory / entry.name):
             raise RootError(
@@ -339,7 +349,9 @@ async def _replace(storage: Storage, directory: Path, metadata: bytes, root: byt
         await commit_directory(
             storage, directory, metadata=metadata, root_manifest=root, save_id=save_id, retired=retired
         )
-    except (AioCkptError, OSError):
+    except (AioCkptError, OSError) as error:
         with contextlib.suppress(AioCkptError, OSError):
             await recover_directory(storage, directory)
+            if isinstance(error, AioCkptError):  # what was renamed and not made durable stands, for now
+                error.in_doubt = await is_held_by(storage, directory, save_id=save_id)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import uuid
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -25,7 +26,7 @@ from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save,
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
 from aio_ckpt.directory import ASIDE, recover_directory
-from aio_ckpt.errors import CheckpointExistsError, ConfigError, WriteError
+from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.manifest import METADATA_FILE
 from aio_ckpt.names import StepNames
 from aio_ckpt.storage import Storage, make_dirs
@@ -55,8 +56,8 @@ class Writer(Face, StorageWriter, AsyncStager):
         _extensions: applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
         config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
-            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest
-            concerns an engine's root.
+            ``max_write_bytes_per_sec`` (``"auto"`` paces nothing), ``stall_timeout_secs``, ``drain_timeout_secs``,
+            ``step_dir`` and ``debug`` have their meaning; the rest concerns an engine's root.
         storage: where the bytes go; the local file system unless given.
 
     Raises:
@@ -91,6 +92,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         self.overwrite = overwrite
         self.save_id = uuid.uuid4().hex
         self._is_id_used = False
+        self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
         self._transforms = _transforms(_extensions)
 
     # -- what DCP calls, in this order ------------------------------------------------------------
@@ -129,10 +131,11 @@ class Writer(Face, StorageWriter, AsyncStager):
         """Leader: mend the directory if a crash left it torn, mark the save, tell each rank which part is its own."""
         save_id, path = self._fresh_id(), self.path.absolute()
         self._is_id_used = True
+        self._begun[save_id] = path
         with self._running() as runtime:
             runtime.portal.call(begin_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs)
         return [
-            replace(plan, storage_data=RankSave(save_id, rank, len(plans), self._step()))
+            replace(plan, storage_data=RankSave(save_id, rank, len(plans), self._step(path)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -140,9 +143,16 @@ class Writer(Face, StorageWriter, AsyncStager):
         """Write this rank's items; returns when they are durable.
 
         Raises:
-            WriteError, StallError, SourceChangedError, PlanChangedError, RootError: nothing becomes visible.
+            WriteError, StallError, SourceChangedError, PlanChangedError, RootError, BusyError: nothing becomes visible.
         """
         path = self.path.absolute()
+        begun = self._begun.get(plan.storage_data.save_id, path)
+        if begun != path:
+            del self._begun[plan.storage_data.save_id]
+            raise BusyError(
+                f"this writer still saved into {begun} when it was turned to {path}: await the first save, or give "
+                "each a writer of its own"
+            )
         with self._running() as runtime:
             save: RankSave = runtime.portal.call(
                 find_save, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
@@ -160,16 +170,29 @@ class Writer(Face, StorageWriter, AsyncStager):
             WriteError, RootError, StallError: what the directory held before stands again.
         """
         manifests = [found for of_rank in results for found in of_rank if isinstance(found, ManifestResult)]
-        metadata.version = CURRENT_DCP_VERSION
+        version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        if version is not None:  # torch 2.6 has none
+            metadata.version = version
         metadata.storage_data = {
             found.index: found.storage_data
             for of_rank in results
             for found in of_rank
             if not isinstance(found, ManifestResult)
         }
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+        save_id = manifests[0].save_id
+        path = self._begun.pop(save_id, self.path.absolute())
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
         with self._running() as runtime:
-            self._commit(runtime, metadata, manifests)
+            timeout_secs = runtime.config.stall_timeout_secs
+            commit = functools.partial(
+                commit_save,
+                metadata=metadata,
+                manifests=[found.storage_data for found in manifests],
+                save_id=save_id,
+                step=self._step(path),
+                timeout_secs=timeout_secs,
+            )
+            runtime.portal.call(commit, runtime.storage, path, timeout=2 * timeout_secs, what="finish()")
 
     # -- the rest ---------------------------------------------------------------------------------
 
@@ -197,24 +220,8 @@ class Writer(Face, StorageWriter, AsyncStager):
             self._is_id_used = False
         return self.save_id
 
-    def _step(self) -> int:
-        return StepNames(self._config.step_dir).step(self.path.absolute().name) or 0
-
-    def _commit(self, runtime: Runtime, metadata: Metadata, manifests: list[ManifestResult]) -> None:
-        timeout_secs = runtime.config.stall_timeout_secs
-
-        async def commit() -> None:
-            await commit_save(
-                runtime.storage,
-                self.path.absolute(),
-                metadata=metadata,
-                manifests=[found.storage_data for found in manifests],
-                save_id=self.save_id,
-                step=self._step(),
-                timeout_secs=timeout_secs,
-            )
-
-        runtime.portal.call(commit, timeout=2 * timeout_secs, what="finish()")
+    def _step(self, path: Path) -> int:
+        return StepNames(self._config.step_dir).step(path.name) or 0
 
 
 def recover(path: str | os.PathLike[str]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
+from aio_ckpt.directory import PENDING
 from aio_ckpt.items import WriteMode
 from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock, Storage
 
@@ -98,6 +99,8 @@ class PointedStorage:
             path.write_bytes(data[: len(data) // 2])
 
         await self.run(f"write_file {_role(path)}", lambda: self._inner.write_file(path, data), half)
+        if path.name.startswith(PENDING):
+            self._last_move = "the mark"
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         """See :class:`Storage`."""
@@ -108,7 +111,7 @@ class PointedStorage:
         await self.run(f"make_dir {_role(path)}", lambda: self._inner.make_dir(path, parents=parents))
 
     async def sync_dir(self, path: Path) -> None:
-        """The root is synced after a commit and after a step went to the trash: two points."""
+        """The root is synced after a commit and after a step went to the trash, a directory after its mark, too."""
         why = f" after {self._last_move}" if self._last_move and _role(path) not in ("pending", "step") else ""
         await self.run(f"sync_dir {_role(path)}{why}", lambda: self._inner.sync_dir(path))
 
