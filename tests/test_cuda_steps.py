@@ -38,7 +38,7 @@ def test_steps_are_timed_on_the_device_while_the_host_runs_ahead() -> None:
     assert len(known) in (4, 5)
     short, long = sum(known[:2]), sum(known[2:4])
     assert 2.5 < long / short < 6
-    assert sum(known) <= device_secs
+    assert sum(known[:4]) <= device_secs
     assert host_secs < 0.5 * device_secs, "no call waited for the device"
 
 
