@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import signal
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -352,9 +353,10 @@ def test_a_deadline_lifts_the_cap(tmp_path: Path, time: VirtualTime) -> None:
     assert time.slept == []
 
 
-def test_a_preemption_lifts_the_cap(tmp_path: Path, time: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preemption_lifts_the_cap(tmp_path: Path, time: VirtualTime) -> None:
     with SyncCheckpointEngine(tmp_path, EngineConfig(max_write_bytes_per_sec=MIB)) as engine:
-        monkeypatch.setattr(engine_module.CheckpointEngine, "preempted", True)
+        engine.on_preemption([signal.SIGUSR1])
+        signal.raise_signal(signal.SIGUSR1)
         engine.save(STATE).result(TIMEOUT)
     assert time.slept == []
 
