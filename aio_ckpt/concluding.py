@@ -69,7 +69,7 @@ async def conclude(
     """This rank's manifest, durably; then what all ranks wrote becomes visible. Per stage, the slowest rank."""
     entries = object_entries(save.plan, save.objects)
     written = written_names(save.plan, entries, result)
-    check_complete(frozenset(save.requested), written | save.plan.elsewhere)
+    check_complete(frozenset(save.requested), written | save.plan.elsewhere if save.plan.elsewhere else written)
     save.begin("writing the rank's manifest")
     peers, save_id = site.peers, save_id_of(site, save)
     rank, world_size = peers.coordinator.rank, peers.coordinator.world_size

@@ -59,7 +59,6 @@ def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
 
 def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResult) -> frozenset[str]:
     """Names of the leaves whose every byte went to the disk, from what the write stage reports."""
-
     lost = [chunk for chunk in range(result.chunks) if chunk not in result.chunks_written]
     spans = [(item.fqns, item.item_offset, item.envelope.item_bytes) for item in plan.layout.items] if lost else []
     spans += [(entry.fqns, entry.offset, entry.nbytes) for entry in entries] if lost else []
@@ -71,7 +70,9 @@ def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResul
         for name in names
     }
     unsealed = plan.stored_names if result.items_sealed != len(plan.layout.items) else frozenset()
-    return plan.stored_names.union(*(entry.fqns for entry in entries)) - holes - unsealed
+    stored, gone = plan.stored_names, unsealed | holes
+    stored = stored.union(*(entry.fqns for entry in entries)) if entries else stored
+    return stored - gone if gone else stored
 
 
 def render_rank(
