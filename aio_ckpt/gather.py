@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -12,7 +13,10 @@ from aio_ckpt.items import ImageLayout, align_up
 from aio_ckpt.plan import ImagePlan
 from aio_ckpt.routes import Span
 
-__all__ = ["GatherBuffers", "Line"]
+__all__ = ["GatherBuffers", "LeafGroups", "Line", "by_dtype", "view_at"]
+
+LeafGroups: TypeAlias = tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
+"""Per dtype: views into memory of a device, and the leaf that is copied to each."""
 
 _LINE_ALIGNMENT = 512
 
@@ -23,8 +27,8 @@ class Line:
 
     memory: torch.Tensor
     """Its bytes on the device."""
-    groups: tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]
-    """Per dtype: views into ``memory``, and the leaf that is copied to each."""
+    groups: LeafGroups
+    """Views into ``memory``, and the leaf that is copied to each."""
 
 
 class GatherBuffers:
@@ -76,15 +80,23 @@ def _turns(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int], int]:
 
 
 def _line(layout: ImageLayout, span: Span, memory: torch.Tensor, start: int) -> Line:
-    groups: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+    views: dict[int, torch.Tensor] = {}
     for piece, leaf in zip(span.pieces, span.leaves, strict=True):
         spec = layout.items[piece.item].spec
-        targets, leaves = groups.setdefault(spec.dtype, ([], []))
-        offset = start + piece.image_start - span.start
-        typed = memory.view(spec.dtype)
-        targets.append(torch.as_strided(typed, spec.shape, spec.stride, offset // spec.dtype.itemsize))
-        leaves.append(leaf)
-    return Line(
-        memory=memory[start : start + span.stop - span.start],
-        groups=tuple((tuple(targets), tuple(leaves)) for targets, leaves in groups.values()),
-    )
+        views[leaf] = view_at(memory, start + piece.image_start - span.start, spec.dtype, spec.shape, spec.stride)
+    return Line(memory=memory[start : start + span.stop - span.start], groups=by_dtype(views))
+
+
+def view_at(
+    memory: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of ``memory`` (bytes) that begins at byte ``start``, a multiple of its element."""
+    return torch.as_strided(memory.view(dtype), shape, stride, start // dtype.itemsize)
+
+
+def by_dtype(views: Mapping[int, torch.Tensor]) -> LeafGroups:
+    """The views of leaves in the groups that :meth:`Copies.assemble` takes one by one."""
+    groups: dict[torch.dtype, dict[int, torch.Tensor]] = {}
+    for leaf, view in views.items():
+        groups.setdefault(view.dtype, {})[leaf] = view
+    return tuple((tuple(group.values()), tuple(group)) for group in groups.values())

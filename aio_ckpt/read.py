@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint, open_checkpoint
-from aio_ckpt.contents import Chunks, Item, Slot, StoredObject, global_shape
+from aio_ckpt.contents import Catalog, Chunks, Item, Slot, StoredObject, global_shape
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
@@ -87,9 +87,7 @@ async def load_checkpoint(
             await files.read_ahead(small_file, executor=executor if verify else None)
         found = await run_blocking(executor, match)
         catalog = checkpoint.catalog
-        below = [name for _, _, names in found.stateful for name in names]
-        fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
-        objects = [*found.objects, *(name for name in below if name in catalog.objects)]
+        fresh, objects = _unplaced(found, catalog)
         names = [*(name for name, _ in found.tensors), *fresh, *objects]
         await files.measure(catalog.small.files_of(found.small), catalog.files)
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
@@ -115,6 +113,13 @@ async def load_checkpoint(
         bytes_read=fetched.bytes_read + files.bytes_ahead,
         verified=_is_verified(fetched, draft, checkpoint, verify),
     )
+
+
+def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
+    """Names of the tensors that are read into fresh memory, and of the objects: what the template has no room for."""
+    below = [name for _, _, names in found.stateful for name in names]
+    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
+    return fresh, [*found.objects, *(name for name in below if name in catalog.objects)]
 
 
 async def read_state(

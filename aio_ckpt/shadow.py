@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from aio_ckpt.copies import Copies
+from aio_ckpt.gather import LeafGroups, by_dtype, view_at
 from aio_ckpt.items import ImageLayout, align_up
 from aio_ckpt.plan import ImagePlan, Issue
 
@@ -24,8 +25,8 @@ class Shadow:
 
     leaves: frozenset[int]
     """Those tensors."""
-    groups: Mapping[torch.device, tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]]
-    """Per device and dtype: the copies, and the leaf of each."""
+    groups: Mapping[torch.device, LeafGroups]
+    """The copies on each device."""
     issues: tuple[tuple[Issue, ...], ...]
     """``CopyDescriptors.issues`` with the addresses of the copies."""
 
@@ -64,11 +65,8 @@ class Shadows:
                 return None
             memory[device] = buffer
         copies = {
-            leaf: torch.as_strided(
-                memory[device].view(structure.dtypes[leaf]),
-                structure.shapes[leaf],
-                structure.strides[leaf],
-                start // structure.dtypes[leaf].itemsize,
+            leaf: view_at(
+                memory[device], start, structure.dtypes[leaf], structure.shapes[leaf], structure.strides[leaf]
             )
             for leaf, (device, start, _) in places.items()
         }
@@ -80,7 +78,11 @@ class Shadows:
             )
             for chunk in plan.descriptors.issues
         )
-        return Shadow(leaves=frozenset(copies), groups=_grouped(copies), issues=issues) if copies else None
+        groups = {
+            device: by_dtype({leaf: copy for leaf, copy in copies.items() if places[leaf][0] == device})
+            for device in memory
+        }
+        return Shadow(leaves=frozenset(copies), groups=groups, issues=issues) if copies else None
 
 
 def _places(plan: ImagePlan) -> dict[int, tuple[torch.device, int, int]]:
@@ -96,17 +98,3 @@ def _places(plan: ImagePlan) -> dict[int, tuple[torch.device, int, int]]:
 
 def _ends(places: Mapping[int, tuple[torch.device, int, int]]) -> dict[torch.device, int]:
     return {device: stop for device, _, stop in places.values()}  # ascending on each device
-
-
-def _grouped(
-    copies: Mapping[int, torch.Tensor],
-) -> dict[torch.device, tuple[tuple[tuple[torch.Tensor, ...], tuple[int, ...]], ...]]:
-    found: dict[torch.device, dict[torch.dtype, tuple[list[torch.Tensor], list[int]]]] = {}
-    for leaf, copy in copies.items():
-        targets, leaves = found.setdefault(copy.device, {}).setdefault(copy.dtype, ([], []))
-        targets.append(copy)
-        leaves.append(leaf)
-    return {
-        device: tuple((tuple(targets), tuple(leaves)) for targets, leaves in groups.values())
-        for device, groups in found.items()
-    }

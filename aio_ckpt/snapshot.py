@@ -14,7 +14,7 @@ from aio_ckpt import envelope, objects
 from aio_ckpt.copies import Copies, Mark
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import SourceChangedError, StallError
-from aio_ckpt.gather import GatherBuffers
+from aio_ckpt.gather import GatherBuffers, LeafGroups
 from aio_ckpt.image import Image
 from aio_ckpt.items import Chunk, Piece
 from aio_ckpt.moves import copy_all
@@ -151,10 +151,8 @@ class Capture:
         plan = self._planned.plan
         shadow = self._copiers.shadows.of(plan, self._copies_from) if self._image.is_whole else None
         if shadow is not None:
-            tensors = self._planned.tensors
             for device, groups in shadow.groups.items():
-                sources = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups]
-                self._copies_from(device).assemble(sources)
+                self._assemble(self._copies_from(device), groups)
             self._guarded, self._issues, self._is_shadowed = shadow.leaves, shadow.issues, True
         if self._guarded:
             self._issue_device(self._image.chunks[: len(self._planned.plan.routes)], is_guarded=False)
@@ -252,11 +250,14 @@ class Capture:
         if line is None:
             self._copy(chunk, span.pieces)
             return
-        tensors, start = self._planned.tensors, span.start + self._shift(chunk)
-        groups = [(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in line.groups]
+        start = span.start + self._shift(chunk)
         target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
-        copies.assemble(groups)
+        self._assemble(copies, line.groups)
         copies.copy(target, line.memory)
+
+    def _assemble(self, copies: Copies, groups: LeafGroups) -> None:
+        tensors = self._planned.tensors
+        copies.assemble([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
 
     def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
         shift = self._shift(chunk)

@@ -218,7 +218,7 @@ class SaveTicket:
             ConfigError: it is no stream.
         """
         if stream is not None and not isinstance(stream, torch.Stream):
-            raise ConfigError(f"fence(stream={shown(stream)}): give a stream, like torch.cuda.current_stream()")
+            raise ConfigError(f"fence(stream={shown(stream)}): give a torch.Stream, None for the current one")
         fence = self._fence
         if fence is not None:
             fence(stream)

@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+
+import pytest
+from rank_processes import Ranks, ranks
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Two ranks for the tests of a module."""
+    with ranks(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    """Four of them."""
+    with ranks(4) as running:
+        yield running

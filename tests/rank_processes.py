@@ -11,9 +11,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt"])
@@ -87,6 +90,11 @@ class Ranks:
             process.join(WAIT_SECS)
         for pipe in self._pipes:
             pipe.close()
+
+
+def engine_on(root: Path, stall_secs: float, **settings: Any) -> SyncCheckpointEngine:
+    """One rank's engine, which gives up on the others after ``stall_secs``."""
+    return SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,18 +29,6 @@ from aio_ckpt.portal import Executor
 warnings.simplefilter("ignore")  # torch's own, in the ranks
 Layout = Literal["fsdp", "tp", "hsdp", "both", "ddp"]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as running:
-        yield running
 
 
 def trained(layout: Layout, count: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -27,18 +27,6 @@ SECS = 30.0
 SHORT_SECS = 4.0
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as running:
-        yield running
-
-
 class ActingStorage(GatedStorage):
     """Once armed, something happens to this rank at a call."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_processes import Ranks, ranks
+from rank_processes import Ranks, engine_on
 from test_ranks import assert_same, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt import PerRank
 from aio_ckpt.errors import (
     AioCkptError,
     CorruptCheckpointError,
@@ -28,22 +27,6 @@ from aio_ckpt.errors import (
 SECS = 30.0
 SHAPE = (1024, 512)
 """2 MiB: two blocks."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as running:
-        yield running
-
-
-def engine_on(root: Path, **settings: Any) -> SyncCheckpointEngine:
-    return SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20, **settings))
 
 
 def spread(count: int, placements: tuple[Placement, ...], *, step: int = 0, fill: bool = True) -> dict[str, Any]:
@@ -61,13 +44,13 @@ def spread(count: int, placements: tuple[Placement, ...], *, step: int = 0, fill
 
 
 def save_spread(rank: int, count: int, root: Path, placements: tuple[Placement, ...], steps: tuple[int, ...]) -> None:
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         for step in steps:
             engine.save(spread(count, placements, step=step), step=step).result(SECS)
 
 
 def load_spread(rank: int, count: int, root: Path, placements: tuple[Placement, ...]) -> int:
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         template = spread(count, placements, fill=False)
         report = engine.load(template)
         assert report.step == 3
@@ -105,7 +88,7 @@ def test_two_ranks_and_one_process_load_what_four_saved_and_four_what_two_saved(
     small = 2 << 20  # the other leaves and what they share a block with
     for bytes_read in two.run(load_spread, tmp_path / "of four", ROWS):
         assert bytes_read <= 1.05 * needed + 4 * 37 * 11 * 2 + 8192 < needed + small
-    with engine_on(tmp_path / "of four") as engine:
+    with engine_on(tmp_path / "of four", SECS) as engine:
         state = {"matrix": torch.zeros(SHAPE), "odd": torch.zeros(37, 11), "plain": torch.zeros(5), "step": 0}
         engine.load(state)
         assert torch.equal(state["matrix"], whole("matrix", *SHAPE, step=3))
@@ -119,13 +102,13 @@ def test_two_ranks_and_one_process_load_what_four_saved_and_four_what_two_saved(
 
 
 def save_per_rank(rank: int, count: int, root: Path) -> None:
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         engine.save({"rng": PerRank(torch.full((4,), float(rank))), "w": torch.ones(3)}, step=1).result(SECS)
 
 
 def load_per_rank(rank: int, count: int, root: Path) -> list[str]:
     found = []
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         for allow in (False, True):
             state = {"rng": PerRank(torch.full((4,), -1.0)), "w": torch.zeros(3)}
             try:
@@ -162,7 +145,7 @@ def damage(path: Path) -> None:
 
 
 def load_past_damage(rank: int, count: int, root: Path, broken: int) -> tuple[int, list[int], bool, list[int]]:
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         engine.save(spread(count, ROWS, step=2), step=2).result(SECS)
         engine.save(spread(count, ROWS, step=3), step=3).result(SECS)
         if rank == 0:
@@ -198,7 +181,7 @@ def test_what_one_rank_finds_damaged_all_pass_by(two: Ranks, tmp_path: Path, bro
 
 def load_nothing(rank: int, count: int, root: Path) -> list[str]:
     found = []
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         if rank == 1:
             time.sleep(0.3)  # ranks come at different times
         for step in (None, 7):
@@ -214,7 +197,7 @@ def test_all_ranks_are_told_that_there_is_no_checkpoint(two: Ranks, tmp_path: Pa
 
 
 def load_other_template(rank: int, count: int, root: Path) -> str:
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         engine.save({"a": torch.ones(3)}, step=1).result(SECS)
         try:
             engine.load({"a": torch.zeros(3 + rank)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_processes import Ranks, ranks
+from rank_processes import Ranks, engine_on
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,8 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-
-from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 SECS = 60.0
 WIDTH = 20  # 4 ranks: parts of 5; the 7 classes and the 30 words are uneven
@@ -97,14 +95,10 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-def engine_on(root: Path) -> SyncCheckpointEngine:
-    return SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20))
-
-
 def train_save_load_train(rank: int, count: int, root: Path, kind: str) -> None:
     model = build(kind, count, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         for number in (1, 2):
             step(model, optimizer, number)
             engine.save({"model": model, "optimizer": optimizer}, step=number).result(SECS)
@@ -115,12 +109,6 @@ def train_save_load_train(rank: int, count: int, root: Path, kind: str) -> None:
         step(fresh, other, 3)
     assert_equal(model.state_dict(), fresh.state_dict())
     assert_equal(optimizer.state_dict(), other.state_dict())
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as running:
-        yield running
 
 
 KINDS = ["FSDP2", "HSDP", "TP", "FSDP2 and TP", "DDP"]
@@ -138,7 +126,7 @@ def load_as(rank: int, count: int, root: Path, kind: str, saved_as: str) -> None
         step(reference, optimizer, number)
     model = build(kind, count, seed=2)
     other = torch.optim.AdamW(model.parameters(), lr=0.5)
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         engine.load({"model": model, "optimizer": other}, step=2)
     assert_equal(dict(model.state_dict()), dict(reference.state_dict()))
     assert_equal(other.state_dict(), optimizer.state_dict())
@@ -159,7 +147,7 @@ def test_one_process_loads_what_sharded_ranks_saved(four: Ranks, tmp_path: Path)
     four.run(train_save_load_train, tmp_path, "FSDP2")
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    with engine_on(tmp_path) as engine:
+    with engine_on(tmp_path, SECS) as engine:
         engine.load({"model": model, "optimizer": optimizer})
         read = engine.read()
     assert isinstance(read, dict)
@@ -172,7 +160,7 @@ def by_state_dicts(rank: int, count: int, root: Path) -> None:
     model = build("FSDP2", count, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step(model, optimizer, 1)
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         given = get_state_dict(model, optimizer)
         engine.save({"model": given[0], "optimizer": given[1]}, step=1).result(SECS)
         step(model, optimizer, 2)
@@ -201,7 +189,7 @@ def stages_and_experts(rank: int, count: int, root: Path) -> None:
     shard_of(layer, mesh=mesh["dp"])
     state = {"stages": {f"layer{stage}": layer}, "shared": torch.arange(5.0)}
     wanted = {name: full(value).clone() for name, value in layer.state_dict().items()}
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         for number in (1, 2):
             report = engine.save(state, step=number).result(SECS)
             assert report is not None
@@ -217,7 +205,7 @@ def stages_and_experts(rank: int, count: int, root: Path) -> None:
 
 def test_stages_and_meshes_of_some_ranks_only_are_one_checkpoint(four: Ranks, tmp_path: Path) -> None:
     four.run(stages_and_experts, tmp_path)
-    with engine_on(tmp_path) as engine:
+    with engine_on(tmp_path, SECS) as engine:
         read = engine.read(only=["shared"])
     assert isinstance(read, dict)
     assert torch.equal(read["shared"], torch.arange(5.0))

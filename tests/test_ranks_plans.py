@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import Ranks, ranks
+from rank_processes import Ranks, engine_on
 from test_ranks import assert_same, whole, zeroed
 from test_ranks_failing import acting_engine
 
@@ -20,22 +19,6 @@ from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedErro
 from aio_ckpt.shares import Holding, LocalPlan, Share, assign, unequal_replicas
 
 SECS = 30.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as running:
-        yield running
-
-
-def engine_on(root: Path, **settings: Any) -> SyncCheckpointEngine:
-    return SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20, **settings))
 
 
 # -- who writes what: pure ---------------------------------------------------------------------------
@@ -103,7 +86,7 @@ def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None
 
 def save_replicas(rank: int, count: int, root: Path) -> list[int]:
     sizes = []
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         state = {f"t{number}": whole(f"t{number}", 50, 100) for number in range(64)}
         for step in (1, 2):
             report = engine.save(state, step=step).result(SECS)
@@ -179,7 +162,7 @@ def changed(rank: int, step: int) -> dict[str, Any]:
 
 def change_on_one_rank(rank: int, count: int, root: Path) -> list[bool]:
     hits = []
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         for step in range(1, 17):
             if rank == step % 2:
                 time.sleep(0.02)  # ranks come at different times
@@ -202,7 +185,7 @@ def test_a_structure_that_changes_on_one_rank_only_is_saved_as_it_is(two: Ranks,
 
 def drop_a_replica(rank: int, count: int, root: Path) -> list[str]:
     found = []
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         for step in range(1, 5):
             state = {f"t{number}": whole(f"t{number}", 10) for number in range(4)} | {"of": PerRank(rank)}
             if step >= 2 and rank == 1:
@@ -233,7 +216,7 @@ def test_a_replica_that_its_writer_dropped_is_never_missing_from_a_checkpoint(tw
 
 
 def save_nearly_nothing(rank: int, count: int, root: Path) -> None:
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         state: dict[str, Any] = {"n": 3} if rank else {"n": 3, "w": torch.ones(40)}
         for step in (1, 2):
             assert engine.save(state, step=step).result(SECS) is not None
@@ -248,7 +231,7 @@ def test_a_rank_may_have_nothing_to_write(two: Ranks, tmp_path: Path) -> None:
 
 def save_unequal(rank: int, count: int, root: Path) -> set[float]:
     names = [f"stat{number}" for number in range(6)]
-    with engine_on(root) as engine:
+    with engine_on(root, SECS) as engine:
         engine.save({name: torch.full((3,), float(rank)) for name in names}, step=1).result(SECS)
         state = {name: torch.zeros(3) - 1 for name in names}
         engine.load(state)
@@ -263,7 +246,10 @@ def test_of_replicas_that_differ_the_lowest_ranks_are_saved(two: Ranks, tmp_path
 
 
 def save_two_at_once(rank: int, count: int, root: Path) -> list[bool]:
-    with engine_on(root / "model", max_in_flight=2) as model, engine_on(root / "ema", max_in_flight=2) as ema:
+    with (
+        engine_on(root / "model", SECS, max_in_flight=2) as model,
+        engine_on(root / "ema", SECS, max_in_flight=2) as ema,
+    ):
         tickets = []
         for step in range(1, 7):
             if rank == step % 2:

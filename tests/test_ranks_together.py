@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import Ranks, ranks
+from rank_processes import Ranks
 from test_ranks_failing import acting_engine, no_space
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
@@ -20,18 +19,6 @@ from aio_ckpt.errors import AioCkptError, BusyError
 
 SECS = 30.0
 SAVES = 100
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with ranks(2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with ranks(4) as running:
-        yield running
 
 
 def state_at(rank: int, step: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from aio_ckpt.ticket import SaveTicket
 from bench.gpu.train import Ground, Trainer, local_of
 from bench.rivals import DCP_DURABILITY, ENGINE_SAVE_DURABILITY
 
-__all__ = ["SAVERS", "Saver", "UnavailableError", "engine_place", "fsync_tree"]
+__all__ = ["SAVERS", "Saver", "UnavailableError", "fsync_tree"]
 
 NO_DURABILITY = "none: page cache"
 WAIT_SECS = 600.0
@@ -108,13 +108,6 @@ def fsync_tree(folder: Path) -> None:
 # -- aio_ckpt -------------------------------------------------------------------------------------
 
 
-def engine_place(
-    state: Mapping[str, torch.Tensor], ground: Ground, folder: Path
-) -> tuple[dict[str, torch.Tensor], Path]:
-    """(what the engine is given, its root): one checkpoint of all ranks where the engine knows ranks."""
-    return dict(state), folder / "root"
-
-
 class EngineFenced(Saver):
     """``engine.save(state)``: the device's stream waits for the copies."""
 
@@ -129,8 +122,8 @@ class EngineFenced(Saver):
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
         config = EngineConfig(staging=self.staging, **self.settings)
-        self.state, root = engine_place(trainer.state, ground, folder)
-        self.engine = SyncCheckpointEngine(root, config)
+        self.state = dict(trainer.state)
+        self.engine = SyncCheckpointEngine(folder / "root", config)
         if self.is_guarded:
             self.engine.guard(trainer.optimizer)
         self.ticket: SaveTicket | None = None
@@ -168,11 +161,6 @@ class EnginePaced(EngineGuarded):
 
     setting = 'guarded, max_write_bytes_per_sec="auto"'
     settings: ClassVar[Mapping[str, Any]] = {"max_write_bytes_per_sec": "auto"}
-
-    @classmethod
-    def check(cls, device: torch.device) -> None:
-        if missing := cls.settings.keys() - EngineConfig.__dataclass_fields__.keys():
-            raise UnavailableError(f"this EngineConfig has no {', '.join(missing)}")
 
 
 class EngineShadow(EngineFenced):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.sync import SyncCheckpointEngine
-from bench.gpu.contenders import WAIT_SECS, engine_place, fsync_tree
+from bench.gpu.contenders import WAIT_SECS, fsync_tree
 from bench.gpu.train import Ground, Trainer, local_of
 
 __all__ = ["LOADERS", "Loader"]
@@ -70,10 +70,10 @@ class EngineLoader(Loader):
     title = "aio_ckpt"
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
-        self.given, root = engine_place(trainer.state, ground, folder)
-        self.engine = SyncCheckpointEngine(root)
+        self.given = dict(trainer.state)
+        self.engine = SyncCheckpointEngine(folder / "root")
         super().__init__(trainer, ground, folder)
-        self.template, _ = engine_place(self.filled, ground, folder)
+        self.template = dict(self.filled)
 
     def write(self) -> None:
         self.engine.save(self.given).result(WAIT_SECS)
