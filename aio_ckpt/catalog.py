@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ __all__ = [
     "Checkpoint",
     "check_metadata",
     "check_rank",
+    "is_worth_reading_ahead",
     "open_checkpoint",
     "read_small_file",
 ]
@@ -44,10 +45,8 @@ MAX_BLOCK_BYTES = 16 << 20
 
 _MAX_SMALL_FILE_BYTES = 4 << 30
 _MANIFESTS_IN_FLIGHT = 8
-_AHEAD_BYTES = 32 << 20
-"""Read for nothing, so much costs some 10 ms and memory that any process has."""
-_AHEAD_TENSORS = 512
-"""With fewer the template is matched in less time than a read takes to begin."""
+_AHEAD_MANIFEST_BYTES = 32 << 10
+"""Some 500 tensors. With fewer the template is matched in less time than a read takes to begin."""
 T = TypeVar("T")
 
 
@@ -89,18 +88,20 @@ class Checkpoint:
         """
         return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
 
-    def small_file(self, *, rank: int, world_size: int) -> FileEntry | None:
-        """The rank's own data file, if it is worth reading before it is known what of it is wanted: many small tensors.
 
-        In a world of another size nobody knows which files a rank will want.
-        """
-        if world_size != len(self.ranks):
-            return None
-        file, tensors = self.ranks[rank].file, self.ranks[rank].tensors
-        return file if file is not None and len(tensors) >= _AHEAD_TENSORS and file.nbytes <= _AHEAD_BYTES else None
+def is_worth_reading_ahead(root: RootManifest, *, rank: int, world_size: int) -> bool:
+    """Whether a rank should read its own data file before it is known what of it is wanted: many tensors.
+
+    In a world of another size nobody knows which files a rank will want.
+    """
+    return world_size == len(root.ranks) and root.ranks[rank].nbytes >= _AHEAD_MANIFEST_BYTES
 
 
 # -- opening ----------------------------------------------------------------------------------------
+
+
+async def _nothing(_: RootManifest) -> None:
+    pass
 
 
 async def open_checkpoint(
@@ -108,16 +109,19 @@ async def open_checkpoint(
     path: Path,
     *,
     executor: Executor,
+    step: int | None = None,
     metadata_name: str = METADATA_FILE,
     root_name: str = ROOT_MANIFEST,
+    beside: Callable[[RootManifest], Awaitable[None]] = _nothing,
 ) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
-    The two may stand under other names, see :func:`aio_ckpt.directory.standing_names`.
+    The two may stand under other names, see :func:`aio_ckpt.directory.standing_names`. ``beside`` begins
+    what is read beside the manifests. If ``step`` is given, a manifest must tell no other.
 
     Raises:
         CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
-        CorruptCheckpointError: a small file is missing or not the one that was written; names it.
+        CorruptCheckpointError: a small file is missing or not the one that was written, or of another step; names it.
         FormatVersionError: written by a newer major version.
     """
     root_data = await read_small_file(storage, path / root_name)
@@ -132,24 +136,27 @@ async def open_checkpoint(
     data = b""
     fault: str | None = None
     ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
-    is_read = anyio.Event()
 
     async def prove_metadata() -> None:
         nonlocal data, fault
         data = await _read_metadata(storage, path / metadata_name)
-        is_read.set()
         fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
         nonlocal ranks
         try:
-            ranks = await _read_ranks(storage, path, root, is_read, executor)
+            ranks = await _read_ranks(storage, path, root, beside, executor)
         except CorruptCheckpointError as error:
             ranks = error  # a fault of .metadata goes before
 
     # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
     await _run_all(lambda prove: prove(), (prove_metadata, prove_manifests))
-    return _opened(path, data, root, ranks, fault)
+    opened = _opened(path, data, root, ranks, fault)
+    if step is not None and opened.step not in (None, step):
+        raise CorruptCheckpointError(
+            f"{path}: holds step {opened.step} by its manifest: the directory was renamed or swapped"
+        )
+    return opened
 
 
 def _opened(
@@ -222,17 +229,25 @@ def _is_exact(entry: FileEntry, data: bytes) -> bool:
 
 
 async def _read_ranks(
-    storage: Storage, path: Path, root: RootManifest, may_decode: anyio.Event, executor: Executor
+    storage: Storage,
+    path: Path,
+    root: RootManifest,
+    beside: Callable[[RootManifest], Awaitable[None]],
+    executor: Executor,
 ) -> tuple[RankManifest, ...]:
-    """Nothing is decoded before ``may_decode``: decoding keeps the GIL, which a thread needs once to begin a sum."""
+    """``beside`` begins when a manifest was read, whose read it would only hold up, and before one is decoded, which
+    keeps the GIL that a thread needs to begin a read."""
     found: dict[int, RankManifest] = {}
+    begins, beginning = [beside], anyio.Lock()
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
     async def read(rank: int) -> None:
         async with limit:
             entry = root.ranks[rank]
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
-        await may_decode.wait()
+        async with beginning:
+            if begins:
+                await begins.pop()(root)
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
     await _run_all(read, range(root.world_size))

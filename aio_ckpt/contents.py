@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ __all__ = [
     "Catalog",
     "Chunks",
     "Item",
+    "Look",
     "ObjectArray",
     "Slot",
     "SmallItems",
@@ -38,7 +38,6 @@ __all__ = [
 ObjectArray: TypeAlias = npt.NDArray[np.object_]
 _Stored: TypeAlias = tuple[RankManifest, FileEntry]
 """The manifest of a rank that stored anything, and its data file."""
-_REAL_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not dtype.is_complex}
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -115,6 +114,17 @@ class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
     """As in :class:`Slot`."""
 
 
+class Look(NamedTuple):
+    """What an item looks like."""
+
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Shape of the shard."""
+    stride: tuple[int, ...]
+    """Of the stored elements, in elements."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallItems:
     """Items of ours in columns, and the names that are one block of one of them: what most tensors are.
@@ -126,12 +136,10 @@ class SmallItems:
     """Name -> row of the item that is all of it: one block, stored once, beginning where the tensor begins."""
     names: ObjectArray
     """First name stored in each item, for messages. Items are rank after rank."""
-    dtypes: Sequence[torch.dtype | None]
-    """Element type; None if complex, since a complex target may be a lazy conjugate."""
-    shapes: Sequence[tuple[int, ...]]
-    """Shape of the shard."""
-    strides: Sequence[tuple[int, ...]]
-    """Of the stored elements, in elements."""
+    look_numbers: Sequence[int]
+    """Position in ``looks``."""
+    looks: Sequence[Look]
+    """What items look like."""
     files: Sequence[str]
     """Data files, by number."""
     file_numbers: IntArray
@@ -235,20 +243,22 @@ def _stored_once(fqns: Sequence[tuple[str, ...]], rows: Mapping[str, int]) -> Ma
 
 
 def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallItems:
-    parts = [_small_part(manifest, number) for number, (manifest, _) in enumerate(stored)]
-    columns = [_concatenated(part) for part in zip(*[lists for lists, _ in parts], strict=True)]
-    names, dtypes, shapes, strides = columns or ([], [], [], [])
-    arrays = np.concatenate([_NO_NUMBERS, *(numbers for _, numbers in parts)], axis=1)
+    arrays = np.concatenate(
+        [_NO_NUMBERS, *(_small_part(manifest, number) for number, (manifest, _) in enumerate(stored))], axis=1
+    )
+    columns = [manifest.columns for manifest, _ in stored]
+    firsts = itertools.accumulate((len(part.looks) for part in columns), initial=0)
     is_small = arrays[4].astype(np.bool_)
     if not is_small.all():
         kept = is_small.tolist()
         rows = {name: row for name, row in rows.items() if kept[row]}
     return SmallItems(
         rows=rows,
-        names=np.array(names, np.object_),
-        dtypes=dtypes,
-        shapes=shapes,
-        strides=strides,
+        names=np.array([names[0] for part in columns for names in part.fqns], np.object_),
+        look_numbers=[
+            first + number for first, part in zip(firsts, columns, strict=False) for number in part.look_numbers
+        ],
+        looks=[Look(DTYPES[dtype], shape, stride) for part in columns for dtype, shape, stride, _, _ in part.looks],
         files=[file.name for _, file in stored],
         file_numbers=arrays[0],
         starts=arrays[1],
@@ -257,15 +267,11 @@ def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallIte
     )
 
 
-def _concatenated(lists: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    return lists[0] if len(lists) == 1 else list(itertools.chain.from_iterable(lists))
-
-
 _NO_NUMBERS = np.empty((5, 0), np.int64)
 
 
-def _small_part(manifest: RankManifest, number: int) -> tuple[tuple[Sequence[Any], ...], IntArray]:
-    """Columns of one rank: names, dtypes, shapes, strides; and file number, start, nbytes, crc, is_small."""
+def _small_part(manifest: RankManifest, number: int) -> IntArray:
+    """Columns of one rank: file number, start, nbytes, crc, is_small."""
     columns = manifest.columns
     blocks = -(-columns.raw_bytes // manifest.block_bytes)
     # An empty item at the end has no block: the sum that is added is its.
@@ -274,14 +280,8 @@ def _small_part(manifest: RankManifest, number: int) -> tuple[tuple[Sequence[Any
     is_small = blocks == 1
     if any(map(any, set(columns.offsets))):
         is_small &= ~np.fromiter(map(any, columns.offsets), np.bool_, len(blocks))
-    lists = (
-        list(map(operator.itemgetter(0), columns.fqns)),
-        list(map(_REAL_DTYPES.get, columns.dtypes)),
-        columns.shapes,
-        columns.strides,
-    )
     numbers = np.full(len(blocks), number)
-    return lists, np.array([numbers, columns.raw_offsets, columns.raw_bytes, crcs, is_small], np.int64)
+    return np.array([numbers, columns.raw_offsets, columns.raw_bytes, crcs, is_small], np.int64)
 
 
 def _chunks_of_manifests(stored: Sequence[_Stored]) -> dict[str, Chunks]:

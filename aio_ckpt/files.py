@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.device import register_host_memory, unregister_host_memory
@@ -26,6 +27,8 @@ __all__ = ["Files", "address_of", "bounce_buffers", "page_locked"]
 _log = logging.getLogger("aio_ckpt")
 
 _HUGE_PAGE_BYTES = 2 << 20
+_AHEAD_BYTES = 32 << 20
+"""Read for nothing, so much costs some 10 ms and memory that any process has."""
 _OPEN_FILES = 64
 """Files kept open at once; beyond, a file is opened for each read: descriptors are few (1,024 is a usual limit)."""
 
@@ -72,23 +75,27 @@ class Files:
         Raises:
             MismatchError: a file is missing or not as long as its manifest says.
         """
-        for name in sorted(set(names) - self.sizes.keys()):
-            async with self.use(name) as file:
-                wanted = expected.get(name)
-                if wanted is not None and wanted != file.nbytes:
-                    raise MismatchError(f"{name}: {file.nbytes} bytes long, its manifest says {wanted}")
-                self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
+        for name in sorted(set(names)):
+            if name not in self.sizes:
+                async with self.use(name) as file:
+                    self.sizes[name], self.is_direct[name] = file.nbytes, file.direct
+            wanted = expected.get(name)
+            if wanted is not None and wanted != self.sizes[name]:
+                raise MismatchError(f"{name}: {self.sizes[name]} bytes long, its manifest says {wanted}")
 
-    async def read_ahead(self, entry: FileEntry, *, executor: Executor | None) -> None:
+    async def read_ahead(self, name: str, *, executor: Executor | None) -> None:
         """Begin to read a whole file, ``readers`` parts at once, and to sum it by ``executor`` (None: not at all).
 
-        Returns when the file is open.
+        A large one is left alone. Returns when the reads wait for threads.
         """
         with suppress(MismatchError, ReadError):  # told by whoever wants the file, if anybody does
-            await self.measure([entry.name], {entry.name: entry.nbytes})
-            ahead = self.ahead[entry.name] = _Ahead(entry, self._readers)
+            await self.measure([name], {})
+            if self.sizes[name] > _AHEAD_BYTES:
+                return
+            ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers)
             for part in ahead.parts:
-                self._reading_ahead.start_soon(self._read_part, entry.name, part, executor)
+                self._reading_ahead.start_soon(self._read_part, name, part, executor)
+            await anyio.lowlevel.checkpoint()  # theirs goes to a thread before what the caller does next
 
     async def _read_part(self, name: str, part: _Part, executor: Executor | None) -> None:
         try:
@@ -107,8 +114,13 @@ class Files:
         return sum(part.got for ahead in self.ahead.values() for part in ahead.parts)
 
     def is_proven(self, name: str) -> bool:
-        """Whether all of the file was read ahead by now and is what its manifest says, byte for byte."""
+        """Whether all of the file was read ahead by now and is what :meth:`vouch` says, byte for byte."""
         return name in self.ahead and self.ahead[name].is_proven
+
+    def vouch(self, entry: FileEntry) -> None:
+        """Tell what a file must be."""
+        if entry.name in self.ahead:
+            self.ahead[entry.name].entry = entry
 
     async def read_already(self, name: str, start: int, stop: int) -> memoryview | None:
         """The bytes of the file from ``start`` to ``stop``, both multiples of the page, if they were read ahead."""
@@ -153,18 +165,19 @@ class _Part:
 class _Ahead:
     """Memory for all of a file, filled part by part."""
 
-    def __init__(self, entry: FileEntry, readers: int) -> None:
-        self._entry = entry
-        (self._view,) = bounce_buffers(entry.nbytes, 1)
+    def __init__(self, nbytes: int, readers: int) -> None:
+        self._nbytes = nbytes
+        self.entry: FileEntry | None = None
+        (self._view,) = bounce_buffers(nbytes, 1)
         # One for each reader: a second one would begin late, when the loop gets the GIL from who matches.
-        step = self._part_bytes = align_up(-(-entry.nbytes // readers), PAGE_BYTES)
-        self.parts = [_Part(start, self._view[start : start + step]) for start in range(0, entry.nbytes, step)]
+        step = self._part_bytes = align_up(-(-nbytes // readers), PAGE_BYTES)
+        self.parts = [_Part(start, self._view[start : start + step]) for start in range(0, nbytes, step)]
 
     async def between(self, start: int, stop: int) -> memoryview | None:
         """Waits until these bytes were read; None if they could not be."""
         for part in self.parts[start // self._part_bytes : -(-stop // self._part_bytes)]:
             await part.is_done.wait()
-            if part.start + part.got < min(part.start + part.view.nbytes, stop, self._entry.nbytes):
+            if part.start + part.got < min(part.start + part.view.nbytes, stop, self._nbytes):
                 return None
         return self._view[start:stop]
 
@@ -178,7 +191,7 @@ class _Ahead:
                 return False
             total = isal_zlib.crc32_combine(total, part.crc32, part.got)
             nbytes += part.got
-        return (nbytes, total) == (self._entry.nbytes, self._entry.crc32)
+        return self.entry is not None and (nbytes, total) == (self.entry.nbytes, self.entry.crc32)
 
 
 def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:

@@ -10,7 +10,6 @@ import anyio
 import msgspec
 
 from aio_ckpt import commit
-from aio_ckpt.catalog import Checkpoint
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.frames import Verdict
@@ -53,7 +52,7 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 async def newest_good_for_all(
-    site: Site, step: int | None, use: Callable[[Checkpoint], Awaitable[T]], *, fallback: bool
+    site: Site, step: int | None, use: Callable[[commit.Committed], Awaitable[T]], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """As :func:`aio_ckpt.walk.newest_good`, for the same call on every rank.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Likeness"]
+__all__ = ["Likeness", "looks_like"]
 
 
 class Likeness:
@@ -29,17 +29,32 @@ class Likeness:
         return self._check is not None and self._check(*tensors)
 
 
+def looks_like(tensor: torch.Tensor) -> Callable[[Any], bool]:
+    """Tells of one tensor after the other whether it is proven to look like ``tensor``; False proves nothing."""
+    check = _check_of([tensor]) if _tells_all_apart() else None
+    return check or _never
+
+
+def _never(_: torch.Tensor) -> bool:
+    return False
+
+
 def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    check, count = _check_of(tensors), len(tensors)
+    return None if check is None else lambda *others: len(others) == count and bool(check(*others))
+
+
+def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """The guards' own check, which must be given as many tensors."""
     make: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
     if make is None:
         return None
     shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     try:
-        check = make(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (TypeError, RuntimeError, SystemError):  # other arguments in another version of torch
         return None
-    count = len(tensors)
-    return lambda *others: len(others) == count and bool(check(*others))
+    return check
 
 
 @functools.cache

@@ -36,6 +36,7 @@ __all__ = [
     "ObjectEntry",
     "RankManifest",
     "RootManifest",
+    "StoredLook",
     "TensorColumns",
     "TensorEntry",
     "block_sums",
@@ -62,6 +63,8 @@ _Dims: TypeAlias = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
 _Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
 _Format: TypeAlias = tuple[_Size, _Size]
+StoredLook: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
+"""dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -160,11 +163,13 @@ class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
     def columns(self) -> TensorColumns:
         """``tensors`` by column."""
         entries = self.tensors
+        looks: dict[StoredLook, int] = {}
         return TensorColumns(
             fqns=[entry.fqns for entry in entries],
-            dtypes=[entry.dtype for entry in entries],
-            shapes=[entry.shape for entry in entries],
-            strides=[entry.stride for entry in entries],
+            look_numbers=[
+                looks.setdefault((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), len(looks)) for e in entries
+            ],
+            looks=list(looks),
             offsets=[entry.offsets for entry in entries],
             item_offsets=np.array([entry.item_offset for entry in entries], np.int64),
             item_bytes=np.array([entry.item_bytes for entry in entries], np.int64),
@@ -178,12 +183,10 @@ class TensorColumns(NamedTuple):
 
     fqns: Sequence[tuple[str, ...]]
     """See :class:`TensorEntry`, as for the others."""
-    dtypes: Sequence[str]
-    """``dtype``."""
-    shapes: Sequence[tuple[int, ...]]
-    """``shape``."""
-    strides: Sequence[tuple[int, ...]]
-    """``stride``."""
+    look_numbers: Sequence[int]
+    """Position in ``looks``."""
+    looks: Sequence[StoredLook]
+    """A model has few looks and many tensors."""
     offsets: Sequence[tuple[int, ...]]
     """``offsets``."""
     item_offsets: IntArray
@@ -313,14 +316,11 @@ def _rank_fault(manifest: RankManifest) -> str:
 
 
 def _columns_fault(columns: TensorColumns, file_bytes: int) -> str:
-    dims, raw = map(len, columns.offsets), columns.raw_bytes.tolist()
-    layouts = list(zip(columns.dtypes, columns.shapes, columns.strides, dims, raw, strict=True))
-    for layout in set(layouts):  # a model has few layouts and many tensors
-        fault = _layout_fault(*layout)
-        if fault:
-            return f"tensor {columns.fqns[layouts.index(layout)][0]!r}: {fault}"
+    for number, look in enumerate(columns.looks):
+        if fault := _look_fault(*look):
+            return f"tensor {columns.fqns[columns.look_numbers.index(number)][0]!r}: {fault}"
     # Two of MAX_BYTES add up inside 64 bits only without a sign.
-    item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[5:])
+    item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[4:])
     raw_stops, item_stops = raw_starts + raw_bytes, item_starts + item_bytes
     bad = np.flatnonzero((raw_starts < item_starts) | (raw_stops > item_stops) | (item_stops > file_bytes))
     if len(bad):
@@ -329,7 +329,7 @@ def _columns_fault(columns: TensorColumns, file_bytes: int) -> str:
     return ""
 
 
-def _layout_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int) -> str:
+def _look_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int) -> str:
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         return f"unknown dtype {dtype_name!r}"

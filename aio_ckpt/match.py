@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint
-from aio_ckpt.contents import Chunks, Item, SmallItems, SmallTargets, global_shape
+from aio_ckpt.contents import Chunks, Item, Look, SmallItems, SmallTargets, global_shape
 from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
+from aio_ckpt.likeness import looks_like
 from aio_ckpt.manifest import rank_manifest_name
 
 __all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
@@ -112,19 +113,12 @@ def _check_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> None
 
 def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) -> tuple[list[str], list[str]]:
     """Fills ``into``; names that are missing, and what else does not fit."""
-    small, strided, tensor_kind = checkpoint.catalog.small, torch.strided, LeafKind.TENSOR
-    dtypes, shapes, strides, stride_of = small.dtypes, small.shapes, small.strides, torch.Tensor.stride
-    rows = list(map(small.rows.get, template.names))
-    is_small = [  # the hot loop: 0.7 us
-        row is not None
-        and kind is tensor_kind
-        and value.dtype is dtypes[row]
-        and value.is_cpu
-        and value.layout is strided
-        and type(value) is not DTensor
-        and value.shape == shapes[row]
-        and stride_of(value) == strides[row]
-        and not value.is_neg()
+    small, tensor_kind = checkpoint.catalog.small, LeafKind.TENSOR
+    looks, rows = small.look_numbers, list(map(small.rows.get, template.names))
+    fitting = _Fitting(small.looks)
+    checks, fits = fitting.checks, fitting.fits
+    is_small = [  # the hot loop: 0.2 us
+        row is not None and kind is tensor_kind and (checks[looks[row]](value) or fits(looks[row], value))
         for row, value, kind in zip(rows, cast("list[Any]", template.values), template.kinds, strict=True)
     ]
     tensors = list(itertools.compress(cast("list[torch.Tensor]", template.values), is_small))
@@ -136,6 +130,32 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
     leaves = zip(template.names, template.values, template.kinds, strict=True)
     rest = itertools.compress(leaves, map(operator.not_, is_small))
     return _match_rest(checkpoint, rest, into)
+
+
+class _Fitting:
+    """Which targets are plain host memory laid out like an item: what looks like the last that fitted fits, too."""
+
+    def __init__(self, looks: Sequence[Look]) -> None:
+        self._looks = looks
+        self.checks: list[Callable[[Any], bool]] = [lambda _: False] * len(looks)
+        """Per look; True proves that a tensor fits, False proves nothing."""
+
+    def fits(self, number: int, value: torch.Tensor) -> bool:
+        """Whether a tensor fits the look of this number."""
+        dtype, shape, stride = self._looks[number]
+        if (
+            value.dtype is not dtype
+            or dtype.is_complex  # a lazy conjugate, perhaps
+            or not value.is_cpu
+            or value.layout is not torch.strided
+            or type(value) is DTensor
+            or value.shape != shape
+            or value.stride() != stride
+            or value.is_neg()
+        ):
+            return False
+        self.checks[number] = looks_like(value)
+        return True
 
 
 def _match_rest(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
-from aio_ckpt.catalog import Checkpoint, open_checkpoint
+from aio_ckpt.catalog import Checkpoint, is_worth_reading_ahead, open_checkpoint
 from aio_ckpt.contents import Catalog, Chunks, Item, Slot, StoredObject, global_shape
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.files import Files
+from aio_ckpt.manifest import RootManifest, data_file_name
 from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.readplan import ReadPlan, Segment
@@ -54,9 +56,10 @@ class LoadOutcome:
 
 async def load_checkpoint(
     storage: Storage,
-    checkpoint: Checkpoint,
+    path: Path,
     state: object,
     *,
+    step: int | None,
     executor: Executor,
     rank: int,
     world_size: int,
@@ -66,9 +69,10 @@ async def load_checkpoint(
     allow_missing: bool,
     trusted: bool,
 ) -> LoadOutcome:
-    """Fill ``state`` in place. ``readers`` reads are in flight.
+    """Fill ``state`` in place from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     Raises:
+        CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.catalog.open_checkpoint`.
         MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is read; see
             :func:`aio_ckpt.match.match_template`.
         CorruptCheckpointError: names file and tensor. ``target_modified`` is True once reading began.
@@ -81,10 +85,15 @@ async def load_checkpoint(
             checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
         )
 
-    async with Files(storage, checkpoint.path, readers=readers) as files:
-        small_file = checkpoint.small_file(rank=rank, world_size=world_size)
-        if small_file is not None:
-            await files.read_ahead(small_file, executor=executor if verify else None)
+    async def read_ahead(root: RootManifest) -> None:
+        if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
+            await files.read_ahead(data_file_name(rank), executor=executor if verify else None)
+
+    async with Files(storage, path, readers=readers) as files:
+        checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)
+        for manifest in checkpoint.ranks:
+            if manifest.file is not None:
+                files.vouch(manifest.file)
         found = await run_blocking(executor, match)
         catalog = checkpoint.catalog
         fresh, objects = _unplaced(found, catalog)
@@ -124,8 +133,9 @@ def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
 
 async def read_state(
     storage: Storage,
-    checkpoint: Checkpoint,
+    path: Path,
     *,
+    step: int | None,
     executor: Executor,
     only: Collection[str] | None,
     rank: int,
@@ -140,6 +150,7 @@ async def read_state(
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
         CorruptCheckpointError, UnsafeObjectError, ReadError: as :func:`load_checkpoint`.
     """
+    checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
     names = await run_blocking(executor, lambda: wanted_names(checkpoint, rank=rank, only=only))
     catalog = checkpoint.catalog
     absent = [name for name in names if name not in catalog.tensor_names and name not in catalog.objects]

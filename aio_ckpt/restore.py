@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from aio_ckpt.commit import Committed
 from aio_ckpt.config import check_flag
 from aio_ckpt.errors import (
     ConfigError,
@@ -17,7 +18,7 @@ from aio_ckpt.items import LoadReport
 from aio_ckpt.joint import newest_good_for_all
 from aio_ckpt.pending import Site
 from aio_ckpt.progress import unless_given_up
-from aio_ckpt.read import Checkpoint, load_checkpoint, read_state
+from aio_ckpt.read import load_checkpoint, read_state
 from aio_ckpt.walk import newest_good
 
 __all__ = ["LoadOptions", "load_state", "read_tree", "selection"]
@@ -53,11 +54,12 @@ async def load_state(
 
 
 async def _load(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:
-    async def fill(checkpoint: Checkpoint) -> LoadReport:
+    async def fill(candidate: Committed) -> LoadReport:
         outcome = await load_checkpoint(
             site.storage,
-            checkpoint,
+            candidate.path,
             state,
+            step=candidate.step,
             rank=site.peers.coordinator.rank,
             world_size=site.peers.coordinator.world_size,
             executor=site.executor,
@@ -69,7 +71,7 @@ async def _load(site: Site, state: object, step: int | None, options: LoadOption
         )
         return LoadReport(
             step=0,
-            path=checkpoint.path,
+            path=candidate.path,
             missing=outcome.missing,
             unexpected=outcome.unexpected,
             bytes_read=outcome.bytes_read,
@@ -109,10 +111,11 @@ def selection(only: Any) -> list[str] | None:
 async def read_tree(site: Site, step: int | None, only: Collection[str] | None) -> object:
     """The nested state of ``step``, or of the newest checkpoint that verifies."""
 
-    async def read(checkpoint: Checkpoint) -> object:
+    async def read(candidate: Committed) -> object:
         return await read_state(
             site.storage,
-            checkpoint,
+            candidate.path,
+            step=candidate.step,
             only=only,
             rank=site.peers.coordinator.rank,
             world_size=site.peers.coordinator.world_size,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from aio_ckpt import commit
-from aio_ckpt.catalog import Checkpoint, open_checkpoint
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -27,7 +26,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
-    site: Site, step: int | None, use: Callable[[Checkpoint], Awaitable[T]], *, fallback: bool
+    site: Site, step: int | None, use: Callable[[commit.Committed], Awaitable[T]], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
@@ -95,7 +94,7 @@ class Walk:
     is_modified: bool = False
     """Whether any reading began to fill the template."""
 
-    async def use(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
+    async def use(self, candidate: commit.Committed, use: Callable[[commit.Committed], Awaitable[T]]) -> T:
         """``use`` of a checkpoint, read a second time if it does not match: a bad transfer is no damage on the disk.
 
         Raises:
@@ -114,15 +113,12 @@ class Walk:
             self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
             raise
 
-    async def _read(self, candidate: commit.Committed, use: Callable[[Checkpoint], Awaitable[T]]) -> T:
-        storage = self.site.storage
+    async def _read(self, candidate: commit.Committed, use: Callable[[commit.Committed], Awaitable[T]]) -> T:
         try:
-            checkpoint = await open_checkpoint(storage, candidate.path, executor=self.site.executor)
-            _check_step(checkpoint, candidate)
-            return await use(checkpoint)
+            return await use(candidate)
         except (CorruptCheckpointError, CheckpointNotFoundError, ReadError) as error:
             self.is_modified = self.is_modified or error.target_modified
-            if not await commit.is_unchanged(storage, candidate):
+            if not await commit.is_unchanged(self.site.storage, candidate):
                 raise ChangedError(str(candidate.path)) from error
             raise
 
@@ -151,13 +147,6 @@ class Walk:
         error = CorruptCheckpointError(f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}")
         error.target_modified = self.is_modified
         return error
-
-
-def _check_step(checkpoint: Checkpoint, candidate: commit.Committed) -> None:
-    if checkpoint.step not in (None, candidate.step):
-        raise CorruptCheckpointError(
-            f"{candidate.path}: holds step {checkpoint.step} by its manifest: the directory was renamed or swapped"
-        )
 
 
 async def candidates(site: Site, step: int | None) -> list[commit.Committed]:

@@ -11,11 +11,11 @@ import torch
 from checkpoint_maker import content_of, write_checkpoint
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, EngineConfig, datafile, files, match, read
+from aio_ckpt import CheckpointEngine, EngineConfig, catalog, datafile, files, manifest
 from aio_ckpt.errors import MismatchError, ReadError, TemplateMismatchError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.portal import Executor
-from aio_ckpt.read import load_checkpoint, open_checkpoint
+from aio_ckpt.read import load_checkpoint
 from aio_ckpt.storage import LocalStorage
 
 COUNT = 600
@@ -91,14 +91,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
 
 
-def test_the_file_is_being_read_before_the_template_is_matched_and_only_once(
+def test_the_file_is_being_read_before_its_manifest_is_decoded_and_only_once(
     engine: CheckpointEngine, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def match_later(*arguments: object, **options: object) -> match.Match:
+    def decode_later(data: bytes, *, name: str) -> manifest.RankManifest:
         assert reads.begun.wait(TIMEOUT)
-        return match.match_template(*arguments, **options)  # type: ignore[arg-type]
+        return manifest.decode_rank(data, name=name)
 
-    monkeypatch.setattr(read, "match_template", match_later)
+    monkeypatch.setattr(catalog, "decode_rank", decode_later)
     state, nbytes = zeros(), data_file(engine).stat().st_size
     report = load(engine, state)
     check_equal(state)
@@ -187,6 +187,22 @@ def test_a_template_that_does_not_match_is_told_and_left_alone(engine: Checkpoin
         load(engine, zeros(), fallback=False)
 
 
+def test_a_tensor_that_fits_vouches_for_no_other_that_looks_different(engine: CheckpointEngine) -> None:
+    state, wide = zeros(), torch.zeros(2 * ELEMENTS)
+    state |= {
+        "layer.1.bias": torch.nn.Parameter(torch.zeros(ELEMENTS)),
+        "layer.2.bias": wide[::2],
+        "layer.3.bias": torch._neg_view(torch.zeros(ELEMENTS)),
+        "layer.4.bias": torch.zeros(ELEMENTS, requires_grad=True),
+        "layer.5.bias": wide[1::2],
+    }
+    load(engine, state, fallback=False)
+    check_equal(state)
+    state["layer.6.bias"] = torch.zeros(ELEMENTS, dtype=torch.float64)
+    with pytest.raises(TemplateMismatchError, match=r"layer\.6\.bias.*float64"):
+        load(engine, state)
+
+
 def test_without_verification_nothing_is_summed_and_nothing_said_to_be_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,18 +222,30 @@ async def test_of_several_ranks_each_reads_its_own_file_ahead(tmp_path: Path) ->
         tmp_path / "c", [content_of(made()), content_of(mine, 1), content_of({"few": torch.ones(3)})]
     )
     executor = Executor("test", 6)
-    checkpoint = await open_checkpoint(LocalStorage(executor), path, executor=executor)
-    found = [checkpoint.small_file(rank=rank, world_size=3) for rank in range(3)]
-    assert [file and file.name for file in found] == ["__0_0.distcp", "__1_0.distcp", None]
-    assert checkpoint.small_file(rank=0, world_size=2) is None
-    state = {name: torch.zeros(ELEMENTS) for name in mine}
     options = {"readers": 4, "verify": True, "strict": False, "allow_missing": False, "trusted": False}
-    outcome = await load_checkpoint(
-        LocalStorage(executor), checkpoint, state, executor=executor, rank=1, world_size=3, **options
-    )
-    assert found[1] is not None
-    assert outcome.bytes_read == found[1].nbytes
+    sizes = {name: (path / name).stat().st_size for name in ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")}
+
+    async def bytes_read(state: State, rank: int, world_size: int) -> int:
+        outcome = await load_checkpoint(
+            LocalStorage(executor),
+            path,
+            state,
+            step=None,
+            executor=executor,
+            rank=rank,
+            world_size=world_size,
+            **options,
+        )
+        return outcome.bytes_read
+
+    state = {name: torch.zeros(ELEMENTS) for name in mine}
+    assert await bytes_read(state, 1, 3) == sizes["__1_0.distcp"]
     assert all(torch.equal(state[name], value) for name, value in mine.items())
+    one = {"layer.9.bias": torch.zeros(ELEMENTS)}
+    assert await bytes_read(one, 0, 3) == sizes["__0_0.distcp"]
+    for rank, world_size in ((2, 3), (0, 2)):  # a file of few tensors; a world in which nobody knows
+        assert await bytes_read(one, rank, world_size) <= 8192
+        assert torch.equal(one["layer.9.bias"], made()["layer.9.bias"])
     executor.close(TIMEOUT)
 
 

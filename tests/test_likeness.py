@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aio_ckpt import SyncCheckpointEngine, likeness
-from aio_ckpt.likeness import Likeness
+from aio_ckpt.likeness import Likeness, looks_like
 
 TIMEOUT = 20.0
 
@@ -51,6 +51,22 @@ def test_no_difference_is_overlooked(pair: int) -> None:
     one, other = list(likeness._unlike())[pair]
     same = torch.ones(5)
     assert not Likeness([same, one]).is_proven([same, other])
+
+
+@pytest.mark.parametrize("pair", range(len(list(likeness._unlike()))))
+def test_one_tensor_proves_those_that_look_like_it_and_no_other(pair: int) -> None:
+    one, other = list(likeness._unlike())[pair]
+    if not likeness._tells_all_apart():
+        pytest.skip("this torch has no guards that tell everything apart")
+    is_like = looks_like(one)
+    assert is_like(one)
+    assert not is_like(other)
+
+
+def test_without_a_proof_nothing_looks_like_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_proof(monkeypatch)
+    one = torch.ones(3)
+    assert not looks_like(one)(one)
 
 
 def test_fewer_more_and_swapped_tensors_are_not_proven() -> None:

@@ -80,14 +80,12 @@ async def load(storage, path, state, **changed):
         "allow_missing": False,
         "trusted": False,
     }
-    checkpoint = await opened(storage, path)
-    return await load_checkpoint(storage, checkpoint, state, executor=storage._executor, **options | changed)
+    return await load_checkpoint(storage, path, state, step=None, executor=storage._executor, **options | changed)
 
 
 async def read(storage, path, **changed):
     options = {"only": None, "rank": 0, "world_size": 1, "readers": 3, "verify": True, "trusted": False}
-    checkpoint = await opened(storage, path)
-    return await read_state(storage, checkpoint, executor=storage._executor, **options | changed)
+    return await read_state(storage, path, step=None, executor=storage._executor, **options | changed)
 
 
 def stock_save(path, state):
