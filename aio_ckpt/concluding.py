@@ -135,7 +135,7 @@ async def _publish(
         spans = site.peers.book.learn(written)
         template = await run_blocking(site.executor, site.peers.book.template, written)
         metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
-        await site.storage.write_file(pending / METADATA_FILE, metadata.data)
+        await site.storage.write_file(pending / METADATA_FILE, *metadata.parts)
     save.progress.touch()
     save.agreed_secs = save.elapsed()
     root_manifest = render_root(

@@ -71,8 +71,8 @@ class MetadataTemplate:
     tail: bytes
     """After the save id."""
 
-    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> bytes:
-        """The bytes of ``.metadata``, for ``spans[i] = (offset, length)`` of the i-th object.
+    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
+        """``.metadata`` in two parts, the first of them ``fixed``; ``spans[i] = (offset, length)`` of the i-th object.
 
         The objects are in the order given to :func:`render_metadata`; offsets and lengths are below 2**63.
 
@@ -87,7 +87,7 @@ class MetadataTemplate:
             put(head, offset_at, offset)
             put(head, length_at, length)
         ids = _pickled_text(checkpoint_id), _pickled_text(save_id)
-        return b"".join((self.fixed, head, ids[0], self.middle, ids[1], self.tail))
+        return self.fixed, b"".join((head, ids[0], self.middle, ids[1], self.tail))
 
 
 def render_metadata(

@@ -125,9 +125,9 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
         if site.peers.is_leader:
             beside.start_soon(owner.write_owner, storage, pending, site.owner)
         if metadata is not None:
-            beside.start_soon(storage.write_file, pending / METADATA_FILE, metadata.data)
+            beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
             if save.image.lease.arena.segment is not None:
-                beside.start_soon(_seal, site, save, final.name, metadata.data)
+                beside.start_soon(_seal, site, save, final.name, b"".join(metadata.parts))
         result = await _write(site, save, pending)
         save.begin("writing its .metadata")
         save.image.lease.close()
@@ -166,7 +166,7 @@ async def _make_pending(site: Site, pending: Path) -> None:
 
 
 def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | None:
-    """``.metadata``, where it depends on no other rank. On the loop: malloc keeps the megabytes for each thread."""
+    """``.metadata``, where it depends on no other rank."""
     if save.plan.metadata is None:
         return None
     spans = object_spans(save.plan, save.objects)

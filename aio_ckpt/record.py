@@ -103,8 +103,8 @@ def render_rank(
 class MetadataFile:
     """``.metadata`` and what the root manifest says of it."""
 
-    data: bytes
-    """Its bytes."""
+    parts: tuple[bytes, ...]
+    """Its bytes, one part after the other: what no save changes is copied by none."""
     entry: FileEntry
     """Name, length, CRC32."""
     blake2b: str
@@ -115,12 +115,11 @@ def render_metadata_file(
     template: MetadataTemplate, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str
 ) -> MetadataFile:
     """DCP's ``.metadata``: a template with the places of this save's objects, (offset in the data file, length)."""
-    data = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
-    rest = memoryview(data)[len(template.fixed) :]
-    entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(rest, template.fixed_crc32))
+    fixed, rest = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
+    entry = FileEntry(METADATA_FILE, len(fixed) + len(rest), isal_zlib.crc32(rest, template.fixed_crc32))
     digest = template.fixed_blake2b.copy()
     digest.update(rest)
-    return MetadataFile(data, entry, digest.hexdigest())
+    return MetadataFile((fixed, rest), entry, digest.hexdigest())
 
 
 def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...]:
@@ -132,7 +131,7 @@ def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...
 def metadata_file(data: bytes) -> MetadataFile:
     """What the root manifest says of a ``.metadata`` that was rendered before."""
     entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
-    return MetadataFile(data, entry, hashlib.blake2b(data, digest_size=32).hexdigest())
+    return MetadataFile((data,), entry, hashlib.blake2b(data, digest_size=32).hexdigest())
 
 
 def render_root(

@@ -107,8 +107,8 @@ class Storage(Protocol):
     async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
         """Open ``path`` for ``readers`` reads at once."""
 
-    async def write_file(self, path: Path, data: bytes) -> None:
-        """Create ``path`` exclusively, write all, fsync. What failed is removed."""
+    async def write_file(self, path: Path, *parts: bytes) -> None:
+        """Create ``path`` exclusively, write one part after the other, fsync. What failed is removed."""
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         """The whole file. MismatchError, before memory is taken, if it is longer than ``max_bytes``."""
@@ -186,10 +186,10 @@ class LocalStorage:
         del readers
         return await open_data_file(path, executor=self._executor, direct_io=self._direct_io, probe=self._read_probe)
 
-    async def write_file(self, path: Path, data: bytes) -> None:
+    async def write_file(self, path: Path, *parts: bytes) -> None:
         """Exclusive create, write, fsync, close in one thread hop."""
         with translated(WriteError, path):
-            await run_blocking(self._executor, _write_file, path, data)
+            await run_blocking(self._executor, _write_file, path, parts)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         """The whole file."""
@@ -256,12 +256,13 @@ class LocalStorage:
         return RootLock(path)
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def _write_file(path: Path, parts: tuple[bytes, ...]) -> None:
     with path.open("xb", buffering=0) as file:
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) :]
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
         except BaseException:
             path.unlink(missing_ok=True)

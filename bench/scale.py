@@ -71,16 +71,16 @@ def main() -> None:
         leaders.append(_measure(ranks, items))
     figures = [row for leader in leaders for row in _rows(leader)]
     few, many, wide = leaders[:3]
-    a_rank = (few.gather_secs / few.ranks, many.root_secs / many.ranks)
+    a_rank = (few.gather_secs / few.ranks, many.root_secs / many.ranks, wide.metadata_secs / wide.ranks)
     an_item = _slope(few, wide, lambda leader: leader.render_secs + leader.assign_secs) / few.ranks
-    metadata_rate = wide.metadata_bytes / wide.metadata_secs
+    memory_bytes = wide.memory_bytes / wide.ranks * _RANKS
     metadata_bytes = wide.metadata_bytes / (wide.ranks * wide.items) * _RANKS * _ITEMS
-    steady_secs = sum(a_rank) * _RANKS + metadata_bytes / metadata_rate
+    figures.append(_figure(f"{_RANKS} ranks x {_ITEMS} items, modelled: .metadata, kept", metadata_bytes / 1e6, "MB"))
     title = f"{_RANKS:,} ranks x {_ITEMS:,} items, modelled"
     goals = [
-        Goal(text=f"{title}: a later save costs the leader", figure=steady_secs, bound=1.0, unit="s"),
+        Goal(text=f"{title}: a later save costs the leader", figure=sum(a_rank) * _RANKS, bound=1.0, unit="s"),
         Goal(text=f"{title}: it receives", figure=many.message_bytes * _RANKS / 1e6, bound=2.0, unit="MB"),
-        Goal(text=f"{title}: .metadata, held by the leader", figure=metadata_bytes / (1 << 20), bound=64.0, unit="MiB"),
+        Goal(text=f"{title}: memory that it takes", figure=memory_bytes / (1 << 20), bound=64.0, unit="MiB"),
         Goal(text=f"{title}: a first save costs the leader", figure=an_item * _RANKS * _ITEMS, bound=30.0, unit="s"),
     ]
     report = Report(bench="scale", settings=options.settings(), figures=figures, goals=goals)
@@ -105,7 +105,11 @@ def _rows(leader: Leader) -> list[FigureRow]:
         ("later save, memory", leader.memory_bytes / 1e6, "MB"),
         (".metadata", leader.metadata_bytes / 1e6, "MB"),
     ]
-    return [FigureRow(text=at + text, values=Spread.of([value]), unit=unit) for text, value, unit in values]
+    return [_figure(at + text, value, unit) for text, value, unit in values]
+
+
+def _figure(text: str, value: float, unit: str) -> FigureRow:
+    return FigureRow(text=text, values=Spread.of([value]), unit=unit)
 
 
 def _measure(ranks: int, items: int) -> Leader:
@@ -142,7 +146,7 @@ def _measure(ranks: int, items: int) -> Leader:
         root_secs=root_secs,
         message_bytes=len(data) / ranks,
         plan_bytes=plan_bytes,
-        metadata_bytes=len(metadata.data),
+        metadata_bytes=sum(map(len, metadata.parts)),
         memory_bytes=memory_bytes,
     )
 

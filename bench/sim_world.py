@@ -281,8 +281,9 @@ class SimStorage:
         """Open."""
         return SimReadFile(self, path, await self.run("open", path, ReadError, lambda: self._file(path)))
 
-    async def write_file(self, path: Path, data: bytes) -> None:
+    async def write_file(self, path: Path, *parts: bytes) -> None:
         """Create, write, fsync."""
+        data = b"".join(parts)
         await self.run("write_file", path, WriteError, lambda: self._new_file(path, data, data))
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:

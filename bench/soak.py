@@ -114,10 +114,10 @@ class FailingStorage(LocalStorage):
         self._count(path)
         return await super().create_data_file(path, nbytes, writers=writers)
 
-    async def write_file(self, path: Path, data: bytes) -> None:
+    async def write_file(self, path: Path, *parts: bytes) -> None:
         """See :class:`LocalStorage`."""
         self._count(path)
-        await super().write_file(path, data)
+        await super().write_file(path, *parts)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         """See :class:`LocalStorage`."""

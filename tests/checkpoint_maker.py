@@ -128,7 +128,7 @@ def _render_metadata(contents: Sequence[RankContent], files: Sequence[str], save
     paths = {name: path for content in contents for name, path in content.paths.items()}
     whole = Metadata(found, planner_data=paths, storage_data=places)
     template = metadata.render_metadata(whole, object_indices=indices, data_file=owners)
-    return template.fill(spans, checkpoint_id="made", save_id=save_id)
+    return b"".join(template.fill(spans, checkpoint_id="made", save_id=save_id))
 
 
 def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int = 7, save_id: str = "save-1") -> Path:

@@ -143,8 +143,8 @@ class GatedStorage:
     async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
         return await self._inner.open_data_file(path, readers=readers)
 
-    async def write_file(self, path: Path, data: bytes) -> None:
-        await self.run(Call("write_file", path, data=data), lambda: self._inner.write_file(path, data))
+    async def write_file(self, path: Path, *parts: bytes) -> None:
+        await self.run(Call("write_file", path, data=b"".join(parts)), lambda: self._inner.write_file(path, *parts))
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         return await self._inner.read_file(path, max_bytes=max_bytes)

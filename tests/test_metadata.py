@@ -81,7 +81,7 @@ def test_a_filled_template_says_what_pickling_the_real_values_says(names, count,
     template = render_metadata(
         metadata, object_indices=[MetadataIndex(name) for name in objects], data_file="__0_0.distcp"
     )
-    filled = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
+    filled = b"".join(template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id))
     wanted = expected(metadata, objects, spans, checkpoint_id, save_id)
     assert pickle.loads(filled) == wanted
     assert list(pickle.loads(filled).storage_data) == list(wanted.storage_data)
@@ -92,7 +92,7 @@ def test_a_name_or_number_that_equals_a_sentinel_makes_the_template_use_another(
     hostile = [tag.decode() for tag in TAGS]
     metadata = make_metadata(hostile, ["o"], tuple(sentinel(tag, low) for tag in TAGS for low in (0, 1)))
     template = render_metadata(metadata, object_indices=[MetadataIndex("o")], data_file="__0_0.distcp")
-    filled = template.fill([(1, 2)], checkpoint_id="c", save_id="s")
+    filled = b"".join(template.fill([(1, 2)], checkpoint_id="c", save_id="s"))
     assert pickle.loads(filled) == expected(metadata, ["o"], [(1, 2)], "c", "s")
 
 
@@ -105,7 +105,8 @@ def test_a_template_serves_many_saves_and_leaves_the_metadata_alone():
     before = pickle.dumps(metadata)
     template = render_metadata(metadata, object_indices=[MetadataIndex("o")], data_file="__0_0.distcp")
     for span in ((5, 6), (1 << 62, 1 << 40), (0, 0)):
-        found = parse_metadata(template.fill([span], checkpoint_id="a" * span[0].bit_length(), save_id="é"), name="m")
+        filled = b"".join(template.fill([span], checkpoint_id="a" * span[0].bit_length(), save_id="é"))
+        found = parse_metadata(filled, name="m")
         place = found.storage_data[MetadataIndex("o")]
         assert (place.offset, place.length, found.storage_meta.save_id) == (*span, "é")
     assert pickle.dumps(metadata) == before
@@ -115,7 +116,7 @@ def test_each_object_may_lie_in_the_file_of_its_rank():
     indices = [MetadataIndex("rng.rank0"), MetadataIndex("rng.rank1")]
     metadata = make_metadata([], ["rng.rank0", "rng.rank1"])
     template = render_metadata(metadata, object_indices=indices, data_file=["__0_0.distcp", "__1_0.distcp"])
-    found = parse_metadata(template.fill([(1, 2), (3, 4)], checkpoint_id="c", save_id="s"), name="m")
+    found = parse_metadata(b"".join(template.fill([(1, 2), (3, 4)], checkpoint_id="c", save_id="s")), name="m")
     assert [found.storage_data[index] for index in indices] == [
         _StorageInfo("__0_0.distcp", 1, 2),
         _StorageInfo("__1_0.distcp", 3, 4),
@@ -137,7 +138,7 @@ def test_what_cannot_be_rendered_or_filled_is_refused():
 def test_dcp_reads_the_filled_bytes(tmp_path):
     metadata = make_metadata(["w"], ["o"])
     template = render_metadata(metadata, object_indices=[MetadataIndex("o")], data_file="__0_0.distcp")
-    (tmp_path / METADATA_FILE).write_bytes(template.fill([(7, 8)], checkpoint_id="here", save_id="id"))
+    (tmp_path / METADATA_FILE).write_bytes(b"".join(template.fill([(7, 8)], checkpoint_id="here", save_id="id")))
     found = dcp.FileSystemReader(tmp_path).read_metadata()
     assert found.storage_data == expected(metadata, ["o"], [(7, 8)], "here", "id").storage_data
     assert (found.storage_meta.checkpoint_id, found.storage_meta.save_id) == ("here", "id")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import functools
-import hashlib
 import pickle
 import time
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ from aio_ckpt.image import Image, lease_image
 from aio_ckpt.items import WriteResult as Written
 from aio_ckpt.items import check_complete
 from aio_ckpt.manifest import (
-    METADATA_FILE,
     FileEntry,
     data_file_name,
     encode_rank,
@@ -44,7 +42,7 @@ from aio_ckpt.manifest import (
 )
 from aio_ckpt.plan import tensor_entry
 from aio_ckpt.progress import CaptureProgress
-from aio_ckpt.record import MetadataFile, render_root
+from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.snapshot import capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
@@ -329,12 +327,7 @@ async def commit_save(
                 str(directory / entry.name),
             )
     data = pickle.dumps(metadata)
-    rendered = MetadataFile(
-        data,
-        FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data)),
-        hashlib.blake2b(data, digest_size=32).hexdigest(),
-    )
-    root = render_root(rendered, manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
+    root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
     with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
         await _replace(storage, directory, data, root, save_id)
     if scope.cancelled_caught:

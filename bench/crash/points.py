@@ -92,13 +92,14 @@ class PointedStorage:
         """See :class:`Storage`."""
         return await self._inner.open_data_file(path, readers=readers)
 
-    async def write_file(self, path: Path, data: bytes) -> None:
+    async def write_file(self, path: Path, *parts: bytes) -> None:
         """Within: half of the bytes, no fsync."""
 
         async def half() -> None:
+            data = b"".join(parts)
             path.write_bytes(data[: len(data) // 2])
 
-        await self.run(f"write_file {_role(path)}", lambda: self._inner.write_file(path, data), half)
+        await self.run(f"write_file {_role(path)}", lambda: self._inner.write_file(path, *parts), half)
         if path.name.startswith(PENDING):
             self._last_move = "the mark"
 

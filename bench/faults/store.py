@@ -138,9 +138,9 @@ class FaultStorage:
         call = Call("open_data_file", path)
         return _FaultReadFile(self, await self.run(call, lambda: self._inner.open_data_file(path, readers=readers)))
 
-    async def write_file(self, path: Path, data: bytes) -> None:
+    async def write_file(self, path: Path, *parts: bytes) -> None:
         """Counted."""
-        await self.run(Call("write_file", path), lambda: self._inner.write_file(path, data))
+        await self.run(Call("write_file", path), lambda: self._inner.write_file(path, *parts))
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         """Counted."""
