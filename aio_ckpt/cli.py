@@ -188,7 +188,7 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
 
 
 @commands.command("rescue")
-@click.argument("root", type=_DIRECTORY)
+@click.argument("root", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--shm-path", type=_DIRECTORY, multiple=True, help="Look here, too; the root tells where it was saved.")
 @click.option(
     "--stale-after",

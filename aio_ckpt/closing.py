@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
 
+import anyio
+
 from aio_ckpt.errors import StallError
 from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.progress import follow
@@ -53,6 +55,11 @@ class Closing:
             await asyncio.wrap_future(follow(work))
         self._release()
         self._in_flight.raise_unreported(MAX_CALLS)
+
+    async def leave(self, error: BaseException | None) -> None:
+        """:meth:`finish` at the end of an ``async with`` that ``error`` left, also if a cancel scope around it did."""
+        with second_to(error), anyio.CancelScope(shield=True):
+            await self.finish()
 
     def finish_blocking(self) -> None:
         """:meth:`finish` for a caller without a loop."""

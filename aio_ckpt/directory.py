@@ -8,11 +8,12 @@ names alone (``recover_directory``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError
+from aio_ckpt.errors import AioCkptError, RootError
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, decode_root
 from aio_ckpt.storage import Storage
 
@@ -21,6 +22,7 @@ __all__ = [
     "PENDING",
     "begin_directory",
     "commit_directory",
+    "hold_marks",
     "is_held_by",
     "pending_saves",
     "recover_directory",
@@ -45,6 +47,26 @@ async def begin_directory(storage: Storage, directory: Path, *, save_id: str) ->
 async def pending_saves(storage: Storage, directory: Path) -> list[str]:
     """Ids of the saves whose mark is there."""
     return [name.removeprefix(PENDING) for name in await storage.list_dir(directory) if name.startswith(PENDING)]
+
+
+@contextlib.contextmanager
+def hold_marks(storage: Storage, directory: Path, save_ids: Sequence[str]) -> Iterator[None]:
+    """Nobody mends these saves meanwhile who commits one, and nobody commits one who is being mended.
+
+    Raises:
+        RootError: somebody does, in this process or another.
+    """
+    with contextlib.ExitStack() as held:
+        for save_id in save_ids:
+            try:
+                held.enter_context(storage.lock(directory / f"{PENDING}{save_id}"))
+            except RootError as error:
+                raise RootError(
+                    error.errno,
+                    "another save into this directory is being committed or mended: let one at a time save into it",
+                    str(directory),
+                ) from error
+        yield
 
 
 async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:

@@ -356,8 +356,7 @@ class CheckpointEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        with second_to(error):
-            await self.close()
+        await self._closing.leave(error)
         return False
 
     async def close(self) -> None:

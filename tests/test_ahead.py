@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,11 +166,42 @@ def test_what_can_never_be_read_fails_the_load_with_its_own_error(
     assert caught.value.errno == 5
 
 
-def test_a_file_that_was_cut_short_is_a_mismatch(engine: CheckpointEngine) -> None:
+@pytest.mark.parametrize("nbytes", [0, 1, 4096])
+def test_a_file_that_was_cut_short_is_a_mismatch_and_passed_by(engine: CheckpointEngine, nbytes: int) -> None:
     path = data_file(engine)
-    path.write_bytes(path.read_bytes()[:-4096])
-    with pytest.raises(MismatchError, match=path.name):
+    engine.save({name: value + 1 for name, value in made().items()}).result(TIMEOUT)
+    (newer,) = set(engine.root.glob("step_*/*.distcp")) - {path}
+    newer.write_bytes(newer.read_bytes()[:nbytes])
+    with pytest.raises(MismatchError, match=newer.name):
         load(engine, zeros(), fallback=False)
+    state = zeros()
+    report = load(engine, state)
+    assert [skipped.step for skipped in report.skipped] == [2]
+    check_equal(state)
+
+
+@pytest.mark.parametrize("failing", ["_read_fully", "crc32", "bounce_buffers"])
+def test_a_step_of_the_reading_ahead_that_fails_fails_no_load(
+    engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    place = {"_read_fully": datafile, "crc32": files.isal_zlib, "bounce_buffers": files}[failing]
+    inner = getattr(place, failing)
+    left = [MemoryError("no memory for it")]
+
+    def fails_once(*arguments: object) -> object:
+        if left:
+            raise left.pop()
+        return inner(*arguments)
+
+    if failing == "crc32":
+        fake = SimpleNamespace(crc32=fails_once, crc32_combine=files.isal_zlib.crc32_combine)
+        monkeypatch.setattr(files, "isal_zlib", fake)
+    else:
+        monkeypatch.setattr(place, failing, fails_once)
+    state = zeros()
+    assert load(engine, state).verified
+    assert not left
+    check_equal(state)
 
 
 def test_a_template_that_does_not_match_is_told_and_left_alone(engine: CheckpointEngine, reads: Reads) -> None:

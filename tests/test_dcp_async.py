@@ -207,6 +207,40 @@ def test_a_writer_that_is_turned_elsewhere_while_it_saves_mixes_nothing(tmp_path
         assert_same_state(load(state_of(seed), path), state_of(seed))
 
 
+def test_while_a_save_is_being_committed_no_other_begins_in_its_directory(
+    tmp_path: Path, storage: GatedStorage
+) -> None:
+    path = tmp_path / "a"
+    writer = Writer(path, storage=storage)
+    dcp.save(state_of(1), storage_writer=writer)
+    gate = storage.hold("replace", ".metadata.tmp-*")
+    first = dcp.async_save(state_of(2), storage_writer=writer)
+    gate.wait_reached()
+    storage.release(gate)
+    for other in (writer, Writer(path)):
+        with pytest.raises(dcp.api.CheckpointException, match="another save into this directory is being committed"):
+            dcp.async_save(state_of(3), storage_writer=other).result(TIMEOUT)
+    gate.open()
+    first.result(TIMEOUT)
+    assert_same_state(load(state_of(2), path), state_of(2))
+
+
+def test_of_saves_that_overlap_in_one_directory_none_takes_another_ones_files(tmp_path: Path) -> None:
+    path, held = tmp_path / "a", torch.zeros(200, 200)
+    with Writer(path) as writer:
+        dcp.save({"w": held}, storage_writer=writer)
+        for number in range(10):
+            values = [torch.full_like(held, 2.0 * number + which) for which in (1, 2)]
+            saves = [dcp.async_save({"w": value}, storage_writer=writer) for value in values]
+            errors = [save.exception(TIMEOUT) for save in saves]
+            done = [value for value, error in zip(values, errors, strict=True) if error is None]
+            found = {"w": torch.zeros_like(held)}
+            dcp.load(found, storage_reader=Reader(path))
+            assert any(torch.equal(found["w"], value) for value in done or [held])
+            held = found["w"]
+            assert all("another save" in str(error) for error in errors if error is not None)
+
+
 def test_dcp_takes_our_writer_and_stager_for_stagers() -> None:
     assert isinstance(Writer("x"), StockAsyncStager)
     assert isinstance(AsyncStager(), StockAsyncStager)

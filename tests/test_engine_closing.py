@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from child_python import child_environment, python
@@ -54,6 +55,19 @@ def listing(root: Path) -> list[str]:
 
 
 # -- close ----------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_a_cancel_scope_leaves_is_closed_all_the_same(root: Path) -> None:
+    """Such a scope cancels every wait inside it anew."""
+    with anyio.CancelScope() as scope:
+        async with CheckpointEngine(root) as engine:
+            ticket = engine.save(weights(1))
+            scope.cancel()
+            await anyio.sleep(TIMEOUT)
+    assert scope.cancelled_caught
+    assert ticket.result(TIMEOUT).step == 1
+    async with CheckpointEngine(root) as again:
+        assert (await again.save(weights(2))).step == 2
 
 
 def test_close_finishes_what_is_pending_without_blocking_the_loop(root: Path) -> None:

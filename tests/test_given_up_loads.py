@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, 
         load.cancel()
         for _ in range(10):  # turns of this loop, in which a load that does not wait for its threads would end
             await asyncio.sleep(0)
+            load.cancel()  # as a cancel scope of anyio does
         assert not load.done()
         held.goes_on.set()
         with pytest.raises(asyncio.CancelledError):
@@ -69,6 +71,32 @@ async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, 
         check_is_empty(state)
         assert (await engine.load(state)).step == 1
         assert bool(state["w"].all())
+
+
+def test_a_second_ctrl_c_does_not_leave_a_load_behind(
+    tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, waits = empty_state(), []
+
+    def interrupted(works: Any) -> Any:
+        waits.append(works)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        held.goes_on.set()
+        return wait(works)
+
+    def interrupt() -> None:
+        held.begun.wait(TIMEOUT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(progress, "wait", interrupted)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.load(state)
+        assert held.goes_on.is_set()
+        thread.join(TIMEOUT)
 
 
 def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(

@@ -22,14 +22,24 @@ from aio_ckpt.config import MAX_SECS
 from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.directory import (
+    PENDING,
     begin_directory,
     commit_directory,
+    hold_marks,
     is_held_by,
     pending_saves,
     recover_directory,
     retire_directory,
 )
-from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, tell_stage
+from aio_ckpt.errors import (
+    AioCkptError,
+    PlanChangedError,
+    RootError,
+    SaveCancelledError,
+    StallError,
+    WriteError,
+    tell_stage,
+)
 from aio_ckpt.image import Image, lease_image
 from aio_ckpt.items import WriteResult as Written
 from aio_ckpt.items import check_complete
@@ -48,7 +58,7 @@ from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
 from aio_ckpt.write import ChunkPreparer, write_image
 
-__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "write_rank"]
+__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]
 
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")
 _SETTLE_SECS = 5.0
@@ -88,20 +98,40 @@ class ManifestResult(WriteResult):
 
 
 async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
-    """Leader, before any rank writes: mend what a crash left, mark the new save."""
-    await recover_directory(storage, directory)
-    await begin_directory(storage, directory, save_id=save_id)
-
-
-async def find_save(storage: Storage, directory: Path, save: RankSave) -> RankSave:
-    """The pending save that ``save`` means. DCP's plan cache hands out that of an earlier one, whose mark is gone.
+    """Leader, before any rank writes: mend what a crash left, mark the new save.
 
     Raises:
-        RootError: not one save is pending: the ranks see different directories, or another job saves here.
+        RootError: another save is being committed there, or begins at the same time.
+    """
+    await mend(storage, directory)
+    await begin_directory(storage, directory, save_id=save_id)
+    if await pending_saves(storage, directory) != [save_id]:
+        with contextlib.suppress(OSError):
+            await storage.remove_file(directory / f"{PENDING}{save_id}")
+        raise _overtaken(directory)
+
+
+async def mend(storage: Storage, directory: Path) -> bool:
+    """``recover_directory``, but for a save that is being committed."""
+    if not await storage.exists(directory):
+        return False
+    with hold_marks(storage, directory, await pending_saves(storage, directory)):
+        return await recover_directory(storage, directory)
+
+
+async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_begun: bool) -> RankSave:
+    """The pending save that ``save`` means. DCP's plan cache hands out that of an earlier one, whose mark is gone.
+
+    ``is_begun``: known to be no earlier one.
+
+    Raises:
+        RootError: not one save is pending: the ranks see different directories, or another save has begun here.
     """
     pending = await pending_saves(storage, directory)
     if save.save_id in pending:
         return save
+    if is_begun:
+        raise _overtaken(directory)
     if len(pending) == 1:
         return replace(save, save_id=pending[0])
     raise RootError(
@@ -280,6 +310,8 @@ async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image
     for slot in image.written:
         if not slot.done():
             slot.set_exception(told)
+    if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
+        return  # another save's
     with anyio.move_on_after(_SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
         for name in (save.manifest, save.data_file):
             await storage.remove_file(directory / name)
@@ -314,26 +346,37 @@ async def commit_save(
 
     An error with ``in_doubt`` came after the last rename: the new checkpoint stands, but may not outlive a power loss.
     """
-    if save_id not in await pending_saves(storage, directory):
-        raise RootError(
-            errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
-        )
+    if await pending_saves(storage, directory) != [save_id]:
+        raise _overtaken(directory)
+    data = pickle.dumps(metadata)
+    root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
+    with hold_marks(storage, directory, [save_id]):
+        await _check_manifests(storage, directory, manifests, save_id)
+        with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
+            await _replace(storage, directory, data, root, save_id)
+    if scope.cancelled_caught:
+        stalled = StallError(f"the commit did not end within {timeout_secs} s: {directory} is stalled")
+        stalled.in_doubt = True
+        raise stalled
+
+
+async def _check_manifests(storage: Storage, directory: Path, manifests: Sequence[FileEntry], save_id: str) -> None:
     for rank, entry in enumerate(manifests):
         if not await storage.exists(directory / entry.name):
+            with contextlib.suppress(OSError):  # who mended this save removed its mark, too; holding it made it anew
+                await storage.remove_file(directory / f"{PENDING}{save_id}")
             raise RootError(
                 errno.ENOENT,
                 f"the manifest of rank {rank} is gone: give all ranks one shared directory, and let one job at a time "
                 "save into it",
                 str(directory / entry.name),
             )
-    data = pickle.dumps(metadata)
-    root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
-    with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
-        await _replace(storage, directory, data, root, save_id)
-    if scope.cancelled_caught:
-        stalled = StallError(f"the commit did not end within {timeout_secs} s: {directory} is stalled")
-        stalled.in_doubt = True
-        raise stalled
+
+
+def _overtaken(directory: Path) -> RootError:
+    return RootError(
+        errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
+    )
 
 
 async def _replace(storage: Storage, directory: Path, metadata: bytes, root: bytes, save_id: str) -> None:

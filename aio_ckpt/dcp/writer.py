@@ -22,10 +22,10 @@ from torch.futures import Future
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.datafile import translated
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save, find_save, write_rank
+from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
-from aio_ckpt.directory import ASIDE, recover_directory
+from aio_ckpt.directory import ASIDE
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.manifest import METADATA_FILE
 from aio_ckpt.names import StepNames
@@ -90,8 +90,7 @@ class Writer(Face, StorageWriter, AsyncStager):
             )
         self.path = Path(path)
         self.overwrite = overwrite
-        self.save_id = uuid.uuid4().hex
-        self._is_id_used = False
+        self._fresh_ids: list[str] = []
         self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
         self._transforms = _transforms(_extensions)
 
@@ -101,11 +100,11 @@ class Writer(Face, StorageWriter, AsyncStager):
         """A save begins; into ``checkpoint_id`` if one is given."""
         if checkpoint_id:
             self.path = Path(checkpoint_id)
-        self._is_id_used = True
+        self._fresh_ids.clear()
 
     def storage_meta(self) -> StorageMeta | None:
         """Told to the planner, and stored in ``.metadata``."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._fresh_id())
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError for ``use_collectives=False``: the ranks' parts would never be one checkpoint."""
@@ -129,8 +128,7 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Leader: mend the directory if a crash left it torn, mark the save, tell each rank which part is its own."""
-        save_id, path = self._fresh_id(), self.path.absolute()
-        self._is_id_used = True
+        save_id, path = self._take_id(), self.path.absolute()
         self._begun[save_id] = path
         with self._running() as runtime:
             runtime.portal.call(begin_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs)
@@ -154,8 +152,9 @@ class Writer(Face, StorageWriter, AsyncStager):
                 "each a writer of its own"
             )
         with self._running() as runtime:
+            find = functools.partial(find_save, is_begun=plan.storage_data.save_id in self._begun)
             save: RankSave = runtime.portal.call(
-                find_save, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
+                find, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
             )
             sources = collect_sources(plan, planner, self._transforms, gather_bytes=self._config.gather_bytes)
             results = write_rank(runtime, path, save, sources)
@@ -214,11 +213,21 @@ class Writer(Face, StorageWriter, AsyncStager):
     def synchronize_staging(self) -> None:
         """Nothing: :meth:`stage` returns when everything is copied."""
 
-    def _fresh_id(self) -> str:
-        if self._is_id_used:
-            self.save_id = uuid.uuid4().hex
-            self._is_id_used = False
-        return self.save_id
+    @property
+    def save_id(self) -> str:
+        """Of the save that begins next."""
+        try:
+            return self._fresh_ids[-1]
+        except IndexError:
+            self._fresh_ids.append(uuid.uuid4().hex)
+            return self.save_id
+
+    def _take_id(self) -> str:
+        """One that no other save gets, also of those that overlap."""
+        try:
+            return self._fresh_ids.pop()
+        except IndexError:
+            return uuid.uuid4().hex
 
     def _step(self, path: Path) -> int:
         return StepNames(self._config.step_dir).step(path.name) or 0
@@ -235,7 +244,7 @@ def recover(path: str | os.PathLike[str]) -> bool:
     runtime = Runtime.open(EngineConfig(), None)
     try:
         return runtime.portal.call(
-            recover_directory,
+            mend,
             runtime.storage,
             Path(path).absolute(),
             timeout=runtime.config.stall_timeout_secs,
