@@ -236,10 +236,9 @@ class SaveRound:
                 first = told = await peers.coordinator.failure(self._topic)
                 if told is None:
                     told = await peers.coordinator.abandon(self._topic, cause, stage="write")
-                peers.coordinator.end_call(self._topic)
-                await peers.coordinator.beat()  # nobody may do so for this rank from now on
             except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
                 cause.add_note(f"the other ranks could not be told: {error}")
+        peers.coordinator.end_call(self._topic)  # as the next sign of life says
         may_commit = self.is_told and not peers.is_leader  # the leader has all that it needs
         is_in_doubt = may_commit if told is None else told.in_doubt
         self.is_failed = not is_in_doubt and (peers.is_leader or told is not None)
