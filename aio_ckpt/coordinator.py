@@ -210,7 +210,6 @@ class StoreCoordinator:
 
     async def _word(self, topic: str) -> Word | None:
         """The leader's, if it is out."""
-
         data = await self._ask(functools.partial(_found, key=f"{topic}/out"))
         return msgspec.msgpack.decode(data, type=Word) if data else None
 
