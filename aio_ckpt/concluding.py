@@ -133,7 +133,8 @@ async def _publish(
     if metadata is None:
         save.begin("rendering .metadata")
         spans = site.peers.book.learn(written)
-        template = await run_blocking(site.executor, site.peers.book.template, written)
+        with save.progress.paused():  # seconds for 10,000 ranks, in which no storage is asked for anything
+            template = await run_blocking(site.executor, site.peers.book.template, written)
         metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
         await site.storage.write_file(pending / METADATA_FILE, *metadata.parts)
     save.progress.touch()

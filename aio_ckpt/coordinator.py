@@ -22,7 +22,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError, StallError
-from aio_ckpt.frames import Frame, Patience, Verdict, Word, failure_of, lost, pack, unpack
+from aio_ckpt.frames import (
+    Beat,
+    Failure,
+    Frame,
+    Patience,
+    Verdict,
+    Word,
+    absence,
+    call_of,
+    failure_of,
+    pack,
+    unpack,
+)
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.ranks import Coordinator, Decide, SoloCoordinator
 
@@ -42,6 +54,9 @@ _BEATS = 4
 
 _TOPICS_KEPT = 16
 """A rank may hear of a topic so many topics later; then its keys go."""
+
+_CALLS_TOLD = 16
+"""Each sign of life names the last calls that ended: whoever waits in an older one waits in vain, and unnoticed."""
 
 _STALL_SECS = 600.0
 _CLOSE_SECS = 5.0
@@ -81,8 +96,9 @@ class StoreCoordinator:
         self._name = ""
         self._session = uuid.uuid4().hex[:8]
         self._is_met = False
-        self._has_lost = False
+        self._absent: set[int] = set()
         self._beats = 0
+        self._over: deque[tuple[str, int]] = deque(maxlen=_CALLS_TOLD)
         self._topics: deque[str] = deque()
         self.messages_sent = 0
         """Messages of agreement that this rank sent."""
@@ -111,9 +127,12 @@ class StoreCoordinator:
 
     async def leave(self) -> None:
         """Before the end: the leader stays until all have left, for it may be the host of the store."""
-        if not self._is_met or self._has_lost:
+        if not self._is_met or self.leader in self._absent:
             return
         with contextlib.suppress(AioCkptError):
+            await self.beat(has_left=True)
+            if self._absent:  # which will not leave
+                return
             left = await self._ask(lambda store: store.add("left", 1))
             with anyio.move_on_after(_LEAVE_SECS):
                 while self.rank == self.leader and left < self.world_size:
@@ -131,16 +150,22 @@ class StoreCoordinator:
 
     async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
+        try:
+            return await self.consult(topic, message, decide, stage=stage)
+        except BaseException as error:
+            if self.rank == self.leader:
+                with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
+                    await self.abandon(topic, error, stage=stage)
+            raise
+
+    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
         if self.rank != self.leader:
             await self._send(topic, Frame(self.rank, message))
             return await self._hear(topic, stage)
-        try:
-            verdict = await decide(await self._gather(topic, message, stage))
-        except BaseException as error:
-            with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
-                await self.abandon(topic, error, stage=stage)
-            raise
-        await self._tell(topic, verdict)
+        verdict = await decide(await self._gather(topic, message, stage))
+        with anyio.CancelScope(shield=True):  # the thread would tell it all the same, and this rank not know
+            await self._tell(topic, verdict)
         return verdict.of(self.rank)
 
     async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
@@ -150,28 +175,43 @@ class StoreCoordinator:
         await self._tell(topic, Verdict(common=word))
         return word
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> bool:
+    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
         failure = failure_of(self.rank, stage, error)
+        word = await self._leave_topic(topic, failure)
+        while word is not None and word.then:
+            topic = word.then
+            word = await self._leave_topic(topic, failure)
+        return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+
+    async def _leave_topic(self, topic: str, failure: Failure) -> Word | None:
+        """Give up ``topic`` unless the leader's word is out: what that is, if it came in time."""
+        word = await self._word(topic)
+        if word is not None:
+            return word
         if self.rank == self.leader:
-            word = msgspec.msgpack.encode(Word(b"", failure=failure))
-            await self._ask(lambda store: store.set(f"{topic}/out", word))
-            await self._retire(topic)
-            return True
+            word = Word(b"", failure=failure)
+            data = msgspec.msgpack.encode(word)
+            with anyio.CancelScope(shield=True):
+                await self._ask(lambda store: store.set(f"{topic}/out", data))
+                await self._retire(topic)
+            return word
         await self._send(topic, Frame(self.rank, b"", failure))
+        if self.leader in self._absent:  # it has just been waited for in vain
+            return await self._word(topic)
         with contextlib.suppress(AioCkptError):
-            await self._hear(topic, stage)
-        return await self.failure(topic) is not None
+            return await self._await_word(topic, failure.stage)
+        return None
 
     async def failure(self, topic: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
-
-        def read(store: Store) -> bytes:
-            return bytes(store.get(f"{topic}/out")) if store.check([f"{topic}/out"]) else b""
-
-        data = await self._ask(read)
-        word = msgspec.msgpack.decode(data, type=Word) if data else None
+        word = await self._word(topic)
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+
+    async def _word(self, topic: str) -> Word | None:
+        """The leader's, if it is out."""
+        data = await self._ask(functools.partial(_found, key=f"{topic}/out"))
+        return msgspec.msgpack.decode(data, type=Word) if data else None
 
     async def raise_flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
@@ -181,10 +221,17 @@ class StoreCoordinator:
         """See :class:`Coordinator`."""
         return bool(await self._ask(lambda store: store.check([f"flag/{name}"])))
 
-    async def beat(self) -> None:
+    async def beat(self, *, has_left: bool = False) -> None:
         """See :class:`Coordinator`."""
         self._beats += 1
-        await self._ask(lambda store: store.set(f"alive/{self.rank}", str(self._beats)))
+        data = msgspec.msgpack.encode(Beat(self._beats, tuple(self._over), has_left))
+        await self._ask(lambda store: store.set(f"alive/{self.rank}", data))
+
+    def end_call(self, topic: str) -> None:
+        """See :class:`Coordinator`."""
+        call = call_of(topic)
+        if call is not None:
+            self._over.append(call)
 
     # -- what a rank does -----------------------------------------------------------------------------
 
@@ -201,11 +248,7 @@ class StoreCoordinator:
         self.bytes_sent += len(data)
 
     async def _hear(self, topic: str, stage: str) -> bytes:
-        patience = Patience(self.stall_secs)
-        check = functools.partial(self._check_alive, (self.leader,), patience, topic, stage)
-        await self._look(f"{topic}/out", check)
-        data = await self._ask(lambda store: store.get(f"{topic}/out"))
-        word = msgspec.msgpack.decode(data, type=Word)
+        word = await self._await_word(topic, stage)
         self._is_met = True
         if word.failure is not None:
             raise word.failure.error(topic, self.rank)
@@ -215,6 +258,13 @@ class StoreCoordinator:
             return bytes(data)
         self.bytes_received += len(word.common)
         return word.common
+
+    async def _await_word(self, topic: str, stage: str) -> Word:
+        patience = Patience(self.stall_secs)
+        check = functools.partial(self._check_alive, (self.leader,), patience, topic, stage)
+        await self._look(f"{topic}/out", check)
+        self._absent.discard(self.leader)
+        return msgspec.msgpack.decode(await self._ask(lambda store: store.get(f"{topic}/out")), type=Word)
 
     # -- what the leader does -------------------------------------------------------------------------
 
@@ -234,14 +284,12 @@ class StoreCoordinator:
         if failures:
             raise failures[0].error(topic, self.rank)
         self._is_met = True
+        self._absent.clear()
         by_rank = {frame.rank: frame.body for frame in frames}
         return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
 
     async def _frames(self, topic: str) -> list[Frame]:
-        def read(store: Store) -> bytes:
-            return bytes(store.get(f"{topic}/in")) if store.check([f"{topic}/in"]) else b""
-
-        data = await self._ask(read)
+        data = await self._ask(functools.partial(_found, key=f"{topic}/in"))
         self.bytes_received += len(data)
         return list(unpack(data))
 
@@ -250,7 +298,7 @@ class StoreCoordinator:
             for rank, data in enumerate(verdict.each):
                 if rank != self.rank:
                     store.set(f"{topic}/out/{rank}", data)
-            word = msgspec.msgpack.encode(Word(verdict.common, is_each=bool(verdict.each)))
+            word = msgspec.msgpack.encode(Word(verdict.common, is_each=bool(verdict.each), then=verdict.then))
             store.set(f"{topic}/out", word)
 
         if self.world_size > 1:
@@ -275,27 +323,34 @@ class StoreCoordinator:
         """Look for ``key`` until it is there; a few times in ``stall_secs`` give a sign of life and ``check()``."""
         pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
         due = time.monotonic() + self.stall_secs / _BEATS
-        while not await self._ask(lambda store: store.check([key])):
+        is_there = functools.partial(_has, key=key)
+        while not await self._ask(is_there):
             if time.monotonic() >= due:
                 due = time.monotonic() + self.stall_secs / _BEATS
                 await self.beat()
-                await check()
+                try:
+                    await check()
+                except PeerFailedError:
+                    if await self._ask(is_there):  # whoever has gone since said so before
+                        return
+                    raise
             await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
             pause = min(2 * pause, longest)
 
     async def _check_alive(self, ranks: Sequence[int], patience: Patience, topic: str, stage: str) -> None:
-        """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago."""
+        """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago, or from elsewhere."""
 
         def read(store: Store) -> list[bytes]:
             keys = [f"alive/{rank}" for rank in ranks]
             if store.has_extended_api() and store.check(keys):
                 return [bytes(value) for value in store.multi_get(keys)]
-            return [bytes(store.get(key)) if store.check([key]) else b"" for key in keys]
+            return [_found(store, key=key) for key in keys]
 
-        silent = patience.exhausted(ranks, await self._ask(read)) if ranks else []
-        if silent:
-            self._has_lost = True
-            raise lost(silent, topic, stage, self.stall_secs, "" if self._is_met else self._name)
+        beats = await self._ask(read) if ranks else []
+        error = absence(ranks, beats, patience, topic, stage, "" if self._is_met else self._name)
+        if error is not None:
+            self._absent.add(error.rank)
+            raise error
 
     async def _ask(self, question: Callable[[Store], T]) -> T:
         """Put a question to the store, in its thread."""
@@ -318,6 +373,14 @@ class StoreCoordinator:
                 rank=self.leader,
                 stage="agree",
             ) from error
+
+
+def _has(store: Store, *, key: str) -> bool:
+    return bool(store.check([key]))
+
+
+def _found(store: Store, *, key: str) -> bytes:
+    return bytes(store.get(key)) if store.check([key]) else b""
 
 
 def _take(store: Store, *, key: str) -> bytes:

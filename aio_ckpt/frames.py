@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,19 @@ import msgspec
 
 from aio_ckpt.errors import PeerFailedError
 
-__all__ = ["Failure", "Frame", "Patience", "Verdict", "Word", "failure_of", "lost", "pack", "unpack"]
+__all__ = [
+    "Beat",
+    "Failure",
+    "Frame",
+    "Patience",
+    "Verdict",
+    "Word",
+    "absence",
+    "call_of",
+    "failure_of",
+    "pack",
+    "unpack",
+]
 
 _SHOWN = 5
 
@@ -23,6 +36,8 @@ class Verdict:
     """For every rank."""
     each: tuple[bytes, ...] = ()
     """By rank, instead of ``common``, where the ranks are told different things."""
+    then: str = ""
+    """The topic that follows for every rank: one that leaves after this word leaves that one."""
 
     def of(self, rank: int) -> bytes:
         """What ``rank`` is told."""
@@ -38,11 +53,15 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Where it was."""
     cause: str
     """Type and text of the error."""
+    is_in_doubt: bool = False
+    """Whether what failed may still come to be."""
 
     def error(self, topic: str, here: int) -> PeerFailedError:
         """As an error for rank ``here``."""
         whom = "this rank" if self.rank == here else f"rank {self.rank}"
-        return PeerFailedError(f"{whom} failed in {topic}: {self.cause}", rank=self.rank, stage=self.stage)
+        error = PeerFailedError(f"{whom} failed in {topic}: {self.cause}", rank=self.rank, stage=self.stage)
+        error.in_doubt = self.is_in_doubt
+        return error
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +84,19 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
     """Whether every rank has a value of its own instead."""
     failure: Failure | None = None
     """Why nothing was decided."""
+    then: str = ""
+    """The topic that follows."""
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True):
+    """One sign of life."""
+
+    count: int
+    """Of this rank, from 1."""
+    over: tuple[tuple[str, int], ...] = ()
+    """Calls that ended on it, the last few, as :func:`call_of` names them."""
+    has_left: bool = False
+    """It was the last one: the engine is closed."""
 
 
 def pack(frame: Frame) -> bytes:
@@ -84,10 +116,25 @@ def unpack(data: bytes) -> Iterator[Frame]:
 
 def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
     """What to tell of ``error``, which came to ``rank`` in ``stage`` unless it says otherwise."""
+    is_in_doubt = bool(getattr(error, "in_doubt", False))
     if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
-        return Failure(error.rank, error.stage, str(error))
+        return Failure(error.rank, error.stage, str(error), is_in_doubt)
     stage = getattr(error, "stage", "") or stage
-    return Failure(rank, stage, f"{type(error).__name__}: {error}")
+    # anyio's text of a cancellation is the address of a scope
+    text = "the call was cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
+    return Failure(rank, stage, f"{type(error).__name__}: {text}", is_in_doubt)
+
+
+_NUMBERED_TOGETHER = {"rollback": "save"}
+
+
+def call_of(topic: str) -> tuple[str, int] | None:
+    """The numbered call that ``topic`` is part of, as ``("save", 3)``; None where there is no number.
+
+    A rollback takes its number from the saves: where one rank rolls back and another saves, they never meet.
+    """
+    kind, _, number = topic.partition(",")[0].rpartition(" ")
+    return (_NUMBERED_TOGETHER.get(kind, kind), int(number)) if kind and number.isdecimal() else None
 
 
 class Patience:
@@ -110,8 +157,17 @@ class Patience:
         return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
 
 
-def lost(ranks: Sequence[int], topic: str, stage: str, stall_secs: float, unmet: str) -> PeerFailedError:
-    """The error for ranks that gave no sign of life; ``unmet``: what they may never have opened."""
+def absence(
+    ranks: Sequence[int], beats: Sequence[bytes], patience: Patience, topic: str, stage: str, unmet: str
+) -> PeerFailedError | None:
+    """The error if any of ``ranks`` will not come to ``topic``; ``unmet``: what they may never have opened."""
+    silent = patience.exhausted(ranks, beats)
+    return _elsewhere(ranks, beats, topic, stage) or (
+        _silent(silent, topic, stage, patience.stall_secs, unmet) if silent else None
+    )
+
+
+def _silent(ranks: Sequence[int], topic: str, stage: str, stall_secs: float, unmet: str) -> PeerFailedError:
     names = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     hint = (
         f": each rank must open an engine on {unmet} (a rank that saves alone needs coordinator=SoloCoordinator())"
@@ -121,3 +177,22 @@ def lost(ranks: Sequence[int], topic: str, stage: str, stall_secs: float, unmet:
     return PeerFailedError(
         f"rank {names} gave no sign of life in {topic} for {stall_secs} s{hint}", rank=ranks[0], stage=stage
     )
+
+
+def _elsewhere(ranks: Sequence[int], beats: Sequence[bytes], topic: str, stage: str) -> PeerFailedError | None:
+    """The error if any of ``ranks`` lives, but comes to ``topic`` no more: it ended that call, or its engine.
+
+    Only what a rank says has ended counts: saves, loads and rollbacks may be under way beside each other, and a later
+    one may be ahead of an earlier one.
+    """
+    call = call_of(topic)
+    for rank, data in zip(ranks, beats, strict=True):
+        beat = msgspec.msgpack.decode(data, type=Beat) if data else Beat(0)
+        if call in beat.over:
+            text = "is elsewhere: that call has ended there; every rank must make the same calls in the same order"
+        elif beat.has_left:
+            text = "has closed its engine"
+        else:
+            continue
+        return PeerFailedError(f"rank {rank} does not come to {topic}, it {text}", rank=rank, stage=stage)
+    return None

@@ -103,7 +103,10 @@ class Peers:
 
     async def announce(self, topic: str, word: bytes) -> bytes:
         """What the leader says of ``topic``: there ``word``."""
-        return await self.coordinator.announce(topic, word, stage="agree")
+        try:
+            return await self.coordinator.announce(topic, word, stage="agree")
+        finally:
+            self.coordinator.end_call(topic)
 
     async def met(self) -> None:
         """Return when all have met; raise why they did not."""
@@ -182,7 +185,7 @@ class SaveRound:
         self.is_over = False
         """The leader's last word was heard, or given."""
         self.is_failed = False
-        """It is certain that the save has failed on all ranks: what it wrote may go."""
+        """It is certain that the save has failed on all ranks, and for good: what it wrote may go."""
 
     async def assign(self, planned: Planned) -> Assigned:
         """A miss: what this rank is to write."""
@@ -217,26 +220,31 @@ class SaveRound:
         if not isinstance(word, Committed):
             raise PlanChangedError("the leader planned a save twice")
         self.is_over = True
+        self._peers.coordinator.end_call(self._topic)
         return word
 
     async def end(self, cause: BaseException) -> BaseException:
         """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere."""
         peers = self._peers
-        self.is_failed = peers.is_leader
         if self.is_over or not peers.are_several:
+            self.is_failed = peers.is_leader
             return cause
         first: PeerFailedError | None = None
+        told: PeerFailedError | None = None
         with anyio.CancelScope(shield=True):
             try:
-                first = await peers.coordinator.failure(self._topic)
-                if first is None:
-                    self.is_failed = await peers.coordinator.abandon(self._topic, cause, stage="write")
+                first = told = await peers.coordinator.failure(self._topic)
+                if told is None:
+                    told = await peers.coordinator.abandon(self._topic, cause, stage="write")
             except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
                 cause.add_note(f"the other ranks could not be told: {error}")
-        self.is_failed = self.is_failed or first is not None
-        if not self.is_failed and self.is_told and isinstance(cause, AioCkptError):
-            cause.in_doubt = True  # the leader has all that it needs, and may commit yet
-        if first is None or isinstance(cause, PeerFailedError):
+        peers.coordinator.end_call(self._topic)  # as the next sign of life says
+        may_commit = self.is_told and not peers.is_leader  # the leader has all that it needs
+        is_in_doubt = may_commit if told is None else told.in_doubt
+        self.is_failed = not is_in_doubt and (peers.is_leader or told is not None)
+        if is_in_doubt and isinstance(cause, AioCkptError):
+            cause.in_doubt = True
+        if first is None or peers.is_leader or isinstance(cause, PeerFailedError):
             return cause
         first.__cause__ = cause
         return first
@@ -249,18 +257,14 @@ class SaveRound:
         stage: str,
     ) -> Assigned | Committed:
         message = b"" if report is None else msgspec.msgpack.encode(report)
-        try:
-            word = await self._peers.coordinator.agree(self._topic, message, decide, stage=stage)
-        except BaseException:
-            self.is_over = self._peers.is_leader  # which has told the others
-            raise
-        return decode_word(word)
+        # Who fails in here comes to ``end``, which tells the others why: a cancelled await knows only that it was.
+        return decode_word(await self._peers.coordinator.consult(self._topic, message, decide, stage=stage))
 
     async def _replan(self, reports: Sequence[Planned | Written]) -> Verdict:
         self._peers.book.check(reports)
         self._firsts = reports
         words = await run_blocking(self._executor, self._peers.book.assign, reports)
-        return Verdict(each=tuple(msgspec.msgpack.encode(word) for word in words))
+        return Verdict(each=tuple(msgspec.msgpack.encode(word) for word in words), then=_second(self._topic))
 
     async def _commit(self, messages: tuple[bytes, ...], publish: Publish) -> Verdict:
         written: list[Written] = []

@@ -41,15 +41,27 @@ class Coordinator(Protocol):
         """
         ...
 
+    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """:meth:`agree` for a caller that abandons ``topic`` itself, with a cause that it alone knows.
+
+        On the leader an error, or a cancellation, is told to nobody.
+        """
+        ...
+
     async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
         """What the leader says of ``topic``: its ``word``. It waits for nobody."""
         ...
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> bool:
+    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it.
 
-        Returns when the leader has given it up, too; False if it does not say so in time.
+        Where the leader's word on it is out already, in what follows by that word. Returns what the leader has told of
+        the failure; None if it does not say so in time, or had said the last word.
         """
+        ...
+
+    def end_call(self, topic: str) -> None:
+        """The numbered call that ``topic`` is part of has ended here: whoever waits for this rank in it is told so."""
         ...
 
     async def failure(self, topic: str) -> PeerFailedError | None:
@@ -91,13 +103,20 @@ class SoloCoordinator:
         """Decide alone."""
         return (await decide((message,))).of(0)
 
+    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """Decide alone."""
+        return (await decide((message,))).of(0)
+
     async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
         """Nobody to tell."""
         return word
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> bool:
+    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """Nobody to tell."""
-        return True
+        return None
+
+    def end_call(self, topic: str) -> None:
+        """Nobody waits."""
 
     async def failure(self, topic: str) -> PeerFailedError | None:
         """Nobody told anything."""

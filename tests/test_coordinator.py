@@ -9,13 +9,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import anyio
+import anyio.lowlevel
 import pytest
 import torch.distributed as dist
 from rank_processes import Ranks, ranks
 
-from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
-from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError
-from aio_ckpt.frames import Verdict
+from aio_ckpt.coordinator import _BEATS, SoloCoordinator, StoreCoordinator, default_coordinator
+from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
+from aio_ckpt.frames import Verdict, call_of
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0
@@ -267,6 +269,235 @@ def test_a_dead_leader_is_named_within_the_deadline() -> None:
         two.start(1, lose_leader)
         secs, _ = two.finish(1)
         assert secs < 2 * SHORT_SECS + 2
+
+
+# -- a rank leaves ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def two_here(stall_secs: float) -> AsyncIterator[tuple[StoreCoordinator, StoreCoordinator]]:
+    """Both ranks in this process, where every interleaving can be had."""
+    store = dist.HashStore()
+    both = [StoreCoordinator(store, rank=rank, world_size=2) for rank in range(2)]
+    try:
+        for coordinator in both:
+            await coordinator.open("x", stall_secs=stall_secs)
+        await asyncio.gather(*(coordinator.agree("met", b"", in_order, stage="open") for coordinator in both))
+        yield both[0], both[1]
+    finally:
+        for coordinator in both:
+            coordinator.close()
+
+
+async def then_second(messages: tuple[bytes, ...]) -> Verdict:
+    return Verdict(each=(b"a", b"b"), then="second")
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows(leaving: int) -> None:
+    async def main() -> tuple[float, str]:
+        async with two_here(STALL_SECS) as both:
+            first = (each.agree("first", b"", then_second, stage="agree") for each in both)
+            assert await asyncio.gather(*first) == [b"a", b"b"]
+            began = time.monotonic()
+            # It has not heard the word: what it gives up is "first".
+            leaves = both[leaving].abandon("first", OSError(28, "No space left on device"), stage="write")
+            stays = both[1 - leaving].agree("second", b"", never, stage="agree")
+            told, error = await asyncio.gather(leaves, stays, return_exceptions=True)
+            assert isinstance(told, PeerFailedError)
+            assert isinstance(error, PeerFailedError)
+            assert error.rank == leaving
+            return time.monotonic() - began, str(error)
+
+    secs, text = asyncio.run(main())
+    assert secs < STALL_SECS / _BEATS
+    assert "No space" in text
+
+
+def test_a_word_that_is_out_is_never_taken_back() -> None:
+    async def main() -> None:
+        async with two_here(STALL_SECS) as (leader, other):
+            sent = other.agree("t", b"1", in_order, stage="agree")
+            heard = asyncio.create_task(sent)
+            assert await leader.agree("t", b"0", in_order, stage="agree") == b"0|1"
+            assert await leader.abandon("t", ValueError("late"), stage="agree") is None
+            assert await heard == b"0|1"
+            assert await other.failure("t") is None
+
+    asyncio.run(main())
+
+
+class HeldStoreCoordinator(StoreCoordinator):
+    """The leader's word waits at a gate."""
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
+        super().__init__(store, rank=rank, world_size=world_size)
+        self.reached, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def _tell(self, topic: str, verdict: Verdict) -> None:
+        self.reached.set()
+        await self.gate.wait()
+        await super()._tell(topic, verdict)
+
+
+def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
+    async def main() -> bytes:
+        store = dist.HashStore()
+        leader, other = (HeldStoreCoordinator(store, rank=rank, world_size=2) for rank in range(2))
+        for each in (leader, other):
+            await each.open("x", stall_secs=STALL_SECS)
+        scope = anyio.CancelScope()
+
+        async def lead() -> None:
+            with scope:
+                await leader.consult("t", b"0", in_order, stage="agree")
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(lead)
+                group.start_soon(_open_when_cancelled, leader, scope)
+                return await other.consult("t", b"1", in_order, stage="agree")
+        finally:
+            leader.close()
+            other.close()
+
+    assert asyncio.run(main()) == b"0|1"
+
+
+async def _open_when_cancelled(leader: HeldStoreCoordinator, scope: anyio.CancelScope) -> None:
+    await leader.reached.wait()
+    scope.cancel()
+    await anyio.lowlevel.checkpoint()
+    leader.gate.set()
+
+
+def test_a_cancelled_agreement_is_told_in_words() -> None:
+    async def main() -> str:
+        async with two_here(STALL_SECS) as (leader, other):
+            with anyio.move_on_after(0):
+                await leader.agree("t", b"", never, stage="agree")
+            with pytest.raises(PeerFailedError) as raised:
+                await other.agree("t", b"", never, stage="agree")
+            return str(raised.value)
+
+    assert asyncio.run(main()) == "rank 0 failed in t: CancelledError: the call was cancelled"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_doubt_crosses_the_ranks(failing: int) -> None:
+    async def main() -> None:
+        async with two_here(STALL_SECS) as both:
+            error = WriteError(5, "Input/output error", "root")
+            error.in_doubt = True
+            leaves = both[failing].abandon("t", error, stage="commit")
+            stays = both[1 - failing].agree("t", b"", never, stage="agree")
+            for found in await asyncio.gather(leaves, stays, return_exceptions=True):
+                assert isinstance(found, PeerFailedError)
+                assert found.in_doubt
+
+    asyncio.run(main())
+
+
+# -- a rank is elsewhere ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("topic", "call"),
+    [
+        ("save 3", ("save", 3)),
+        ("save 12, anew planned", ("save", 12)),
+        ("rollback 3", ("save", 3)),
+        ("room 3", ("room", 3)),
+        ("load 2, turn 1", ("load", 2)),
+        ("the preemption", None),
+        ("the opening", None),
+    ],
+)
+def test_the_call_that_a_topic_is_part_of(topic: str, call: tuple[str, int] | None) -> None:
+    assert call_of(topic) == call
+
+
+async def keep_beating(coordinator: StoreCoordinator) -> None:
+    while True:
+        await coordinator.beat()
+        await asyncio.sleep(SHORT_SECS / 10)  # the time that passes is what is tested
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("ended", ["save 5", "rollback 5"])
+def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int, ended: str) -> None:
+    async def main() -> tuple[float, PeerFailedError]:
+        async with two_here(SHORT_SECS) as both:
+            beating = asyncio.create_task(keep_beating(both[1 - waiting]))
+            both[1 - waiting].end_call(ended)
+            began = time.monotonic()
+            with pytest.raises(PeerFailedError) as raised:
+                async with asyncio.timeout(3 * SHORT_SECS):
+                    await both[waiting].agree("save 5, anew planned", b"", never, stage="agree")
+            beating.cancel()
+            return time.monotonic() - began, raised.value
+
+    secs, error = asyncio.run(main())
+    assert secs < SHORT_SECS
+    assert error.rank == 1 - waiting
+    assert "is elsewhere" in str(error)
+
+
+def test_a_later_call_that_ended_first_hurries_nobody() -> None:
+    async def main() -> bytes:
+        async with two_here(SHORT_SECS) as (leader, other):
+            for topic in ("save 6", "save 4", "load 5, turn 2", "the preemption"):
+                other.end_call(topic)
+            waiting = asyncio.create_task(leader.agree("save 5", b"0", in_order, stage="agree"))
+            with anyio.move_on_after(2 * SHORT_SECS):  # the time that passes is what is tested
+                await keep_beating(other)
+            _, found = await asyncio.gather(other.agree("save 5", b"1", in_order, stage="agree"), waiting)
+            return found
+
+    assert asyncio.run(main()) == b"0|1"
+
+
+def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -> None:
+    async def main() -> list[object]:
+        async with two_here(SHORT_SECS) as (leader, other):
+            leader.end_call("rollback 5")  # which the other refused, and so numbers its next save 5
+            ahead = asyncio.create_task(leader.agree("save 6", b"", in_order, stage="agree"))
+            with pytest.raises(PeerFailedError, match="rank 0 does not come to save 5, it is elsewhere"):
+                async with asyncio.timeout(3 * SHORT_SECS):
+                    await other.agree("save 5", b"", in_order, stage="agree")
+            # From here on they are together again.
+            return list(await asyncio.gather(ahead, other.agree("save 6", b"", in_order, stage="agree")))
+
+    assert asyncio.run(main()) == [b"|", b"|"]
+
+
+@pytest.mark.parametrize("closing", [0, 1])
+def test_a_rank_that_has_closed_is_not_waited_for(closing: int) -> None:
+    async def main() -> float:
+        async with two_here(SHORT_SECS) as both:
+            with anyio.move_on_after(SHORT_SECS / _BEATS):  # the leader waits for the others to leave, too
+                await both[closing].leave()
+            began = time.monotonic()
+            with pytest.raises(PeerFailedError, match=f"rank {closing} does not come to t, it has closed its engine"):
+                await both[1 - closing].agree("t", b"", never, stage="agree")
+            return time.monotonic() - began
+
+    assert asyncio.run(main()) < SHORT_SECS
+
+
+def test_a_leader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
+    async def main() -> tuple[float, float]:
+        async with two_here(SHORT_SECS) as (_, other):
+            began = time.monotonic()
+            with pytest.raises(PeerFailedError, match="rank 0 gave no sign of life") as raised:
+                await other.agree("t", b"", never, stage="agree")
+            lost = time.monotonic()
+            assert await other.abandon("t", raised.value, stage="agree") is None
+            return lost - began, time.monotonic() - lost
+
+    waited, left = asyncio.run(main())
+    assert waited >= SHORT_SECS
+    assert left < SHORT_SECS / _BEATS
 
 
 # -- the store --------------------------------------------------------------------------------------
