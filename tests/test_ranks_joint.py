@@ -17,11 +17,12 @@ from gated_storage import TIMEOUT, Call, Gate
 from rank_processes import Ranks, engine_on
 from test_ranks_failing import ActingStorage
 
-from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint
 from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, PeerFailedError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.portal import Executor
+from aio_ckpt.walk import candidates
 
 SECS = 8.0
 """Longer than any wait here that ends by being told."""
@@ -219,20 +220,29 @@ def test_ranks_that_ask_for_different_checkpoints_load_none(
 # -- another one in its place -----------------------------------------------------------------------
 
 
+def look_later(gate: Gate) -> Any:
+    """The load's own look, apart from those of the saves beside it."""
+
+    async def look(*arguments: Any) -> Any:
+        await gate.wait()
+        return await candidates(*arguments)
+
+    return look
+
+
 def load_while_saving(
     rank: int, count: int, root: Path, step: int | None, saved: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[int, float, int]:
     """Rank 1 comes to the checkpoint only after ``saved``, rank 0 has read it before."""
-    with looking_engine(root, **settings) as (engine, storage):
+    with looking_engine(root, **settings) as (engine, _):
         engine.save(state_of(1), step=1).result(SECS)
         dist.barrier()
         state, gate = state_of(0), Gate()
         if rank == 1:
-            gate = storage.hold("list_dir")
+            joint.candidates = look_later(gate)
         load = engine.submit_load(state, step, **OPTIONS)
         if rank == 1:
             gate.wait_reached()
-            storage.release(gate)
         else:
             wait_until(lambda: bool(state["w"].all()))
         dist.barrier()
@@ -242,6 +252,7 @@ def load_while_saving(
         dist.barrier()
         gate.open()
         report = load.result(SECS)
+        joint.candidates = candidates
         dist.barrier()
     return report.step, float(state["w"].min()), state["k"]
 
