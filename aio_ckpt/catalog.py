@@ -66,6 +66,13 @@ class Checkpoint:
     """By rank; empty for plain DCP."""
 
     @property
+    def identity(self) -> str:
+        """The same for the same save on every rank, and no other's."""
+        if self.root is not None:
+            return self.root.save_id
+        return hashlib.blake2b(self.metadata_bytes, digest_size=16).hexdigest()
+
+    @property
     def has_skeleton(self) -> bool:
         """Whether the state's containers are known; else its names are as DCP flattened them."""
         return any(rank.skeleton for rank in self.ranks)

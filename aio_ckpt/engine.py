@@ -31,7 +31,7 @@ from aio_ckpt.portal import Portal
 from aio_ckpt.priority import lower_priority
 from aio_ckpt.progress import Deadline, follow, outcome
 from aio_ckpt.rescue import open_segments, tell_rescuable
-from aio_ckpt.restore import LoadOptions, load_state, read_tree, selection
+from aio_ckpt.restore import load_state, read_tree, selection
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
 from aio_ckpt.staging import check_staging
@@ -262,8 +262,7 @@ class CheckpointEngine:
     ) -> Future[LoadReport]:
         """:meth:`load` for a caller without a loop: its future. Once ``given_up`` is done it ends early."""
         self._portal.check_thread("load()")
-        step = None if step is None else commit.check_step_number(step)
-        return self._portal.submit(load_state, self._site, state, step, LoadOptions(**options), given_up or Future())
+        return self._portal.submit(load_state, self._site, state, step, options, given_up or Future())
 
     async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
         """The nested state of a checkpoint, without a template.

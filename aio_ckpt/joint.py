@@ -4,41 +4,66 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import anyio
 import msgspec
 
 from aio_ckpt import commit
 from aio_ckpt.coordinator import Coordinator
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PeerFailedError,
+    SaveCancelledError,
+)
 from aio_ckpt.frames import Verdict
 from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.pending import Site
 from aio_ckpt.walk import ChangedError, Damage, Walk, candidates, too_many_changes
 
-__all__ = ["newest_good_for_all"]
+__all__ = ["Loaded", "newest_good_for_all", "refuse_for_all"]
 
 T = TypeVar("T")
 _BEATS = 4
 
 
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What became of the checkpoint that all were told to load."""
+class Loaded(Protocol):
+    """A checkpoint that one rank has read and proved."""
 
-    kind: Literal["none yet", "good", "damaged", "changed"]
+    @property
+    def identity(self) -> str:
+        """The same on every rank that read the same save."""
+        ...
+
+    async def put_back(self) -> None:
+        """Set what is set only when all ranks have read it."""
+        ...
+
+
+L = TypeVar("L", bound=Loaded)
+
+
+class _Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has done of what all were told."""
+
+    kind: Literal["none yet", "read", "put back", "damaged", "changed"]
     """``changed``: deleted or replaced meanwhile."""
     text: str = ""
-    """What is damaged."""
+    """``read``: the identity of what was; ``damaged``: of what."""
     is_proven: bool = False
     """Whether it is a mismatch that was read twice."""
+    asked: tuple[int | None, bool] | None = None
+    """``none yet``: step and ``fallback`` of the call."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
     """What the leader tells all."""
 
-    kind: Literal["load", "done", "not found", "damaged"]
-    """``load``: this step; ``done``: it is loaded; else none can be, and why."""
+    kind: Literal["load", "put back", "done", "not found", "damaged"]
+    """``load``: read this step; ``put back``: all have read the same save; ``done``: all have put it back; else none
+    can be loaded, and why."""
     step: int = 0
     """Which."""
     text: str = ""
@@ -52,47 +77,104 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 async def newest_good_for_all(
-    site: Site, step: int | None, use: Callable[[commit.Committed], Awaitable[T]], *, fallback: bool
-) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
-    """As :func:`aio_ckpt.walk.newest_good`, for the same call on every rank.
+    site: Site, name: str, step: int | None, use: Callable[[commit.Committed], Awaitable[L]], *, fallback: bool
+) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
+    """As :func:`aio_ckpt.walk.newest_good`, for the same call on every rank, which all call ``name``.
+
+    What a rank has read is put back only once all have read the same save. A rank that leaves tells the others.
 
     Raises:
-        PeerFailedError: another rank could not load for a reason that is no damage, or is gone.
+        PeerFailedError: another rank could not load for a reason that is no damage, was called with another step or
+            ``fallback``, or is gone.
     """
     coordinator, stall_secs = site.peers.coordinator, site.config.stall_timeout_secs
-    leading = _Leading(site, step, fallback=fallback)
-    walk, own_error = Walk(site=site), None
-    candidate: commit.Committed | None = None
-    value: T | None = None
-    outcome, topic, turn = _Outcome("none yet"), "", 0
-    name = site.peers.next_load()
-    while True:
-        turn, topic = turn + 1, f"{name}, turn {turn + 1}"
-        message = msgspec.msgpack.encode(outcome)
-        word = await coordinator.agree(topic, message, leading.decide, stage="load")
-        order = msgspec.msgpack.decode(word, type=_Order)
-        _take_blame(walk, candidate, outcome, order)
-        if order.kind == "done" and candidate is not None:
-            site.peers.newest = order.newest
-            return candidate, await walk.settle(), value  # type: ignore[return-value]  # it was read
-        if order.kind != "load":
-            raise own_error or _error(order, walk)
-        own_error = None
+    own, leading = _Own(site, use), _Leading(site, step, fallback=fallback)
+    outcome, turn = _Outcome("none yet", asked=(step, fallback)), 1
+    unheard = [_topic(name, turn), _topic(name, turn + 1)]
+    try:
+        while True:
+            message = msgspec.msgpack.encode(outcome)
+            word = await coordinator.agree(unheard[0], message, leading.decide, stage="load")
+            order, turn = msgspec.msgpack.decode(word, type=_Order), turn + 1
+            unheard = [_topic(name, turn)]
+            own.take_blame(order)
+            if order.kind not in ("load", "put back"):
+                unheard = []
+                return await own.end(order)
+            outcome = await _while_beating(coordinator, stall_secs, functools.partial(own.follow, order))
+            unheard.append(_topic(name, turn + 1))
+    except BaseException as error:
+        await _tell(coordinator, unheard, error, stall_secs)
+        if isinstance(error, AioCkptError):
+            error.target_modified = error.target_modified or own.walk.is_modified
+        raise
+
+
+async def refuse_for_all(site: Site, name: str, error: BaseException) -> None:
+    """This rank takes no part in the load called ``name``, so that none does."""
+    await _tell(site.peers.coordinator, (_topic(name, 1),), error, site.config.stall_timeout_secs)
+
+
+def _topic(name: str, turn: int) -> str:
+    return f"{name}, turn {turn}"
+
+
+class _Own(Generic[L]):
+    """This rank's side: it does what all are told."""
+
+    def __init__(self, site: Site, use: Callable[[commit.Committed], Awaitable[L]]) -> None:
+        self.walk = Walk(site=site)
+        self._use = use
+        self._outcome = _Outcome("none yet")
+        self._candidate: commit.Committed | None = None
+        self._loaded: L | None = None
+        self._error: CorruptCheckpointError | None = None
+
+    async def follow(self, order: _Order) -> _Outcome:
+        """Read what is ordered, or put back what was read."""
+        self._error = None
         try:
-            (candidate,) = await candidates(site, order.step)
-            value = await _while_beating(coordinator, stall_secs, functools.partial(walk.use, candidate, use))
-            outcome = _Outcome("good")
+            self._outcome = await self._put_back() if order.kind == "put back" else await self._read(order.step)
         except CorruptCheckpointError as error:
-            own_error = error
-            outcome = _Outcome("damaged", str(error), walk.damaged[-1].is_proven)
+            if order.kind == "put back":
+                raise
+            self._error = error
+            self._outcome = _Outcome("damaged", str(error), self.walk.damaged[-1].is_proven)
         except ChangedError as error:
-            outcome = _Outcome("changed", str(error))
-        except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await _abandon(coordinator, f"{name}, turn {turn + 1}", error)
-            if isinstance(error, AioCkptError):
-                error.target_modified = error.target_modified or walk.is_modified
-            raise
+            self._outcome = _Outcome("changed", str(error))
+        return self._outcome
+
+    async def _read(self, step: int) -> _Outcome:
+        self._candidate = self._loaded = None
+        try:
+            self._candidate = (await candidates(self.walk.site, step))[0]
+        except CheckpointNotFoundError as error:  # retention was faster
+            raise ChangedError(str(error)) from error
+        self._loaded = await self.walk.use(self._candidate, self._use)
+        self.walk.is_modified = True
+        return _Outcome("read", self._loaded.identity)
+
+    async def _put_back(self) -> _Outcome:
+        assert self._loaded is not None, "the leader has this rank's word that it read it"
+        await self._loaded.put_back()
+        return _Outcome("put back")
+
+    def take_blame(self, order: _Order) -> None:
+        """What another rank found wrong is wrong for this one, too."""
+        if order.is_new_look:
+            self.walk.damaged.clear()
+        elif order.blame is not None and self._outcome.kind != "damaged" and self._candidate is not None:
+            error = CorruptCheckpointError(order.blame.text)
+            found = Damage(checkpoint=self._candidate, error=error, is_proven=order.blame.is_proven)
+            self.walk.damaged.append(found)
+
+    async def end(self, order: _Order) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
+        """What was loaded; raises why nothing was."""
+        if order.kind == "done" and self._candidate is not None and self._loaded is not None:
+            self.walk.site.peers.newest = order.newest
+            return self._candidate, await self.walk.settle(), self._loaded
+        kind = CheckpointNotFoundError if order.kind == "not found" else CorruptCheckpointError
+        raise self._error or kind(order.text)
 
 
 class _Leading:
@@ -115,12 +197,16 @@ class _Leading:
 
     async def _order(self, outcomes: Sequence[_Outcome]) -> _Order:
         kinds = {outcome.kind for outcome in outcomes}
-        if kinds == {"good"}:
+        if kinds == {"none yet"}:
+            _check_asked(outcomes)
+        if kinds == {"read"} and len({outcome.text for outcome in outcomes}) == 1:
+            return _Order("put back")
+        if kinds == {"put back"}:
             site = self._site
             committed = await site.quarantine.committed(site.storage, site.root, site.names)
             steps = {checkpoint.step for checkpoint in committed} - self._proven
             return _Order("done", newest=max(steps, default=None))
-        if kinds & {"none yet", "changed"}:
+        if "damaged" not in kinds or "changed" in kinds:  # else read, but not the same save by all
             return await self._look()
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
         blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven)
@@ -153,20 +239,22 @@ class _Leading:
         return msgspec.structs.replace(order, step=self._tried)
 
 
-def _take_blame(walk: Walk, candidate: commit.Committed | None, outcome: _Outcome, order: _Order) -> None:
-    """What another rank found wrong is wrong for this one, too."""
-    if order.is_new_look:
-        walk.damaged.clear()
-    elif order.blame is not None and outcome.kind != "damaged" and candidate is not None:
-        error = CorruptCheckpointError(order.blame.text)
-        walk.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=order.blame.is_proven))
+def _check_asked(outcomes: Sequence[_Outcome]) -> None:
+    first, *others = (outcome.asked for outcome in outcomes)
+    for rank, asked in enumerate(others, 1):
+        if asked != first:
+            raise PeerFailedError(
+                f"rank {rank} loads {_called(asked)} where rank 0 loads {_called(first)}: every rank has to call "
+                "load() as often as the others, with the same step and fallback",
+                rank=rank,
+                stage="load",
+            )
 
 
-def _error(order: _Order, walk: Walk) -> AioCkptError:
-    kind = CheckpointNotFoundError if order.kind == "not found" else CorruptCheckpointError
-    error: AioCkptError = kind(order.text)
-    error.target_modified = walk.is_modified
-    return error
+def _called(asked: tuple[int | None, bool] | None) -> str:
+    step, falls_back = asked or (None, True)
+    which = "the newest checkpoint" if step is None else f"step {step}"
+    return which if falls_back else f"{which} with fallback=False"
 
 
 async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Callable[[], Awaitable[T]]) -> T:
@@ -188,8 +276,19 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
     return result[0]
 
 
-async def _abandon(coordinator: Coordinator, topic: str, error: BaseException) -> None:
-    try:
-        await coordinator.abandon(topic, error, stage="load")
-    except AioCkptError as untold:  # the others learn it by their deadlines
-        error.add_note(f"the other ranks could not be told: {untold}")
+async def _tell(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:
+    """Abandon what the others wait for, or will: the second of ``topics`` if the word of the first was out already."""
+    cause = error if isinstance(error, Exception) else SaveCancelledError("the load was given up")
+    is_leader = coordinator.rank == coordinator.leader
+    with anyio.CancelScope(shield=True):
+        try:
+            for topic in topics:
+                if await coordinator.failure(topic) is not None:
+                    return  # all hear of it there
+                # It is told at once. Whether it was heard in time spares the second topic, and nothing else.
+                with anyio.move_on_after(stall_secs / _BEATS):
+                    is_heard = await coordinator.abandon(topic, cause, stage="load")
+                    if is_heard and not is_leader:  # the leader's own may have come after a word that some have heard
+                        return
+        except AioCkptError as untold:  # the others learn it by their deadlines
+            error.add_note(f"the other ranks could not be told: {untold}")

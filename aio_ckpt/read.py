@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from aio_ckpt.files import Files
 from aio_ckpt.manifest import RootManifest, data_file_name
 from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment
 from aio_ckpt.storage import Storage
 
@@ -52,6 +52,10 @@ class LoadOutcome:
     """Bytes read from data files."""
     verified: bool
     """False if ``verify`` was, or nothing that was read has a sum."""
+    identity: str
+    """Of the checkpoint that was read: another one in its place has another."""
+    put_back: Callable[[], None]
+    """Sets objects and calls every ``load_state_dict``, once; blocks. What that raises has ``target_modified``."""
 
 
 async def load_checkpoint(
@@ -69,7 +73,9 @@ async def load_checkpoint(
     allow_missing: bool,
     trusted: bool,
 ) -> LoadOutcome:
-    """Fill ``state`` in place from the checkpoint at ``path``. ``readers`` reads are in flight.
+    """Fill the tensors of ``state`` in place from the checkpoint at ``path``. ``readers`` reads are in flight.
+
+    The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.catalog.open_checkpoint`.
@@ -108,19 +114,21 @@ async def load_checkpoint(
             draft.add_all(found.tensors, fresh, objects, trusted)
             return draft.plan.segments(readers)
 
-        def put_back() -> None:
+        def decode() -> Callable[[], None]:
             _settle(draft, checkpoint, trusted)
-            _put_back(checkpoint, state, found, draft.values, rank)
+            return made_ready(checkpoint, state, found, draft.values, rank)
 
         segments = await run_blocking(executor, plan)
-        with _target_modified():
+        with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
-            await run_blocking(executor, put_back)
+            put_back = await run_blocking(executor, decode)
     return LoadOutcome(
         missing=found.missing,
         unexpected=found.unexpected,
         bytes_read=fetched.bytes_read + files.bytes_ahead,
         verified=_is_verified(fetched, draft, checkpoint, verify),
+        identity=checkpoint.identity,
+        put_back=put_back,
     )
 
 
@@ -169,7 +177,7 @@ async def read_state(
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
         await run_blocking(executor, _settle, draft, checkpoint, trusted)
     if not checkpoint.has_skeleton:
-        return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
+        return tree.unflatten_dcp(dcp_paths(checkpoint), draft.values)
     return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
 
 
@@ -342,58 +350,3 @@ def _load_by_dcp(checkpoint: Checkpoint, draft: _Draft) -> None:
 def _is_verified(fetched: Fetched, draft: _Draft, checkpoint: Checkpoint, verify: bool) -> bool:
     checked = fetched.sums_checked + (len(draft.undecoded) if checkpoint.root is None else 0)
     return verify and (checked > 0 or not fetched.bytes_read)
-
-
-def _put_back(checkpoint: Checkpoint, state: object, found: Match, values: Mapping[str, object], rank: int) -> None:
-    leaves = {name: values[name] for name in found.objects}
-    for name, kind in found.arrays:
-        tensor = values[name]
-        assert isinstance(tensor, torch.Tensor)
-        leaves[name] = tree.from_tensor(tensor, kind)
-    if leaves:
-        tree.put_back(state, leaves, rank=rank)
-    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
-    for prefix, value, names in found.stateful:
-        if skeleton is not None:
-            value.load_state_dict(tree.build_below(skeleton, prefix, values, rank=rank))
-        else:
-            value.load_state_dict(_plain_below(checkpoint, prefix, {name: values[name] for name in names}, value))
-
-
-@contextmanager
-def _target_modified() -> Iterator[None]:
-    """Marks what is raised inside: the template may hold a mix of old and new values."""
-    try:
-        yield
-    except Exception as error:
-        with suppress(AttributeError):
-            error.target_modified = True  # type: ignore[attr-defined]  # also on what load_state_dict raises
-        raise
-
-
-# -- as DCP flattened it --------------------------------------------------------------------------------
-
-
-def _dcp_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
-    paths = checkpoint.metadata.planner_data
-    if not isinstance(paths, dict) or not all(isinstance(path, tuple) for path in paths.values()):
-        return None
-    return paths
-
-
-def _plain_below(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
-    """The ``state_dict()`` called ``prefix`` as stock DCP flattened it."""
-    paths = _dcp_paths(checkpoint) or {}
-    nested: Any = tree.unflatten_dcp(paths, leaves)
-    name = next(iter(leaves))
-    path = paths.get(name, (name,))
-    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), None)
-    if depth is None:
-        return {name.removeprefix(f"{prefix}."): leaf for name, leaf in leaves.items()}
-    for part in path[:depth]:
-        nested = nested[part]
-    if isinstance(value, torch.optim.Optimizer):
-        # DCP makes every key a str and drops {}; an optimizer finds its state by int.
-        state = nested.get("state", {})
-        nested["state"] = {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
-    return nested

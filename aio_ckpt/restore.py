@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable
+import contextlib
+import functools
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from aio_ckpt.commit import Committed
+import anyio
+
+from aio_ckpt.commit import Committed, check_step_number
 from aio_ckpt.config import check_flag
-from aio_ckpt.errors import (
-    ConfigError,
-    shown,
-)
+from aio_ckpt.errors import AioCkptError, ConfigError, shown
 from aio_ckpt.items import LoadReport
-from aio_ckpt.joint import newest_good_for_all
+from aio_ckpt.joint import newest_good_for_all, refuse_for_all
 from aio_ckpt.pending import Site
+from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.progress import unless_given_up
-from aio_ckpt.read import load_checkpoint, read_state
+from aio_ckpt.read import LoadOutcome, load_checkpoint, read_state
 from aio_ckpt.walk import newest_good
 
 __all__ = ["LoadOptions", "load_state", "read_tree", "selection"]
-
-T = TypeVar("T")
-_log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,52 +42,96 @@ class LoadOptions:
 
 
 async def load_state(
-    site: Site, state: object, step: int | None, options: LoadOptions, given_up: Future[None]
+    site: Site, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
 ) -> LoadReport:
     """Fill ``state`` from ``step``, or from the newest checkpoint that verifies; no longer once ``given_up`` is done.
 
-    However it ends, no thread touches ``state`` any more: whoever gave up may fill it by other means.
+    ``options``: the fields of :class:`LoadOptions`. However it ends, no thread touches ``state`` any more: whoever gave
+    up may fill it by other means.
+
+    Raises:
+        StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
     """
     return await unless_given_up(given_up, lambda: _load(site, state, step, options))
 
 
-async def _load(site: Site, state: object, step: int | None, options: LoadOptions) -> LoadReport:
-    async def fill(candidate: Committed) -> LoadReport:
-        outcome = await load_checkpoint(
-            site.storage,
-            candidate.path,
-            state,
-            step=candidate.step,
-            rank=site.peers.coordinator.rank,
-            world_size=site.peers.coordinator.world_size,
-            executor=site.executor,
-            readers=site.config.workers,
-            verify=site.config.verify == "load",
-            strict=options.strict,
-            allow_missing=options.allow_missing,
-            trusted=site.config.trusted_objects,
-        )
-        return LoadReport(
-            step=0,
-            path=candidate.path,
-            missing=outcome.missing,
-            unexpected=outcome.unexpected,
-            bytes_read=outcome.bytes_read,
-            verified=outcome.verified,
-        )
+async def _load(site: Site, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
+    peers = site.peers
+    name = peers.next_load()  # before anything that may refuse this call here alone: the next call is the others' next
+    try:
+        wanted = None if step is None else check_step_number(step)
+        checked = LoadOptions(**options)
+        await peers.met()
+    except BaseException as error:
+        await _refuse(site, name, error)
+        raise
+    fill = functools.partial(_fill, site, state, checked)
 
-    await site.peers.met()
-    walk = newest_good_for_all if site.peers.are_several else newest_good
-    chosen, skipped, report = await walk(site, step, fill, fallback=options.fallback)
+    async def fill_and_put_back(candidate: Committed) -> _Filled:
+        filled = await fill(candidate)
+        await filled.put_back()
+        return filled
+
+    if peers.are_several:
+        chosen, skipped, filled = await newest_good_for_all(site, name, wanted, fill, fallback=checked.fallback)
+    else:
+        chosen, skipped, filled = await newest_good(site, wanted, fill_and_put_back, fallback=checked.fallback)
     return LoadReport(
         step=chosen.step,
         path=chosen.path,
         skipped=skipped,
-        missing=report.missing,
-        unexpected=report.unexpected,
-        bytes_read=report.bytes_read,
-        verified=report.verified,
+        missing=filled.outcome.missing,
+        unexpected=filled.outcome.unexpected,
+        bytes_read=filled.outcome.bytes_read,
+        verified=filled.outcome.verified,
     )
+
+
+async def _refuse(site: Site, name: str, error: BaseException) -> None:
+    """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
+    if not site.peers.are_several:
+        return
+    with anyio.CancelScope(shield=True):
+        with contextlib.suppress(AioCkptError):
+            await site.peers.met()
+            await refuse_for_all(site, name, error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filled:
+    """A template whose tensors were filled."""
+
+    outcome: LoadOutcome
+    """By what."""
+    executor: Executor
+    """Where objects are set."""
+
+    @property
+    def identity(self) -> str:
+        """Of the checkpoint that was read."""
+        return self.outcome.identity
+
+    async def put_back(self) -> None:
+        """Set the objects and call every ``load_state_dict``."""
+        await run_blocking(self.executor, self.outcome.put_back)
+
+
+async def _fill(site: Site, state: object, options: LoadOptions, candidate: Committed) -> _Filled:
+    outcome = await load_checkpoint(
+        site.storage,
+        candidate.path,
+        state,
+        step=candidate.step,
+        rank=site.peers.coordinator.rank,
+        world_size=site.peers.coordinator.world_size,
+        executor=site.executor,
+        readers=site.config.workers,
+        verify=site.config.verify == "load",
+        strict=options.strict,
+        allow_missing=options.allow_missing,
+        trusted=site.config.trusted_objects,
+    )
+    return _Filled(outcome=outcome, executor=site.executor)
 
 
 def selection(only: Any) -> list[str] | None:

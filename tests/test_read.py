@@ -80,7 +80,9 @@ async def load(storage, path, state, **changed):
         "allow_missing": False,
         "trusted": False,
     }
-    return await load_checkpoint(storage, path, state, step=None, executor=storage._executor, **options | changed)
+    outcome = await load_checkpoint(storage, path, state, step=None, executor=storage._executor, **options | changed)
+    outcome.put_back()
+    return outcome
 
 
 async def read(storage, path, **changed):

@@ -1,0 +1,370 @@
+"""A load that one rank cannot or will not join: no rank waits for ever, none holds another checkpoint than the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gated_storage import TIMEOUT, Call, Gate
+from rank_processes import Ranks, engine_on
+from test_ranks_failing import ActingStorage
+
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint
+from aio_ckpt.coordinator import StoreCoordinator
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, PeerFailedError
+from aio_ckpt.items import LoadReport
+from aio_ckpt.portal import Executor
+from aio_ckpt.walk import candidates
+
+SECS = 8.0
+"""Longer than any wait here that ends by being told."""
+ELEMENTS = 1000
+OPTIONS = {"strict": False, "allow_missing": False, "fallback": True}
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((ELEMENTS,), float(value)), "k": value}
+
+
+def submit(engine: CheckpointEngine, state: object, given_up: Future[None] | None = None) -> Future[LoadReport]:
+    return engine.submit_load(state, None, given_up, **OPTIONS)
+
+
+def told(error: BaseException | None) -> tuple[str, bool]:
+    """Kind of an error, and whether it says that the template was filled."""
+    return type(error).__name__, bool(getattr(error, "target_modified", False))
+
+
+def failure_of(load: Callable[[], object]) -> AioCkptError:
+    with pytest.raises(AioCkptError) as failure:
+        load()
+    return failure.value
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        os.sched_yield()
+
+
+def check_next_load(engine: CheckpointEngine | SyncCheckpointEngine, value: int) -> None:
+    """Every rank calls it: the loads of all still meet."""
+    state = state_of(0)
+    report = engine.load(state) if isinstance(engine, SyncCheckpointEngine) else submit(engine, state).result(SECS)
+    assert report.step == value
+    assert state["k"] == value
+    assert bool((state["w"] == value).all())
+
+
+class LookStorage(ActingStorage):
+    """A look at the root can be held."""
+
+    async def list_dir(self, path: Path) -> list[str]:
+        found = await self.run(Call("list_dir", path), lambda: self._inner.list_dir(path))
+        assert found is not None
+        return found
+
+
+@contextlib.contextmanager
+def looking_engine(root: Path, **settings: Any) -> Iterator[tuple[CheckpointEngine, LookStorage]]:
+    executor = Executor("looking", 4)
+    storage = LookStorage(executor)
+    config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20, **settings)
+    engine = CheckpointEngine(root, config, storage=storage)
+    try:
+        yield engine, storage
+    finally:
+        engine.terminate()
+        executor.close(SECS)
+
+
+# -- given up ---------------------------------------------------------------------------------------
+
+
+def give_up(rank: int, count: int, root: Path, leaving: int, when: str) -> tuple[str, bool]:
+    with looking_engine(root) as (engine, storage):
+        engine.save(state_of(1), step=1).result(SECS)
+        dist.barrier()
+        given_up: Future[None] = Future()
+        if rank != leaving:
+            gate = storage.hold("list_dir")
+            if when == "before the others come":
+                dist.barrier()
+            load = submit(engine, state_of(0))
+            if when == "while the leader looks":
+                gate.wait_reached()  # it has the message of every rank
+                dist.barrier()
+                dist.barrier()
+            gate.open()
+        else:
+            coordinator = engine._site.peers.coordinator
+            assert isinstance(coordinator, StoreCoordinator)
+            sent = coordinator.messages_sent
+            load = submit(engine, state_of(0), given_up)
+            wait_until(lambda: coordinator.messages_sent > sent or rank == 0)  # that it takes part
+            if when == "while the leader looks":
+                dist.barrier()
+            sent = coordinator.messages_sent
+            given_up.set_result(None)
+            wait_until(lambda: coordinator.messages_sent > sent or rank == 0)  # that it leaves
+            dist.barrier()
+        error = load.exception(SECS)
+        check_next_load(engine, 1)
+        dist.barrier()
+        report = engine.save(state_of(2), step=2).result(SECS)
+        assert report is not None
+    return told(error)
+
+
+@pytest.mark.parametrize(
+    ("leaving", "when"), [(1, "before the others come"), (1, "while the leader looks"), (0, "before the others come")]
+)
+def test_a_load_given_up_on_one_rank_ends_on_all_and_the_next_one_works(
+    two: Ranks, tmp_path: Path, leaving: int, when: str
+) -> None:
+    outcomes = two.run(give_up, tmp_path, leaving, when)
+    assert outcomes[leaving] == ("SaveCancelledError", False)
+    assert outcomes[1 - leaving] == ("PeerFailedError", when == "while the leader looks")
+
+
+def give_up_unmet(rank: int, count: int, root: Path) -> tuple[str, bool]:
+    given_up: Future[None] = Future()
+    if rank == 0:
+        dist.barrier()
+    engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20))
+    if rank == 1:
+        load = submit(engine, state_of(0), given_up)
+        given_up.set_result(None)
+        dist.barrier()
+    else:
+        load = submit(engine, state_of(0))
+    error = load.exception(SECS)
+    engine.save(state_of(1), step=1).result(SECS)
+    check_next_load(engine, 1)
+    engine.close_blocking()
+    return told(error)
+
+
+def test_a_load_given_up_before_the_ranks_have_met_ends_on_all(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(give_up_unmet, tmp_path) == [("PeerFailedError", False), ("SaveCancelledError", False)]
+
+
+# -- refused ----------------------------------------------------------------------------------------
+
+
+def load_refused(rank: int, count: int, root: Path, refusing: int, odd: dict[str, Any]) -> str:
+    with engine_on(root, SECS) as engine:
+        engine.save(state_of(1), step=1).result(SECS)
+        state = state_of(0)
+        error = failure_of(lambda: engine.load(state, **(odd if rank == refusing else {})))
+        assert not error.target_modified
+        assert state["k"] == 0
+        check_next_load(engine, 1)
+        check_next_load(engine, 1)
+    if isinstance(error, PeerFailedError):
+        assert error.rank == refusing
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize("odd", [{"strict": 1}, {"step": -1}], ids=["a flag", "a step"])
+def test_a_load_refused_on_one_rank_is_so_on_all_and_the_next_one_works(
+    two: Ranks, tmp_path: Path, refusing: int, odd: dict[str, Any]
+) -> None:
+    outcomes = two.run(load_refused, tmp_path, refusing, odd)
+    own = "ConfigError" if "strict" in odd else "StepOrderError"
+    assert outcomes[refusing].startswith(own)
+    assert outcomes[1 - refusing].startswith("PeerFailedError")
+    assert own in outcomes[1 - refusing]
+
+
+def load_otherwise(rank: int, count: int, root: Path, calls: tuple[dict[str, Any], ...]) -> str:
+    with engine_on(root, SECS) as engine:
+        for step in (1, 2):
+            engine.save(state_of(step), step=step).result(SECS)
+        state = state_of(0)
+        error = failure_of(lambda: engine.load(state, **calls[rank]))
+        assert state["k"] == 0
+        assert not state["w"].any()
+        check_next_load(engine, 2)
+    assert isinstance(error, PeerFailedError)
+    assert error.rank == count - 1
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"step": 2}, "rank 3 loads step 2 where rank 0 loads step 1"),
+        ({"step": None}, "rank 3 loads the newest checkpoint where rank 0 loads step 1"),
+        ({"step": 1, "fallback": False}, "rank 3 loads step 1 with fallback=False where rank 0 loads step 1"),
+    ],
+    ids=["step", "newest", "fallback"],
+)
+def test_ranks_that_ask_for_different_checkpoints_load_none(
+    four: Ranks, tmp_path: Path, other: dict[str, Any], text: str
+) -> None:
+    for found in four.run(load_otherwise, tmp_path, ({"step": 1}, {"step": 1}, {"step": 1}, other)):
+        assert text in found
+
+
+# -- another one in its place -----------------------------------------------------------------------
+
+
+def look_later(gate: Gate) -> Any:
+    """The load's own look, apart from those of the saves beside it."""
+
+    async def look(*arguments: Any) -> Any:
+        await gate.wait()
+        return await candidates(*arguments)
+
+    return look
+
+
+def load_while_saving(
+    rank: int, count: int, root: Path, step: int | None, saved: dict[str, Any], settings: dict[str, Any]
+) -> tuple[int, float, int]:
+    """Rank 1 comes to the checkpoint only after ``saved``, rank 0 has read it before."""
+    with looking_engine(root, **settings) as (engine, _):
+        engine.save(state_of(1), step=1).result(SECS)
+        dist.barrier()
+        state, gate = state_of(0), Gate()
+        if rank == 1:
+            joint.candidates = look_later(gate)
+        load = engine.submit_load(state, step, **OPTIONS)
+        if rank == 1:
+            gate.wait_reached()
+        else:
+            wait_until(lambda: bool(state["w"].all()))
+        dist.barrier()
+        assert state["k"] == 0, "objects are set only once all ranks have read the checkpoint"
+        engine.save(state_of(9), **saved).result(SECS)
+        wait_until(lambda: len(list(root.glob("step_*"))) == 1)
+        dist.barrier()
+        gate.open()
+        report = load.result(SECS)
+        joint.candidates = candidates
+        dist.barrier()
+    return report.step, float(state["w"].min()), state["k"]
+
+
+def test_a_checkpoint_replaced_between_two_ranks_is_loaded_by_both_as_it_is_now(two: Ranks, tmp_path: Path) -> None:
+    found = two.run(load_while_saving, tmp_path, 1, {"step": 1, "overwrite": True}, {})
+    assert found == [(1, 9.0, 9)] * 2
+
+
+def test_a_checkpoint_deleted_between_two_ranks_is_passed_by_for_the_newest(two: Ranks, tmp_path: Path) -> None:
+    found = two.run(load_while_saving, tmp_path, None, {"step": 2}, {"keep_last": 1})
+    assert found == [(2, 9.0, 9)] * 2
+
+
+def load_stock(rank: int, count: int, root: Path) -> int:
+    with engine_on(root, SECS) as engine:
+        if rank == 0:
+            torch.distributed.checkpoint.save(
+                {"w": torch.ones(ELEMENTS), "k": 1}, checkpoint_id=str(root / "step_000000001"), no_dist=True
+            )
+        dist.barrier()
+        check_next_load(engine, 1)
+        with pytest.raises(CheckpointNotFoundError):
+            engine.load(state_of(0), step=7)
+    return rank
+
+
+def test_what_stock_dcp_wrote_is_one_checkpoint_for_all_ranks(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(load_stock, tmp_path) == [0, 1]
+
+
+# -- what is left of a load that failed -------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+def fail_elsewhere(rank: int, count: int, root: Path, how: str) -> tuple[tuple[str, bool], float, int]:
+    with engine_on(root, SECS) as engine:
+        engine.save({"w": PerRank(torch.full((ELEMENTS,), 5.0)), "k": PerRank(5)}, step=1).result(SECS)
+        dist.barrier()
+        template = {"w": PerRank(torch.zeros(ELEMENTS)), "k": PerRank(0)}
+        if rank == 1 and how == "damaged":
+            damage(root / "step_000000001" / "__1_0.distcp")
+        elif rank == 1:
+            template["absent"] = PerRank(1)
+        dist.barrier()
+        error = failure_of(lambda: engine.load(template))
+    return told(error), float(template["w"].value.max()), template["k"].value
+
+
+@pytest.mark.parametrize(("how", "kind"), [("damaged", "CorruptCheckpointError"), ("missing", "PeerFailedError")])
+def test_a_rank_whose_template_was_filled_is_told_so_by_the_error_of_another(
+    two: Ranks, tmp_path: Path, how: str, kind: str
+) -> None:
+    found = two.run(fail_elsewhere, tmp_path, how)[0]
+    assert found == ((kind, True), 5.0, 0), "tensors filled, and said so; objects as they were"
+
+
+class Stateful:
+    """Notes what it was given."""
+
+    def __init__(self, value: int, *, is_odd: bool = False) -> None:
+        self.value = value
+        self.given: list[int] = []
+        self.is_odd = is_odd
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.is_odd:
+            raise ValueError("this rank's will not")
+        self.given.append(state["value"])
+
+
+def fall_back(rank: int, count: int, root: Path) -> tuple[int, int, list[int]]:
+    def made(value: int) -> dict[str, Any]:
+        return {"w": PerRank(torch.full((ELEMENTS,), float(value))), "k": PerRank(value), "s": Stateful(value)}
+
+    with engine_on(root, SECS) as engine:
+        engine.save(made(1), step=1).result(SECS)
+        engine.save({**made(2), "late": PerRank(2)}, step=2).result(SECS)
+        dist.barrier()
+        if rank == 1:
+            damage(root / "step_000000002" / "__1_0.distcp")
+        dist.barrier()
+        template = {**made(0), "late": PerRank(0)}
+        report = engine.load(template, allow_missing=True)
+        assert report.step == 1
+        assert template["k"].value == 1
+        assert len(report.missing) == 1
+    return template["late"].value, int(template["w"].value[0]), template["s"].given
+
+
+def test_objects_of_a_checkpoint_that_another_rank_finds_damaged_are_never_set(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(fall_back, tmp_path) == [(0, 1, [1])] * 2
+
+
+def refuse_state(rank: int, count: int, root: Path) -> tuple[str, bool]:
+    with engine_on(root, SECS) as engine:
+        engine.save({"s": Stateful(1), "w": torch.ones(3)}, step=1).result(SECS)
+        template = {"s": Stateful(0, is_odd=rank == 1), "w": torch.zeros(3)}
+        with pytest.raises((ValueError, PeerFailedError)) as failure:
+            engine.load(template)
+        template = {"s": Stateful(0), "w": torch.zeros(3)}
+        assert engine.load(template).step == 1
+    return told(failure.value)
+
+
+def test_a_load_state_dict_that_raises_on_one_rank_fails_the_load_on_all(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(refuse_state, tmp_path) == [("PeerFailedError", True), ("ValueError", True)]
