@@ -329,7 +329,7 @@ class InFlight:
         """Newest step that is committed or pending."""
         return self.steps.newest(self.pending_steps)
 
-    def claim_step(self, number: int, step: object) -> int | None:
+    def claim_step(self, number: int, step: object) -> int:
         """The step of call ``number``: see :meth:`KnownSteps.claim`."""
         return self.steps.claim(number, step, self.pending_steps)
 

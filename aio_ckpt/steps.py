@@ -72,21 +72,19 @@ class KnownSteps:
         """Newest step committed or ``pending`` here."""
         return _later(self._newest, max(pending, default=None))
 
-    def claim(self, number: int, step: object, pending: Iterable[int]) -> int | None:
+    def claim(self, number: int, step: object, pending: Iterable[int]) -> int:
         """The step that call ``number``, neither skipped nor refused for want of room, is to have on every rank.
 
         Claimed by every such call, one that is refused here, too: another rank may not know of that at its next call.
-        None if ``step`` is no step.
+        A ``step`` that is none (it is refused) counts as not given.
         """
         with self._lock:
             if number in self._claims:
                 return self._claims[number]
             recent = [claimed for call, claimed in self._claims.items() if number - self._window <= call < number]
-            if step is None:
+            if type(step) is not int or step < 0:
                 newest = _later(self.newest(pending), max(recent, default=None))
                 step = commit.check_step(None, newest=newest, committed=(), overwrite=False)
-            if type(step) is not int:
-                return None
             if self._window:
                 kept = {call: claimed for call, claimed in self._claims.items() if call > number - self._window}
                 self._claims = {**kept, number: step}

@@ -224,7 +224,6 @@ class World:
         deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
         call = in_flight.next_number()
         step = in_flight.claim_step(call, max(committed) if overwrite else None)
-        assert step is not None
         in_flight.check_step(step, overwrite=overwrite, read_steps=lambda: committed)
         save = in_flight.enter(
             SaveCall(overwrite=overwrite, metrics={}, deadline=deadline, started=now),
