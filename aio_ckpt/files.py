@@ -16,7 +16,7 @@ import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.device import register_host_memory, unregister_host_memory
-from aio_ckpt.errors import MismatchError, ReadError
+from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import FileEntry
 from aio_ckpt.portal import Executor, run_blocking, run_owned
@@ -88,9 +88,9 @@ class Files:
 
         A large one is left alone. Returns when the reads wait for threads.
         """
-        with suppress(MismatchError, ReadError):  # told by whoever wants the file, if anybody does
+        with suppress(Exception):  # told by whoever wants the file, if anybody does
             await self.measure([name], {})
-            if self.sizes[name] > _AHEAD_BYTES:
+            if not 0 < self.sizes[name] <= _AHEAD_BYTES:
                 return
             ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers)
             for part in ahead.parts:
@@ -101,12 +101,14 @@ class Files:
         try:
             async with self.use(name) as file:
                 part.got = await file.read_into(part.start, part.view)
-        except (MismatchError, ReadError):
+        except Exception as error:  # noqa: BLE001  # whoever wants the part reads it, and fails there
+            _log.debug("%s could not be read ahead: %s", name, error)
             part.got = 0
         finally:
             part.is_done.set()
         if executor is not None:
-            part.crc32 = await run_blocking(executor, isal_zlib.crc32, part.view[: part.got])
+            with suppress(Exception):  # without a sum each block is proven by its own
+                part.crc32 = await run_blocking(executor, isal_zlib.crc32, part.view[: part.got])
 
     @property
     def bytes_ahead(self) -> int:

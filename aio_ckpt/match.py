@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint
@@ -19,6 +20,7 @@ from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchE
 from aio_ckpt.items import LeafKind
 from aio_ckpt.likeness import looks_like
 from aio_ckpt.manifest import rank_manifest_name
+from aio_ckpt.targets import are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
 __all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
 
@@ -121,15 +123,24 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
         row is not None and kind is tensor_kind and (checks[looks[row]](value) or fits(looks[row], value))
         for row, value, kind in zip(rows, cast("list[Any]", template.values), template.kinds, strict=True)
     ]
+    into.small = _targets(rows, template, is_small)
+    is_whole = are_whole(into.small.tensors, into.small.addresses, small.nbytes[into.small.rows])
+    if not is_whole.all():  # the others are told one by one
+        for position in np.flatnonzero(is_small)[~is_whole].tolist():
+            is_small[position] = False
+        into.small = _targets(rows, template, is_small)
+    leaves = zip(template.names, template.values, template.kinds, strict=True)
+    rest = itertools.compress(leaves, map(operator.not_, is_small))
+    return _match_rest(checkpoint, rest, into)
+
+
+def _targets(rows: Sequence[int | None], template: tree.Template, is_small: Sequence[bool]) -> SmallTargets:
     tensors = list(itertools.compress(cast("list[torch.Tensor]", template.values), is_small))
-    into.small = SmallTargets(
+    return SmallTargets(
         np.fromiter(cast("Iterator[int]", itertools.compress(rows, is_small)), np.int64, len(tensors)),
         tensors,
         np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors)),
     )
-    leaves = zip(template.names, template.values, template.kinds, strict=True)
-    rest = itertools.compress(leaves, map(operator.not_, is_small))
-    return _match_rest(checkpoint, rest, into)
 
 
 class _Fitting:
@@ -148,7 +159,8 @@ class _Fitting:
             or dtype.is_complex  # a lazy conjugate, perhaps
             or not value.is_cpu
             or value.layout is not torch.strided
-            or type(value) is DTensor
+            or not has_own_memory(value)
+            or is_lazy(value)
             or value.shape != shape
             or value.stride() != stride
             or value.is_neg()
@@ -188,31 +200,36 @@ def _match_rest(
 
 
 def _overlaps(checkpoint: Checkpoint, found: Match, template: tree.Template) -> list[str]:
-    """Targets that would be written through each other with other values; only contiguous ones are looked at."""
+    """Targets that would be written through each other with other values."""
     if _are_apart(checkpoint.catalog.small, found):
         return []
-    chunks = checkpoint.catalog.chunks
-    tensors: Iterator[tuple[str, Any, LeafKind]] = zip(template.names, template.values, template.kinds, strict=True)
-    spans = sorted(
-        (value.data_ptr(), value.nbytes, name)
-        for name, value, kind in tensors
-        if kind is LeafKind.TENSOR and type(value) is not DTensor and name in chunks and _is_line(value)
-    )
+    small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
+    named = [(name, value) for name, value in zip(template.names, template.values, strict=True) if id(value) in small]
+    named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
+    names, tensors = [name for name, _ in named], cast("list[torch.Tensor]", [tensor for _, tensor in named])
     return [
-        f"{name!r} shares memory with {before!r} in the template, but the checkpoint holds other values for it"
-        for (start, nbytes, before), (begin, length, name) in itertools.pairwise(spans)
-        if begin < start + nbytes
-        and ((begin, length) != (start, nbytes) or not _may_be_equal(chunks[name], chunks[before]))
+        f"{names[later]!r} shares memory with {names[before]!r} in the template, but the checkpoint holds other values "
+        "for it: give it memory of its own, or leave it out"
+        for before, later in overlapping(tensors)
+        if not (
+            _look(tensors[later]) == _look(tensors[before])
+            and _may_be_equal(chunks[names[later]], chunks[names[before]])
+        )
     ]
 
 
 def _are_apart(small: SmallItems, found: Match) -> bool:
-    """Whether no two contiguous targets have a byte in common: all at once, so that chunks need not be made."""
-    others = [tensor for _, tensor in found.tensors if type(tensor) is not DTensor and _is_line(tensor)]
-    starts = np.append(found.small.addresses, np.array([tensor.data_ptr() for tensor in others], np.int64))
-    lengths = np.append(small.nbytes[found.small.rows], np.array([tensor.nbytes for tensor in others], np.int64))
+    """Whether no two targets can have a byte in common: all at once, so that chunks need not be made."""
+    others = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
+    starts = np.append(found.small.addresses, np.array([start for start, _ in others], np.int64))
+    lengths = np.append(small.nbytes[found.small.rows], np.array([nbytes for _, nbytes in others], np.int64))
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     order = np.argsort(starts)
-    return not (starts[order][1:] < (starts + lengths)[order][:-1]).any()
+    return not (starts[order][1:] < np.maximum.accumulate((starts + lengths)[order])[:-1]).any()
+
+
+def _look(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _may_be_equal(one: Chunks, other: Chunks) -> bool:
@@ -223,19 +240,15 @@ def _may_be_equal(one: Chunks, other: Chunks) -> bool:
     )
 
 
-def _is_line(tensor: Any) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and bool(tensor.nbytes) and tensor.is_contiguous()
-
-
 def _tensor_fault(tensor: torch.Tensor, chunks: Chunks) -> str | None:
+    if is_lazy(tensor):
+        return memory_fault(tensor)
     if tensor.dtype is not chunks[0].dtype:
         return f"is {tensor.dtype} in the template and {chunks[0].dtype} in the checkpoint"
     shape = global_shape(chunks)
     if tensor.shape != shape:
         return f"has shape {tuple(tensor.shape)} in the template and {shape} in the checkpoint"
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return f"is a {tensor.device} tensor of layout {tensor.layout} in the template: nothing can be read into it"
-    return None
+    return memory_fault(tensor)
 
 
 def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:

@@ -177,23 +177,31 @@ def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
 
 
 async def outcome(work: Future[T], given_up: Future[None]) -> T:
-    """What ``work`` gives. A cancelled wait sets ``given_up`` and still waits until ``work`` has ended."""
+    """What ``work`` gives. A cancelled wait sets ``given_up`` and still waits until ``work`` has ended.
+
+    Also when it is cancelled again, as a cancel scope of anyio does without end.
+    """
     try:
         await asyncio.wrap_future(follow(work))
     except asyncio.CancelledError:
         given_up.set_result(None)
-        await asyncio.wrap_future(follow(work))
+        with anyio.CancelScope(shield=True):
+            while not work.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wrap_future(follow(work))
         raise
     return work.result()
 
 
 def outcome_blocking(work: Future[T], given_up: Future[None]) -> T:
-    """:func:`outcome` for a caller without a loop; here Ctrl-C gives up."""
+    """:func:`outcome` for a caller without a loop; here Ctrl-C gives up, and once more changes nothing."""
     try:
         return work.result()
     finally:
         given_up.set_result(None)
-        wait([work])
+        while not work.done():
+            with contextlib.suppress(KeyboardInterrupt):
+                wait([work])
 
 
 def follow(future: Future[Any]) -> Future[None]:

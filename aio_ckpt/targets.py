@@ -1,0 +1,111 @@
+"""Targets: whether the memory of a template's tensors is there, and each other's. Pure: nothing is read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from aio_ckpt.manifest import IntArray
+
+__all__ = ["are_whole", "has_own_memory", "memory_fault", "memory_of", "overlapping", "span_of"]
+
+_MAX_WORK = 100_000
+"""Of numpy's exact search for a shared byte; what is harder counts as shared."""
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether its values stand at its address: a subclass that dispatches for itself may keep them elsewhere."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that is written to: a DTensor's local one."""
+    return tensor._local_tensor if type(tensor) is DTensor else tensor
+
+
+def memory_fault(tensor: torch.Tensor) -> str | None:
+    """Why nothing can be read into the memory of a tensor; None if it can."""
+    if is_lazy(tensor):
+        return "has no shape yet in the template: run one forward pass first"
+    tensor = memory_of(tensor)
+    if not has_own_memory(tensor):
+        kind = type(tensor).__name__
+        return f"is a {kind} in the template, whose values need not be in its own memory: give a plain tensor"
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return f"is a {tensor.device} tensor of layout {tensor.layout} in the template: nothing can be read into it"
+    _, extent = span_of(tensor)
+    needed = tensor.storage_offset() * tensor.element_size() + extent
+    if tensor.numel() and (not tensor.data_ptr() or needed > tensor.untyped_storage().nbytes()):
+        return "has a storage that was freed or resized in the template: allocate it first"
+    if _overlaps_itself(tensor):
+        return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
+    return None
+
+
+def are_whole(tensors: Sequence[torch.Tensor], addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:
+    """For dense tensors, which of them have all of their memory: 0.2 us each."""
+    storages, count = list(map(torch.Tensor.untyped_storage, tensors)), len(tensors)
+    available = np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.int64, count)
+    begins = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, count)
+    return np.asarray((nbytes == 0) | ((addresses != 0) & (addresses - begins + nbytes <= available)), np.bool_)
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and length in bytes of the memory between its first and its last element."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), extent * tensor.element_size() if tensor.numel() else 0
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Pairs of positions whose tensors have a byte in common."""
+    spans = sorted((*span_of(tensor), position) for position, tensor in enumerate(tensors))
+    open_spans: list[tuple[int, int]] = []
+    for start, nbytes, position in spans:
+        open_spans = [(stop, other) for stop, other in open_spans if stop > start]
+        for _, other in open_spans:
+            if nbytes and _share_a_byte(tensors[other], tensors[position]):
+                yield other, position
+        open_spans.append((start + nbytes, position))
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return bool(tensor.numel())
+            reach += (size - 1) * step
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What numpy takes for an array. Its memory is never touched: it may be a device's."""
+
+    __array_interface__: dict[str, Any]
+
+
+def _share_a_byte(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return bool(np.shares_memory(_place(one), _place(other), max_work=_MAX_WORK))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _place(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    size = tensor.element_size()
+    interface = {
+        "data": (tensor.data_ptr(), False),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * size for step in tensor.stride()),
+        "typestr": f"|V{size}",
+        "version": 3,
+    }
+    return np.asarray(_Place(interface))

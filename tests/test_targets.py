@@ -1,0 +1,106 @@
+"""A template whose memory is not there, or not each tensor's own, is refused by name before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gated_storage import TIMEOUT
+from torch.testing._internal.two_tensor import TwoTensor
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import TemplateMismatchError
+from aio_ckpt.targets import overlapping
+
+MANY = {f"other.{number}": torch.full((3,), float(number)) for number in range(600)}
+LARGE = 400_000
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        yield engine
+
+
+def check_refused(engine: SyncCheckpointEngine, template: dict[str, Any], match: str) -> None:
+    others = {name: torch.zeros(3) for name in MANY}
+    with pytest.raises(TemplateMismatchError, match=match) as caught:
+        engine.load(template | others)
+    assert not caught.value.target_modified
+    assert not any(value.any() for value in others.values())
+
+
+def shrunk(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+UNFIT: dict[str, tuple[Callable[[int], torch.Tensor], str]] = {
+    "freed": (lambda n: shrunk(torch.zeros(n), 0), "freed or resized"),
+    "short": (lambda n: shrunk(torch.zeros(n), 4), "freed or resized"),
+    "freed, not contiguous": (lambda n: shrunk(torch.zeros(2 * n)[::2], 0), "freed or resized"),
+    "wrapper": (lambda n: TwoTensor(torch.zeros(n), torch.zeros(n)), "TwoTensor.*plain tensor"),
+    "expanded": (lambda n: torch.zeros(1).expand(n), "shares memory with itself"),
+    "lazy": (lambda n: torch.nn.UninitializedParameter(), "no shape yet"),
+}
+
+
+@pytest.mark.parametrize("numel", [10, LARGE])
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_tensor_without_memory_of_its_own_is_refused(engine: SyncCheckpointEngine, kind: str, numel: int) -> None:
+    make, match = UNFIT[kind]
+    engine.save({"t": torch.arange(float(numel))} | MANY).result(TIMEOUT)
+    check_refused(engine, {"t": make(numel)}, f"'t'.*{match}")
+
+
+def test_a_tensor_that_overlaps_itself_is_refused(engine: SyncCheckpointEngine) -> None:
+    engine.save({"t": torch.arange(6.0).reshape(2, 3)} | MANY).result(TIMEOUT)
+    check_refused(engine, {"t": torch.zeros(4).as_strided((2, 3), (1, 1))}, "'t' shares memory with itself")
+
+
+def views() -> dict[str, tuple[Any, Any]]:
+    line, square, array = torch.zeros(12), torch.zeros(6, 6), np.zeros(6, np.float32)
+    shared = torch.zeros(6)
+    return {
+        "the same strided view": (line[::2], line[::2]),
+        "strided views, shifted": (line[:10:2][:5], line[2:12:2]),
+        "columns": (square[:, 0:3], square[:, 2:5]),
+        "a matrix and its transpose": (square, square.t()),
+        "a tensor and its array": (shared, shared.numpy()),
+        "one array": (array, array),
+        "within the other": (line, line[4:6]),
+    }
+
+
+@pytest.mark.parametrize("kind", views())
+def test_tensors_that_share_memory_are_refused_whatever_their_strides(engine: SyncCheckpointEngine, kind: str) -> None:
+    one, other = views()[kind]
+    values = [torch.arange(float(np.prod(view.shape))).reshape(view.shape) for view in (one, other)]
+    stored = [
+        (value + 100 * number).numpy() if isinstance(view, np.ndarray) else value + 100 * number
+        for number, (value, view) in enumerate(zip(values, (one, other), strict=True))
+    ]
+    engine.save({"a": stored[0], "b": stored[1]} | MANY).result(TIMEOUT)
+    check_refused(engine, {"a": one, "b": other}, "'(a|b)' shares memory with '(a|b)'")
+
+
+def test_views_side_by_side_and_tied_views_are_filled(engine: SyncCheckpointEngine) -> None:
+    line, square = torch.zeros(12), torch.zeros(4, 4)
+    state = {"even": line[::2], "odd": line[1::2], "left": square[:, :2], "right": square[:, 2:], "tied": line[1::2]}
+    saved = {name: torch.rand(value.shape) for name, value in state.items()}
+    saved["tied"] = saved["odd"]
+    engine.save(saved).result(TIMEOUT)
+    engine.load(state)
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
+
+
+def test_every_pair_that_shares_a_byte_is_told_once() -> None:
+    line = torch.zeros(100)
+    tensors = [line[90:], line[:50], line[10:20], line[15:25], line[0:0], line[40:95:5], torch.zeros(3)]
+    found = {tuple(sorted(pair)) for pair in overlapping(tensors)}
+    assert found == {(1, 2), (1, 3), (2, 3), (1, 5), (0, 5)}
+    assert len(list(overlapping(tensors))) == len(found)
