@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import signal
-import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from typing import Literal, Self
 
 from aio_ckpt import commit
 from aio_ckpt.closing import Closing, second_to
-from aio_ckpt.config import EngineConfig, check_flag, check_kind
+from aio_ckpt.config import EngineConfig, check_kind
 from aio_ckpt.coordinator import Coordinator, default_coordinator
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.items import LoadReport
@@ -29,16 +28,14 @@ from aio_ckpt.peers import Peers
 from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.portal import Portal
 from aio_ckpt.priority import lower_priority
-from aio_ckpt.progress import Deadline, follow, outcome
+from aio_ckpt.progress import follow, outcome
 from aio_ckpt.rescue import open_segments, tell_rescuable
 from aio_ckpt.restore import load_state, read_tree, selection
-from aio_ckpt.retention import check_metrics
 from aio_ckpt.saver import Saver
 from aio_ckpt.staging import check_staging
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import Milestone, SaveTicket
-from aio_ckpt.tracing import NO_TRACE, TraceFile
 
 __all__ = ["CheckpointEngine"]
 
@@ -150,17 +147,7 @@ class CheckpointEngine:
             StallError: ``deadline_secs`` passed before everything was captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
-        started, deadline = time.perf_counter(), Deadline.after(deadline_secs)
-        self._portal.check_thread("save()")
-        check_flag("overwrite", overwrite)
-        step = None if step is None else commit.check_step_number(step)
-        call = SaveCall(
-            overwrite=overwrite,
-            metrics=check_metrics(metrics),
-            deadline=deadline,
-            started=started,
-            trace=NO_TRACE if trace is None else TraceFile(trace),
-        )
+        call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
         return self._saver.save(state, step, call)
 
     def prepare(self, state: object) -> Milestone[None]:

@@ -6,14 +6,13 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from aio_ckpt import commit
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.errors import BusyError, EngineClosedError, SaveCancelledError, StallError, tell_stage
+from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError, tell_stage
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
 from aio_ckpt.items import SaveReport
@@ -25,11 +24,14 @@ from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
 from aio_ckpt.shadow import Shadows
 from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
+from aio_ckpt.steps import KnownSteps
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["MAX_CALLS", "InFlight"]
+__all__ = ["CALL_STAGE", "MAX_CALLS", "InFlight"]
 
 _log = logging.getLogger("aio_ckpt")
+CALL_STAGE = "capture"
+"""Stage of what ``save()`` itself raises."""
 MAX_CALLS = sys.maxsize
 """Beyond the number of any call."""
 
@@ -57,6 +59,7 @@ class InFlight:
         self._copiers = Copiers(shadows=Shadows(site.config.device_copy_bytes))
         self.guards = Guards(on_step=site.throttle.guarded_step)
         self._max = site.config.max_in_flight
+        self.steps = KnownSteps(site.quarantine, max_in_flight=self._max, are_several=site.peers.are_several)
         self._on_failure = site.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
@@ -65,11 +68,6 @@ class InFlight:
         self._calls = 0
         self._pending: list[PendingSave] = []
         self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
-        self._latest: list[int] = []  # steps of the saves of which another rank may not know how they ended
-        self._newest: int | None = None
-        self._newest_since_read: int | None = None
-        self._knows_steps = False
-        self._times_condemned = 0
         self._is_closing = False
 
     # -- room -----------------------------------------------------------------------------------------
@@ -201,8 +199,6 @@ class InFlight:
         except BaseException:
             image.lease.close()
             raise
-        if self._site.peers.are_several:
-            self._latest = [*self._latest, step][1 - self._max :] if self._max > 1 else []
         return save
 
     def next_number(self) -> int:
@@ -280,7 +276,7 @@ class InFlight:
         # Ctrl-C is raised by save() and only there: the pipeline and later saves hear of a cancelled save.
         interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
         cause = error if isinstance(error, Exception) else interrupted
-        tell_stage(cause, "capture")
+        tell_stage(cause, CALL_STAGE)
         try:
             self._portal.call(self._stop, save, cause, timeout=timeout_secs, what="save()")
         except (EngineClosedError, StallError):  # no pipeline runs any more
@@ -310,12 +306,8 @@ class InFlight:
         self._on_settled(save.step, error)
         with self._lock:
             self._pending = [other for other in self._pending if other is not save]
-            if error is None:
-                self._newest = _later(self._newest, save.step)
-                self._newest_since_read = _later(self._newest_since_read, save.step)
-            else:
-                self._knows_steps = False  # a commit that stalled may have become visible: look again
-            if error is not None and not is_cancelled:
+            self.steps.settle(save.step, is_committed=error is None)
+            if error is not None and not is_cancelled and not _was_raised_elsewhere(error):
                 self._unreported.append((save.number, save.ticket))
             self._changed.notify_all()
         save.settled.set_result(None)
@@ -328,45 +320,22 @@ class InFlight:
     # -- steps ----------------------------------------------------------------------------------------
 
     @property
-    def knows_steps(self) -> bool:
-        """Whether the committed steps were read from the disk, and no load found one damaged since."""
-        return self._knows_steps and self._times_condemned == self._site.quarantine.times_condemned
-
-    def forget_steps(self) -> None:
-        """The steps on the disk are about to change: the next save reads them anew."""
-        self._knows_steps = False
-
-    def learn_steps(self, read_steps: Callable[[], Iterable[int]]) -> None:
-        """Take over the newest step on the disk, or what is committed while the disk is read."""
-        try:
-            with self._lock:
-                self._newest_since_read = None
-                self._knows_steps = True
-                self._times_condemned = self._site.quarantine.times_condemned
-            found = max(read_steps(), default=None)
-        except BaseException:
-            self._knows_steps = False
-            raise
-        with self._lock:
-            self._newest = _later(self._newest_since_read, found)
+    def pending_steps(self) -> list[int]:
+        """Steps of the saves not settled."""
+        return [save.step for save in self.pending]
 
     @property
     def newest_step(self) -> int | None:
-        """Newest committed step, or one that may still be for all that the other ranks know."""
-        with self._lock:
-            steps = [save.step for save in self._pending]
-            return _later(self._newest, max([*steps, *self._latest], default=None))
+        """Newest step that is committed or pending."""
+        return self.steps.newest(self.pending_steps)
 
-    def next_step(self, step: object, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
-        """The step of a save that enters now. Only the newest is remembered: an older one is looked up on the disk.
+    def claim_step(self, number: int, step: object) -> int:
+        """The step of call ``number``: see :meth:`KnownSteps.claim`."""
+        return self.steps.claim(number, step, self.pending_steps)
 
-        Raises:
-            StepOrderError: see :func:`aio_ckpt.commit.check_step`.
-        """
-        newest = self.newest_step
-        is_behind = type(step) is int and newest is not None and step <= newest
-        committed = read_steps() if is_behind else ()
-        return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
+    def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
+        """``step`` if a save of it may enter now, else StepOrderError."""
+        return self.steps.check(step, self.pending_steps, overwrite=overwrite, read=read_steps)
 
     # -- failures -------------------------------------------------------------------------------------
 
@@ -387,8 +356,9 @@ class InFlight:
                 raise error
 
 
-def _later(a: int | None, b: int | None) -> int | None:
-    return b if a is None or (b is not None and b > a) else a
+def _was_raised_elsewhere(error: BaseException) -> bool:
+    """Whether ``save()`` raised it on another rank: raised once more, here, it would be news again there, and so on."""
+    return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
 
 
 def failed(error: BaseException) -> Future[Any]:

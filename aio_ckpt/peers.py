@@ -108,6 +108,26 @@ class Peers:
         finally:
             self.coordinator.end_call(topic)
 
+    async def may_roll_back(self, topic: str, step: int, is_busy: bool) -> str:
+        """Which ranks have saves pending: none may go back then. Empty: all may.
+
+        Raises:
+            PeerFailedError: not all ranks go back, or not to one step.
+        """
+
+        async def decide(messages: tuple[bytes, ...]) -> Verdict:
+            asked = [msgspec.msgpack.decode(message, type=tuple[int, bool]) for message in messages]
+            for rank, (other, _) in enumerate(asked):
+                if other != step:
+                    text = (
+                        f"rank {rank} calls rollback({other}) where rank {self.coordinator.rank} calls rollback({step})"
+                    )
+                    raise PeerFailedError(f"{text}: give the same step on every rank", rank=rank, stage="agree")
+            return Verdict(common=", ".join(str(rank) for rank, (_, busy) in enumerate(asked) if busy).encode())
+
+        message = msgspec.msgpack.encode((step, is_busy))
+        return (await self.coordinator.agree(topic, message, decide, stage="agree")).decode()
+
     async def met(self) -> None:
         """Return when all have met; raise why they did not."""
         if not self.opened.done():

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
 
-from aio_ckpt import owner
-from aio_ckpt.config import EngineConfig
+from aio_ckpt import commit, owner
+from aio_ckpt.config import EngineConfig, check_flag
 from aio_ckpt.copies import Mark
 from aio_ckpt.image import Image
 from aio_ckpt.names import StepNames
 from aio_ckpt.peers import Peers, SaveRound
 from aio_ckpt.plan import Plan
 from aio_ckpt.portal import Executor
-from aio_ckpt.progress import CaptureProgress, Deadline, Threads
+from aio_ckpt.progress import NO_DEADLINE, CaptureProgress, Deadline, Threads
 from aio_ckpt.quarantine import Quarantine
+from aio_ckpt.retention import check_metrics
 from aio_ckpt.segment import SegmentDirectory
 from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import SaveTicket
-from aio_ckpt.tracing import NO_TRACE, SaveTrace
+from aio_ckpt.tracing import NO_TRACE, SaveTrace, TraceFile
 
 __all__ = ["PendingSave", "SaveCall", "Site", "pending_of", "save_id_of"]
 
@@ -74,6 +76,39 @@ class SaveCall:
     """``time.perf_counter`` at the call."""
     trace: SaveTrace = NO_TRACE
     """Told where the time goes."""
+    refuse: Callable[[], SaveCall] | None = None
+    """Raises why the call is refused, if it is: the other ranks are told first, under the number of the call."""
+
+    @classmethod
+    def of(
+        cls,
+        step: object,
+        *,
+        overwrite: bool,
+        deadline_secs: float | None,
+        metrics: Mapping[str, object] | None,
+        trace: str | os.PathLike[str] | None,
+    ) -> SaveCall:
+        """What ``save()`` was called with just now. Raises nothing: a refusal is kept, without its traceback."""
+        started, began = time.perf_counter(), time.monotonic()
+
+        def checked() -> SaveCall:
+            deadline = replace(Deadline.after(deadline_secs), began=began)
+            check_flag("overwrite", overwrite)
+            if step is not None:
+                commit.check_step_number(step)
+            return cls(
+                overwrite=overwrite,
+                metrics=check_metrics(metrics),
+                deadline=deadline,
+                started=started,
+                trace=NO_TRACE if trace is None else TraceFile(trace),
+            )
+
+        try:
+            return checked()
+        except Exception:  # noqa: BLE001 - it is raised by ``refuse``
+            return cls(overwrite=False, metrics={}, deadline=NO_DEADLINE, started=started, refuse=checked)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,9 +15,9 @@ import msgspec
 from aio_ckpt import commit, tree
 from aio_ckpt.agreement import Planned
 from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import BusyError, EngineClosedError, StallError
+from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.image import Image, arena_spec, lease_image
-from aio_ckpt.inflight import MAX_CALLS, InFlight
+from aio_ckpt.inflight import CALL_STAGE, MAX_CALLS, InFlight
 from aio_ckpt.keeper import RootKeeper
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.narrowing import narrowed_objects
@@ -92,14 +92,20 @@ class Saver:
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
+        self._portal.check_thread("save()")
         with call.trace.span("save()", CALLER), self._lock:
             number = self.in_flight.next_number()
             self._must_announce = self._site.peers.is_leader and self._site.config.when_busy != "wait"
             agreement = self.in_flight.round(f"save {number}")
             try:
+                if call.refuse is not None and not self._site.peers.are_several:
+                    call = call.refuse()
                 self._await_met(call.deadline)
                 return self._save(state, step, call, number, agreement)
             except BaseException as error:
+                if not isinstance(error, BusyError):  # which all ranks raise
+                    with contextlib.suppress(StepOrderError):
+                        self.in_flight.claim_step(number, step)
                 self._tell(agreement, error)
                 if self._must_announce:
                     self._tell(self.in_flight.round(_room(number)), error)
@@ -112,10 +118,13 @@ class Saver:
         with trace.span("wait for room", CALLER):
             waited_secs = self._make_room(step, number, deadline)
         with trace.span("read the steps", CALLER):
-            if not in_flight.knows_steps:
-                in_flight.learn_steps(functools.partial(self._known_steps, deadline))
+            if not in_flight.steps.are_known:
+                in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+        if call.refuse is not None:  # behind the wait, which ends alike on all ranks: this call is refused on all
+            call = call.refuse()
         read_steps = functools.partial(self._keeper.steps, deadline)
-        in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        if step is not None:
+            in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if waited_secs is None:
             skipped_step = (in_flight.newest_step or 0) if step is None else step
             return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
@@ -127,8 +136,11 @@ class Saver:
             objects = self._encoder.encode(planned.objects)
         with trace.span("open the root", CALLER):
             if self._site.peers.is_leader:
-                self._keeper.become_writer(in_flight.learn_steps, deadline)
-            step = in_flight.next_step(step, overwrite=call.overwrite, read_steps=read_steps)
+                self._keeper.become_writer(in_flight.steps.learn, deadline)
+            claimed = in_flight.claim_step(number, step)
+            if step is not None:
+                in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            step = claimed
         if self._is_too_large(planned, objects):
             with trace.span("agree before the capture", CALLER):
                 planned, objects = self._narrow_first(planned, objects, step, agreement)
@@ -193,7 +205,9 @@ class Saver:
         peers = self._site.peers
         if peers.is_leader:
             return self._keeper.steps(deadline)
-        return [] if peers.newest is None else [peers.newest]
+        told = [] if peers.newest is None else [peers.newest]
+        # Elsewhere the disk may be seen late (NFS): looked at only where it may show what was never told.
+        return [*told, *self._keeper.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
 
     def _await_met(self, deadline: Deadline) -> None:
         opened, limit_secs = self._site.peers.opened, 2 * self._site.config.stall_timeout_secs
@@ -206,9 +220,14 @@ class Saver:
 
     def _tell(self, agreement: SaveRound, error: BaseException) -> None:
         """A call is about to raise: the other ranks must not wait for this one."""
-        if self._site.peers.are_several:
-            with contextlib.suppress(EngineClosedError):
-                self._portal.submit(agreement.end, error)
+        peers = self._site.peers
+        if not peers.are_several:
+            return
+        told = PeerFailedError(f"{type(error).__name__}: {error}", rank=peers.coordinator.rank, stage=CALL_STAGE)
+        if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
+            told = PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE)
+        with contextlib.suppress(EngineClosedError):
+            self._portal.submit(agreement.end, told)
 
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
@@ -220,7 +239,7 @@ class Saver:
             objects = self._encoder.encode(planned.objects)
             spec = self._spec(planned.plan, objects)
             if self._site.peers.is_leader:
-                self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
+                self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
             self.in_flight.prepare_buffers(planned.plan)
             mapped = self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
@@ -228,31 +247,40 @@ class Saver:
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
         self._portal.check_thread("rollback()")
-        step = commit.check_step_number(step)
         with self._lock:
+            if self._site.peers.are_several:
+                return self._roll_back_together(step, self.in_flight.next_number())
+            commit.check_step_number(step)
             if self.in_flight.pending:
-                raise BusyError(f"rollback({step}): saves are pending; await their tickets first")
-            if not self._site.peers.are_several:
-                return self._roll_back(step)
-            return self._roll_back_together(step, self.in_flight.next_number())
+                raise BusyError(_busy(step, "saves"))
+            return self._roll_back(step)
 
     def _roll_back(self, step: int) -> list[int]:
-        self._keeper.become_writer(self.in_flight.learn_steps, NO_DEADLINE)
-        self.in_flight.forget_steps()  # one that fails midway has renamed some
+        self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+        self.in_flight.steps.forget()  # one that fails midway has renamed some
         return self._keeper.rollback(step)
 
     def _roll_back_together(self, step: int, number: int) -> list[int]:
-        """The leader goes back, the others wait for it."""
-        peers, topic = self._site.peers, f"rollback {number}"
-        stall_secs = self._site.config.stall_timeout_secs
+        """All agree that they may, then the leader goes back and the others wait for it."""
+        peers, asked, done = self._site.peers, f"rollback {number}", f"rollback {number}, agreed"
+        timeout_secs, topic = 2 * peers.stall_secs, asked
         try:
             self._await_met(NO_DEADLINE)
-            gone = self._roll_back(step) if peers.is_leader else []
-            word = self._portal.call(peers.announce, topic, msgspec.msgpack.encode(gone), timeout=2 * stall_secs)
+            commit.check_step_number(step)
+            is_busy = bool(self.in_flight.pending)
+            busy = self._portal.call(peers.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()")
+            topic = done
+            gone = self._roll_back(step) if peers.is_leader and not busy else []
+            word = self._portal.call(peers.announce, done, msgspec.msgpack.encode(gone), timeout=timeout_secs)
         except BaseException as error:
             self._tell(self.in_flight.round(topic), error)
+            if topic == asked and peers.is_leader:  # its word may be out, and the others wait for the next
+                self._tell(self.in_flight.round(done), error)
             raise
-        self.in_flight.forget_steps()
+        if busy:
+            raise BusyError(_busy(step, f"saves of rank {busy}"))
+        self.in_flight.steps.forget()
+        self.in_flight.steps.may_lack_newest = False
         peers.newest = step
         return msgspec.msgpack.decode(word, type=list[int])
 
@@ -354,6 +382,10 @@ def _log_failure(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
+
+
+def _busy(step: int, whose: str) -> str:
+    return f"rollback({step}): {whose} are pending; await their tickets first"
 
 
 def _room(number: int) -> str:

@@ -202,13 +202,13 @@ class World:
             await self._check_disk(self.disk.copy(), "at the end")
 
     async def _learn(self, in_flight: InFlight) -> None:
-        while not in_flight.knows_steps:
+        while not in_flight.steps.are_known:
             try:
                 with anyio.fail_after(_STALL_SECS):
                     found = await commit.discover(self.storage, _ROOT, self.site.names)
             except (OSError, TimeoutError):
                 continue
-            in_flight.learn_steps(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
+            in_flight.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
 
     def _save(self, in_flight: InFlight, number: int) -> Attempt:
         rng, now = self.rng, self.loop.time()
@@ -222,15 +222,16 @@ class World:
             planned, len(objects.region), self.lifetime, "pageable", timeout_secs=_STALL_SECS, limit_secs=_STALL_SECS
         )
         deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
+        call = in_flight.next_number()
+        step = in_flight.claim_step(call, max(committed) if overwrite else None)
+        in_flight.check_step(step, overwrite=overwrite, read_steps=lambda: committed)
         save = in_flight.enter(
             SaveCall(overwrite=overwrite, metrics={}, deadline=deadline, started=now),
             planned,
             objects,
             image,
-            step=in_flight.next_step(
-                max(committed) if overwrite else None, overwrite=overwrite, read_steps=lambda: committed
-            ),
-            number=in_flight.next_number(),
+            step=step,
+            number=call,
             agreement=in_flight.round("save"),
             requested=flat.names,
             waited_secs=0.0,

@@ -148,7 +148,7 @@ def refuse_once(rank: int, count: int, root: Path) -> list[str]:
 
 
 def test_a_state_that_one_rank_refuses_is_saved_by_none_and_the_next_one_is(two: Ranks, tmp_path: Path) -> None:
-    assert two.run(refuse_once, tmp_path) == [["saved", "1 write True", "saved"], ["saved", "refused", "saved"]]
+    assert two.run(refuse_once, tmp_path) == [["saved", "1 capture True", "saved"], ["saved", "refused", "saved"]]
 
 
 def save_another_step(rank: int, count: int, root: Path) -> str:
