@@ -108,6 +108,8 @@ async def newest_good_for_all(
         if isinstance(error, AioCkptError):
             error.target_modified = error.target_modified or own.walk.is_modified
         raise
+    finally:
+        coordinator.end_call(name)  # whoever still waits for this rank hears that it is elsewhere
 
 
 async def refuse_for_all(site: Site, name: str, error: BaseException) -> None:
