@@ -116,9 +116,9 @@ class CancelsLast(SoloCoordinator):
 
     engine: CheckpointEngine
 
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         self.accepted = cancel_now(self.engine)
-        return await super().agree(topic, message, decide, stage=stage)
+        return await super().consult(topic, message, decide, stage=stage)
 
 
 def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ class RecordingCoordinator(SoloCoordinator):
     def __init__(self) -> None:
         self.exchanges: list[tuple[str, str]] = []
 
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         self.exchanges.append((topic, threading.current_thread().name))
-        return await super().agree(topic, message, decide, stage=stage)
+        return await super().consult(topic, message, decide, stage=stage)
 
 
 def test_a_save_beside_one_that_is_being_written_gets_a_segment_of_its_own(tmp_path: Path) -> None:
