@@ -101,24 +101,12 @@ async def load_checkpoint(
             if manifest.file is not None:
                 files.vouch(manifest.file)
         found = await run_blocking(executor, match)
-        catalog = checkpoint.catalog
-        fresh, objects = _unplaced(found, catalog)
-        names = [*(name for name, _ in found.tensors), *fresh, *objects]
-        await files.measure(catalog.small.files_of(found.small), catalog.files)
-        source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, ahead=files.ahead))
-        draft.sharded.update(found.sharded)
-
-        def plan() -> list[Segment]:
-            draft.plan.add_small(catalog.small, found.small)
-            draft.add_all(found.tensors, fresh, objects, trusted)
-            return draft.plan.segments(readers)
+        draft, segments = await _drafted(files, checkpoint, found, executor=executor, readers=readers, trusted=trusted)
 
         def decode() -> Callable[[], None]:
             _settle(draft, checkpoint, trusted)
             return made_ready(checkpoint, state, found, draft.values, rank)
 
-        segments = await run_blocking(executor, plan)
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
             put_back = await run_blocking(executor, decode)
@@ -130,6 +118,26 @@ async def load_checkpoint(
         identity=checkpoint.identity,
         put_back=put_back,
     )
+
+
+async def _drafted(
+    files: Files, checkpoint: Checkpoint, found: Match, *, executor: Executor, readers: int, trusted: bool
+) -> tuple[_Draft, list[Segment]]:
+    """What to read for a template, and by which reads."""
+    catalog = checkpoint.catalog
+    fresh, objects = _unplaced(found, catalog)
+    names = [*(name for name, _ in found.tensors), *fresh, *objects]
+    await files.measure(catalog.small.files_of(found.small), catalog.files)
+    source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
+    draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, ahead=files.ahead))
+    draft.sharded.update(found.sharded)
+
+    def plan() -> list[Segment]:
+        draft.plan.add_small(catalog.small, found.small)
+        draft.add_all(found.tensors, fresh, objects, trusted)
+        return draft.plan.segments(readers)
+
+    return draft, await run_blocking(executor, plan)
 
 
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:

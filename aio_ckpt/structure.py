@@ -19,6 +19,7 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind, TensorSpec
 from aio_ckpt.likeness import Likeness
 from aio_ckpt.objects import as_tensor
+from aio_ckpt.targets import needed_bytes
 
 __all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
 
@@ -225,9 +226,8 @@ def check_sources(flat: tree.FlatState, tensors: Sequence[torch.Tensor], fingerp
     names = (name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT)
     available_bytes = storage_bytes(tensors)
     for name, tensor, address, available in zip(names, tensors, fingerprint, available_bytes, strict=True):
-        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = (tensor.storage_offset() + extent) * tensor.element_size()
-        if tensor.numel() and (not address or needed > available):
+        needed = needed_bytes(tensor)
+        if needed and (not address or needed > available):
             raise SourceChangedError(
                 f"{name!r}: a tensor of shape {tuple(tensor.shape)} needs {needed} bytes of its storage, which has "
                 f"{available}: it was freed or resized; save before freeing it, or materialize it first"

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt.manifest import IntArray
 
-__all__ = ["are_whole", "has_own_memory", "memory_fault", "memory_of", "overlapping", "span_of"]
+__all__ = ["are_whole", "has_own_memory", "memory_fault", "memory_of", "needed_bytes", "overlapping", "span_of"]
 
 _MAX_WORK = 100_000
 """Of numpy's exact search for a shared byte; what is harder counts as shared."""
@@ -40,9 +40,8 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
         return f"is a {kind} in the template, whose values need not be in its own memory: give a plain tensor"
     if tensor.is_meta or tensor.layout is not torch.strided:
         return f"is a {tensor.device} tensor of layout {tensor.layout} in the template: nothing can be read into it"
-    _, extent = span_of(tensor)
-    needed = tensor.storage_offset() * tensor.element_size() + extent
-    if tensor.numel() and (not tensor.data_ptr() or needed > tensor.untyped_storage().nbytes()):
+    needed = needed_bytes(tensor)
+    if needed and (not tensor.data_ptr() or needed > tensor.untyped_storage().nbytes()):
         return "has a storage that was freed or resized in the template: allocate it first"
     if _overlaps_itself(tensor):
         return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
@@ -61,6 +60,12 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Address and length in bytes of the memory between its first and its last element."""
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), extent * tensor.element_size() if tensor.numel() else 0
+
+
+def needed_bytes(tensor: torch.Tensor) -> int:
+    """How long its storage must be, 0 for a tensor without elements."""
+    _, extent = span_of(tensor)
+    return int(tensor.storage_offset()) * tensor.element_size() + extent if extent else 0
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:

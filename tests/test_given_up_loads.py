@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,18 @@ def check_is_empty(state: dict[str, Any]) -> None:
     assert state["x"] == 0
 
 
+def check_interrupted(
+    engine: SyncCheckpointEngine, state: dict[str, Any], interrupt: Callable[[], None], held: HeldRead
+) -> None:
+    """The load that ``interrupt`` ends returns only once its read went on."""
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.load(state)
+    assert held.goes_on.is_set()
+    thread.join(TIMEOUT)
+
+
 async def test_a_cancelled_load_fills_nothing_after_it_returned(tmp_path: Path, held: HeldRead) -> None:
     state, other = empty_state(), empty_state()
     async with CheckpointEngine(tmp_path) as engine:
@@ -91,12 +104,7 @@ def test_a_second_ctrl_c_does_not_leave_a_load_behind(
 
     monkeypatch.setattr(progress, "wait", interrupted)
     with SyncCheckpointEngine(tmp_path) as engine:
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.load(state)
-        assert held.goes_on.is_set()
-        thread.join(TIMEOUT)
+        check_interrupted(engine, state, interrupt, held)
 
 
 def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
@@ -118,12 +126,7 @@ def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
             held.goes_on.set()
 
     with SyncCheckpointEngine(tmp_path) as engine:
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.load(state)
-        assert held.goes_on.is_set()
-        thread.join(TIMEOUT)
+        check_interrupted(engine, state, interrupt, held)
         state["w"].zero_()
         state["x"] = 0
         assert engine.load(other).step == 1

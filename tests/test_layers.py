@@ -64,6 +64,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("plan", "structure"),
     ("plan", "routes"),
     ("routes", "structure"),
+    ("structure", "targets"),
     ("gather", "plan"),
     ("numa", "device"),
     ("arena", "segment"),

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,10 +41,13 @@ class ActingStorage(GatedStorage):
         return await super().run(call, act)
 
 
+S = TypeVar("S", bound=ActingStorage)
+
+
 @contextlib.contextmanager
-def acting_engine(root: Path, stall_secs: float, **settings: Any) -> Iterator[tuple[CheckpointEngine, ActingStorage]]:
+def engine_over(kind: type[S], root: Path, stall_secs: float, **settings: Any) -> Iterator[tuple[CheckpointEngine, S]]:
     executor = Executor("acting", 4)
-    storage = ActingStorage(executor)
+    storage = kind(executor)
     config = EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings)
     engine = CheckpointEngine(root, config, storage=storage)
     try:
@@ -51,6 +55,12 @@ def acting_engine(root: Path, stall_secs: float, **settings: Any) -> Iterator[tu
     finally:
         engine.terminate()
         executor.close(SECS)
+
+
+def acting_engine(
+    root: Path, stall_secs: float, **settings: Any
+) -> AbstractContextManager[tuple[CheckpointEngine, ActingStorage]]:
+    return engine_over(ActingStorage, root, stall_secs, **settings)
 
 
 def no_space() -> None:

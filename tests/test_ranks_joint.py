@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from gated_storage import TIMEOUT, Call, Gate
 from rank_processes import Ranks, engine_on
-from test_ranks_failing import ActingStorage
+from test_ranks_failing import ActingStorage, engine_over
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint
 from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, PeerFailedError
 from aio_ckpt.items import LoadReport
-from aio_ckpt.portal import Executor
 from aio_ckpt.walk import candidates
 
 SECS = 8.0
@@ -74,17 +73,8 @@ class LookStorage(ActingStorage):
         return found
 
 
-@contextlib.contextmanager
-def looking_engine(root: Path, **settings: Any) -> Iterator[tuple[CheckpointEngine, LookStorage]]:
-    executor = Executor("looking", 4)
-    storage = LookStorage(executor)
-    config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20, **settings)
-    engine = CheckpointEngine(root, config, storage=storage)
-    try:
-        yield engine, storage
-    finally:
-        engine.terminate()
-        executor.close(SECS)
+def looking_engine(root: Path, **settings: Any) -> AbstractContextManager[tuple[CheckpointEngine, LookStorage]]:
+    return engine_over(LookStorage, root, SECS, **settings)
 
 
 # -- given up ---------------------------------------------------------------------------------------

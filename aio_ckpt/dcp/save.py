@@ -106,8 +106,7 @@ async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
     await mend(storage, directory)
     await begin_directory(storage, directory, save_id=save_id)
     if await pending_saves(storage, directory) != [save_id]:
-        with contextlib.suppress(OSError):
-            await storage.remove_file(directory / f"{PENDING}{save_id}")
+        await _unmark(storage, directory, save_id)
         raise _overtaken(directory)
 
 
@@ -363,14 +362,18 @@ async def commit_save(
 async def _check_manifests(storage: Storage, directory: Path, manifests: Sequence[FileEntry], save_id: str) -> None:
     for rank, entry in enumerate(manifests):
         if not await storage.exists(directory / entry.name):
-            with contextlib.suppress(OSError):  # who mended this save removed its mark, too; holding it made it anew
-                await storage.remove_file(directory / f"{PENDING}{save_id}")
+            await _unmark(storage, directory, save_id)  # who mended it had removed that; holding it made it anew
             raise RootError(
                 errno.ENOENT,
                 f"the manifest of rank {rank} is gone: give all ranks one shared directory, and let one job at a time "
                 "save into it",
                 str(directory / entry.name),
             )
+
+
+async def _unmark(storage: Storage, directory: Path, save_id: str) -> None:
+    with contextlib.suppress(OSError):
+        await storage.remove_file(directory / f"{PENDING}{save_id}")
 
 
 def _overtaken(directory: Path) -> RootError:

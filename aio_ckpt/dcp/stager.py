@@ -24,6 +24,7 @@ from aio_ckpt.lifetime import Lease
 from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.portal import Portal, drain_at_exit
 from aio_ckpt.snapshot import capture
+from aio_ckpt.targets import memory_of
 from aio_ckpt.tracing import NO_TRACE
 
 __all__ = ["AsyncStager", "stage_state"]
@@ -80,7 +81,7 @@ class _Found:
                 self.add_all(value)
 
     def _add(self, tensor: torch.Tensor) -> None:
-        local = tensor._local_tensor if type(tensor) is DTensor else tensor
+        local = memory_of(tensor)
         if id(tensor) not in self.owners and is_plain(local):
             self.owners[id(tensor)] = tensor
             self.local.append(local.detach())
