@@ -8,7 +8,6 @@ task never ran stays unresolved, and leaving it joins the thread however long th
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import contextvars
 import logging
@@ -33,9 +32,10 @@ from aio_ckpt.errors import (
     ThreadDiedError,
     WrongThreadError,
 )
+from aio_ckpt.exits import at_exit, forget_exit
 
 __all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal"]
-__all__ += ["drain_at_exit", "run_blocking", "run_owned", "watch_submissions"]
+__all__ += ["run_blocking", "run_owned", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,37 +158,6 @@ def _check_process(pid: int, name: str) -> None:
         raise EngineForkedError(f"{name} was opened by process {pid}, this is its fork: open an engine of its own here")
 
 
-# -- interpreter exit -----------------------------------------------------------------------------
-
-_exit_hooks: dict[object, Callable[[], object]] = {}
-_exit_registered_by: int | None = None
-
-
-def _register_exit(hook: Callable[[], object], key: object) -> None:
-    """Run ``hook`` while threads still work: before the executors are joined, unlike ``atexit``'s; newest first."""
-    global _exit_registered_by
-    _exit_hooks[key] = hook
-    if _exit_registered_by != os.getpid():
-        _exit_registered_by = os.getpid()
-        getattr(threading, "_register_atexit", atexit.register)(_run_exit_hooks)
-
-
-def _run_exit_hooks() -> None:
-    while _exit_hooks:
-        _, hook = _exit_hooks.popitem()
-        try:
-            hook()
-        except Exception:  # the hooks of other engines must run too
-            _logger.exception("draining at interpreter exit failed")
-
-
-def drain_at_exit(done: Future[Any], timeout_secs: float) -> None:
-    """At interpreter exit wait for ``done`` while threads still work, in this process alone."""
-    pid = os.getpid()
-    _register_exit(lambda: wait_for_futures([done] if os.getpid() == pid else [], timeout_secs), done)
-    done.add_done_callback(lambda _: _exit_hooks.pop(done, None))
-
-
 # -- the portal -----------------------------------------------------------------------------------
 
 
@@ -302,7 +271,7 @@ class Portal:
     def at_exit(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
-        _register_exit(lambda: self.is_closed or callback(), self)
+        at_exit(lambda: self.is_closed or callback(), self)
 
     def close(self, timeout: float) -> None:
         """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.
@@ -313,7 +282,7 @@ class Portal:
         self.check_thread("close()")
         deadline = time.monotonic() + timeout
         self._is_closing = True
-        _exit_hooks.pop(self, None)
+        forget_exit(self)
         if self._thread is None or self._executor is None:
             return
         if self._group is not None:

@@ -306,6 +306,68 @@ def test_a_save_that_is_pending_at_interpreter_exit_is_finished(tmp_path: Path, 
     assert (target["w"] == 7).all()
 
 
+FAILED = """
+    import sys, threading, warnings
+    from concurrent.futures import ThreadPoolExecutor
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from aio_ckpt import EngineConfig
+    from aio_ckpt.dcp import AsyncStager, Writer
+
+    idle = ThreadPoolExecutor(2)
+    idle.submit(print, "in a thread that waits for work from now on", flush=True).result()
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    config = EngineConfig(drain_timeout_secs=3600)
+    writer = Writer(sys.argv[1], config=config)
+    if sys.argv[2] == "kept":
+        writer.__enter__()
+    saving = dcp.async_save({"w": torch.zeros(9)}, storage_writer=writer)
+    error = saving.exception(30)
+    print(type(error.__cause__ or error).__name__, error.__traceback__ is not None)
+"""
+
+
+@pytest.mark.parametrize("writer", ["for one call", "kept"])
+def test_at_exit_a_failed_save_is_not_waited_for_although_its_error_is_held(tmp_path: Path, writer: str) -> None:
+    (tmp_path / "file").touch()
+    command = python(FAILED, str(tmp_path / "file" / "below"), writer)
+    # Far below drain_timeout_secs, far above what the process takes.
+    done = subprocess.run(command, env=child_environment(), timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["CheckpointException True"], "")
+
+
+STUCK = """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from aio_ckpt import EngineConfig
+    from aio_ckpt.dcp import Writer
+    from aio_ckpt.exits import at_exit
+    from aio_ckpt.portal import Executor
+    from gated_storage import GatedStorage
+
+    at_exit(lambda: print("drained", file=sys.stderr, flush=True), "behind the drain")
+    storage = GatedStorage(Executor("gated", 4))
+    gate = storage.hold("create_data_file")
+    writer = Writer(sys.argv[1], config=EngineConfig(drain_timeout_secs=0.2), storage=storage)
+    dcp.async_save({"w": torch.zeros(9)}, storage_writer=writer)
+    gate.wait_reached()
+"""
+
+
+def test_at_exit_a_save_that_outlasts_the_drain_is_told(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        python(STUCK, str(tmp_path / "a")), env=child_environment(), stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stderr is not None
+            assert "after drain_timeout_secs: it may not be committed" in child.stderr.readline()
+        finally:
+            child.kill()
+
+
 IN_A_PROCESS = """
 import os, sys, torch, warnings
 import torch.distributed as dist

@@ -19,10 +19,11 @@ from aio_ckpt.config import MAX_SECS, EngineConfig
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.exits import drain_at_exit
 from aio_ckpt.image import Image, lease_image
 from aio_ckpt.lifetime import Lease
 from aio_ckpt.plan import ImagePlan, PlannedImage
-from aio_ckpt.portal import Portal, drain_at_exit
+from aio_ckpt.portal import Portal
 from aio_ckpt.snapshot import capture
 from aio_ckpt.targets import memory_of
 from aio_ckpt.tracing import NO_TRACE
@@ -102,10 +103,12 @@ def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
             memo[key] = _like(owner, views[leaf])
     # Every other value is copied with its containers; each tensor is found in the memo, by its id.
     staged = _Staged(copy.deepcopy(state, memo))
-    # DCP's thread holds it to the end of its save. Not the tensors tell: a planner may keep those for ever.
+    # DCP's thread holds it to the end of its save; the error of one that failed holds it on. Not the tensors tell: a
+    # planner may keep those for ever.
     ended: Future[None] = Future()
     weakref.finalize(staged, ended.set_result, None).atexit = False
-    drain_at_exit(ended, runtime.config.drain_timeout_secs)
+    late = "a state staged for dcp.async_save was still being saved after drain_timeout_secs: it may not be committed"
+    drain_at_exit(ended, runtime.config.drain_timeout_secs, late=late)
     return staged
 
 
