@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import numbers
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 
@@ -31,6 +34,7 @@ __all__ = [
     "is_unchanged",
     "publish",
     "seal",
+    "whole_number",
 ]
 
 MAX_LOOKS = 32
@@ -40,6 +44,7 @@ MAX_STEP = 1 << 62
 
 _TIDY_SECS = 60.0
 """How long a committed save waits for what it replaces to be removed."""
+T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -208,7 +213,9 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)
 
 
-def check_step(step: object, *, newest: int | None, committed: Collection[int], overwrite: bool) -> int:
+def check_step(
+    step: object, *, newest: int | None, committed: Collection[int], pending: Collection[int], overwrite: bool
+) -> int:
     """The step of a save: ``step``, or one after the newest committed or pending.
 
     Raises:
@@ -220,16 +227,29 @@ def check_step(step: object, *, newest: int | None, committed: Collection[int], 
     if newest is None or step > newest or (overwrite and step in committed):
         return step
     hint = "overwrite=True replaces it" if step in committed else f"rollback({step}) goes back"
+    if step in pending:
+        hint = (
+            "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
+        )
     raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {hint}")
 
 
 def check_step_number(step: object) -> int:
-    """``step`` if it can be the number of a step.
+    """``step`` as an int if it can be the number of a step.
 
     Raises:
-        StepOrderError: no whole number from 0 to ``MAX_STEP``.
+        StepOrderError: no :func:`whole_number` from 0 to ``MAX_STEP``.
     """
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        told = shown(step) if type(step) is not int or abs(step) <= MAX_STEP else "so large a number"
+    number = whole_number(step)
+    if type(number) is not int or not 0 <= number <= MAX_STEP:
+        told = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
         raise StepOrderError(f"step={told}: give a whole number of at least 0 and at most {MAX_STEP}")
-    return step
+    return number
+
+
+def whole_number(step: T) -> T | int:
+    """``step`` as an int if it is one of any kind, numpy's too; everything else unchanged, to be refused by name.
+
+    No bool, and no tensor, although Python would take one for an index: reading it waits for its device.
+    """
+    return operator.index(step) if isinstance(step, numbers.Integral) and not isinstance(step, bool) else step

@@ -129,7 +129,8 @@ class CheckpointEngine:
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
-            step: must exceed every committed and pending step; default one more than the newest.
+            step: whole number, numpy's too; must exceed every committed and pending step; default one more than the
+                newest.
             overwrite: replace the committed checkpoint of this very step, in one exchange.
             deadline_secs: fail this save if it is not committed so many seconds after this call; nothing becomes
                 visible then. Only the last rename and its fsync, once begun, are waited for.
@@ -147,6 +148,7 @@ class CheckpointEngine:
             StallError: ``deadline_secs`` passed before everything was captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
+        step = commit.whole_number(step)
         call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
         return self._saver.save(state, step, call)
 

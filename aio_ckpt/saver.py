@@ -250,7 +250,7 @@ class Saver:
         with self._lock:
             if self._site.peers.are_several:
                 return self._roll_back_together(step, self.in_flight.next_number())
-            commit.check_step_number(step)
+            step = commit.check_step_number(step)
             if self.in_flight.pending:
                 raise BusyError(_busy(step, "saves"))
             return self._roll_back(step)
@@ -266,7 +266,7 @@ class Saver:
         timeout_secs, topic = 2 * peers.stall_secs, asked
         try:
             self._await_met(NO_DEADLINE)
-            commit.check_step_number(step)
+            step = commit.check_step_number(step)
             is_busy = bool(self.in_flight.pending)
             busy = self._portal.call(peers.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()")
             topic = done

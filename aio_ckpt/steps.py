@@ -84,7 +84,7 @@ class KnownSteps:
             recent = [claimed for call, claimed in self._claims.items() if number - self._window <= call < number]
             if type(step) is not int or step < 0:
                 newest = _later(self.newest(pending), max(recent, default=None))
-                step = commit.check_step(None, newest=newest, committed=(), overwrite=False)
+                step = commit.check_step(None, newest=newest, committed=(), pending=(), overwrite=False)
             if self._window:
                 kept = {call: claimed for call, claimed in self._claims.items() if call > number - self._window}
                 self._claims = {**kept, number: step}
@@ -96,9 +96,10 @@ class KnownSteps:
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.check_step`.
         """
+        pending = list(pending)
         newest = self.newest(pending)
         committed = read() if newest is not None and step <= newest else ()
-        return commit.check_step(step, newest=newest, committed=committed, overwrite=overwrite)
+        return commit.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
 
 
 def _later(a: int | None, b: int | None) -> int | None:

@@ -89,17 +89,17 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
         "trace=",
     ),
     "load(state)": (lambda engine, odd: engine.load(odd), set(), "state|'w' is an object"),
-    "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1"}, "step"),
+    "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1", "a numpy int"}, "step"),
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),
     "load(allow_missing)": (lambda engine, odd: engine.load(STATE, allow_missing=odd), FLAG, "allow_missing="),
     "load(fallback)": (lambda engine, odd: engine.load(STATE, fallback=odd), FLAG, "fallback="),
-    "read(step)": (lambda engine, odd: engine.read(odd), {"None", "1"}, "step"),
+    "read(step)": (lambda engine, odd: engine.read(odd), {"None", "1", "a numpy int"}, "step"),
     "read(only)": (
         lambda engine, odd: engine.read(only=odd), {"None", "a list", "a dict", "a set"}, "only=|named|no leaf|holds"
     ),
-    "rollback(step)": (lambda engine, odd: engine.rollback(odd), {"1"}, "step=|rollback"),
-    "protect(step)": (lambda engine, odd: engine.protect(odd), {"1"}, "step=|protect"),
-    "unprotect(step)": (lambda engine, odd: engine.unprotect(odd), {"0", "1"}, "step="),
+    "rollback(step)": (lambda engine, odd: engine.rollback(odd), {"1", "a numpy int"}, "step=|rollback"),
+    "protect(step)": (lambda engine, odd: engine.protect(odd), {"1", "a numpy int"}, "step=|protect"),
+    "unprotect(step)": (lambda engine, odd: engine.unprotect(odd), {"0", "1", "a numpy int"}, "step="),
     "guard(guarded)": (lambda engine, odd: engine.guard(odd), set(), r"guard\("),
     "on_preemption(signals)": (lambda engine, odd: engine.on_preemption(odd), set(), "signals"),
 }  # fmt: skip

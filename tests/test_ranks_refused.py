@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -259,8 +260,8 @@ def roll_back_while_one_is_busy(rank: int, count: int, root: Path) -> list[str]:
             assert ticket.exception(SECS) is not None
         dist.barrier()
         assert engine.steps() == [1, 2]
-        engine.save(state_at(5), step=5).result(SECS)
-        found.append(str(engine.rollback(1)))
+        engine.save(state_at(5), step=np.int64(5)).result(SECS)
+        found.append(str(engine.rollback(np.int64(1))))
         engine.save(state_at(6)).result(SECS)
         dist.barrier()
         found.append(str(engine.steps()))

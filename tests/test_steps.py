@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,9 @@ def test_a_step_that_does_not_exceed_a_pending_one_is_refused(root: Path) -> Non
         gate = storage.hold("sync", "*.distcp")
         first = engine.save(weights(5), 5)
         gate.wait_reached()
-        with pytest.raises(StepOrderError, match="pending step 5"):
-            engine.save(weights(5), 5)
+        for overwrite in (False, True):
+            with pytest.raises(StepOrderError, match=r"pending step 5: .* await its ticket \(or engine.ready\(\)"):
+                engine.save(weights(5), 5, overwrite=overwrite)
         with pytest.raises(StepOrderError, match="pending step 5"):
             engine.save(weights(4), 4, overwrite=True)
         second = engine.save(weights(6))
@@ -152,7 +154,12 @@ def test_a_save_waits_for_all_earlier_ones_also_when_the_one_before_it_failed(ro
         assert renamed == ["step_000000001", "step_000000003"]
 
 
-BAD_STEPS = [-1, True, False, "3", 3.0, np.int64(3), torch.tensor(3), [3]]
+class Named(enum.IntEnum):
+    THREE = 3
+
+
+BAD_STEPS = [-1, True, False, "3", 3.0, np.float64(3), np.bool_(True), np.int64(-1), np.array(3), torch.tensor(3), [3]]
+WHOLE_NUMBERS = [np.int64(3), np.uint8(3), np.array([3])[0], Named.THREE]
 
 
 @pytest.mark.parametrize("step", BAD_STEPS, ids=repr)
@@ -160,6 +167,24 @@ def test_a_step_that_is_no_whole_number_from_zero_is_refused(engine: SyncCheckpo
     with pytest.raises(StepOrderError, match="give a whole number of at least 0"):
         engine.save(weights(1), step)
     assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", WHOLE_NUMBERS, ids=repr)
+def test_a_step_may_be_any_kind_of_whole_number(engine: SyncCheckpointEngine, root: Path, step) -> None:
+    save(engine, 1)
+    ticket = engine.save(weights(3), step)
+    assert type(ticket.step) is type(ticket.result(TIMEOUT).step) is int
+    save(engine, 4)
+    assert [ticket.step, *engine.steps()] == [3, 1, 3, 4]
+    engine.protect(step)
+    assert engine.protected_steps() == [3]
+    engine.unprotect(step)
+    assert engine.protected_steps() == []
+    assert engine.load(weights(0), step).step == 3
+    assert engine.read(step)["w"][0] == 3
+    assert engine.rollback(step) == [4]
+    assert engine.save(weights(3), step, overwrite=True).result(TIMEOUT).step == 3
+    assert listing(root)[1:] == ["step_000000001", "step_000000003"]
 
 
 def test_step_zero_is_a_step(engine: SyncCheckpointEngine) -> None:
@@ -180,15 +205,17 @@ def test_without_checkpoints_there_is_no_latest_step(engine: SyncCheckpointEngin
     step=st.integers(-3, 12),
     newest=st.none() | st.integers(0, 10),
     committed=st.sets(st.integers(0, 10)),
+    pending=st.sets(st.integers(0, 10)),
     overwrite=st.booleans(),
 )
 @settings(deadline=None, max_examples=300)
 def test_a_step_is_taken_only_if_it_is_new_or_replaces_itself(
-    step: int, newest: int | None, committed: set[int], overwrite: bool
+    step: int, newest: int | None, committed: set[int], pending: set[int], overwrite: bool
 ) -> None:
     may = step >= 0 and (newest is None or step > newest or (overwrite and step in committed))
     try:
-        assert check_step(step, newest=newest, committed=committed, overwrite=overwrite) == step
+        taken = check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
+        assert taken == step
     except StepOrderError:
         assert not may
     else:
