@@ -171,8 +171,10 @@ def file_chunks(layout: ImageLayout, image_bytes: int) -> tuple[Chunk, ...]:
     if chunks:
         last = chunks[-1]
         chunks[-1] = replace(last, stop=min(last.start + size, image_bytes))
-    nothing = _plan_sums((), (), (), 0)
     for start in range(len(chunks) * size, image_bytes, size):
         stop = min(start + size, image_bytes)
-        chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), sums=nothing))
+        chunks.append(Chunk(index=len(chunks), start=start, stop=stop, pieces=(), constants=(), sums=_NO_SUMS))
     return tuple(chunks)
+
+
+_NO_SUMS = _plan_sums((), (), (), 0)
