@@ -47,7 +47,7 @@ class _CudaMark:
     """An event of a side stream."""
 
     def __init__(self, side: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # else synchronize() spins
         self._event.record(side)
         self._device = side.device
 
