@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt.copies import Mark
 from aio_ckpt.device import is_capturing_graph
 from aio_ckpt.errors import ConfigError, EngineClosedError
+from aio_ckpt.structure import addresses
 
 __all__ = ["Guards"]
 
@@ -58,14 +59,13 @@ class Guards:
             ) from error
         self._objects.append(guarded)
 
-    def leaves(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Positions of the tensors on devices that a guarded object alone changes, by their addresses."""
+    def leaves(self, fingerprint: Sequence[int], devices: Sequence[torch.device]) -> frozenset[int]:
+        """Positions of the tensors on devices that a guarded object alone changes, given where all tensors are."""
         if not self._objects:
             return frozenset()
-        guarded = {tensor.data_ptr() for known in self._objects for tensor in _tensors_of(known)}
-        guarded.discard(0)
+        guarded = {address for known in self._objects for address in addresses([*_tensors_of(known)])} - {0}
         return frozenset(
-            leaf for leaf, tensor in enumerate(tensors) if not tensor.is_cpu and tensor.data_ptr() in guarded
+            leaf for leaf, address in enumerate(fingerprint) if address in guarded and devices[leaf].type != "cpu"
         )
 
     def wait_for(self, marks: Iterable[Mark]) -> None:
