@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from child_python import child_environment, python
+from warm_python import WarmPython
 
 TRAINER = """
     import sys, threading
@@ -46,9 +46,7 @@ def named_segments() -> set[str]:
 
 def train_until_killed(root: Path, staging: str) -> Killed:
     """Commit step 1 of four float32 tensors of 4 MiB, all 1; kill -9 within step 2."""
-    with subprocess.Popen(
-        python(TRAINER, str(root), staging), stdout=subprocess.PIPE, text=True, env=child_environment()
-    ) as child:
+    with WarmPython(TRAINER, str(root), staging, stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "held\n"

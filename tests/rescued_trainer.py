@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, GatedStorage
+from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank
 from aio_ckpt.portal import Executor
@@ -106,12 +106,7 @@ def start_trainer(
     root: Path, shm: Path, point: str = "writing its data", *, saves: int = 2, settings: str = "{}"
 ) -> subprocess.Popen[str]:
     """The trainer, once it is held at ``point``."""
-    child = subprocess.Popen(
-        python(CHILD, str(root), str(shm), point, str(saves), settings),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    )
+    child = WarmPython(CHILD, str(root), str(shm), point, str(saves), settings, stdout=subprocess.PIPE)
     assert child.stdout is not None
     line = child.stdout.readline()
     if line != "held\n":

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from child_python import child_environment, python
+from child_python import child_environment
 from dcp_states import assert_same_state, blank, leaves_of, needs_stagers, state_of
 from gated_storage import TIMEOUT, GatedStorage
 from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
+from warm_python import WarmPython, run_warm
 
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
@@ -299,8 +300,7 @@ EXITS = """
 
 @pytest.mark.parametrize("stager", ["writer", pytest.param("stager", marks=needs_stagers)])
 def test_a_save_that_is_pending_at_interpreter_exit_is_finished(tmp_path: Path, stager: str) -> None:
-    command = python(EXITS, str(tmp_path / "a"), stager)
-    subprocess.run(command, env=child_environment(), check=True, timeout=3 * TIMEOUT)
+    run_warm(EXITS, str(tmp_path / "a"), stager).check_returncode()
     target = {"w": torch.zeros(5 << 20)}
     dcp.load(target, storage_reader=Reader(tmp_path / "a"))
     assert (target["w"] == 7).all()
@@ -331,9 +331,8 @@ FAILED = """
 @pytest.mark.parametrize("writer", ["for one call", "kept"])
 def test_at_exit_a_failed_save_is_not_waited_for_although_its_error_is_held(tmp_path: Path, writer: str) -> None:
     (tmp_path / "file").touch()
-    command = python(FAILED, str(tmp_path / "file" / "below"), writer)
     # Far below drain_timeout_secs, far above what the process takes.
-    done = subprocess.run(command, env=child_environment(), timeout=120, capture_output=True, text=True)
+    done = run_warm(FAILED, str(tmp_path / "file" / "below"), writer, timeout=120)
     assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["CheckpointException True"], "")
 
 
@@ -358,9 +357,7 @@ STUCK = """
 
 
 def test_at_exit_a_save_that_outlasts_the_drain_is_told(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        python(STUCK, str(tmp_path / "a")), env=child_environment(), stderr=subprocess.PIPE, text=True
-    ) as child:
+    with WarmPython(STUCK, str(tmp_path / "a"), stderr=subprocess.PIPE) as child:
         try:
             assert child.stderr is not None
             assert "after drain_timeout_secs: it may not be committed" in child.stderr.readline()

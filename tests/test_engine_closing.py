@@ -17,8 +17,8 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, Gate, gated_engine
+from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, undo
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
@@ -232,8 +232,7 @@ def test_terminate_releases_the_engine_though_a_save_does_not_end(
 
 
 def run_python(source: str, root: Path) -> subprocess.CompletedProcess[str]:
-    command = python(source, str(root), options=())
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60)
+    return run_warm(source, str(root), options=())
 
 
 EXIT = """

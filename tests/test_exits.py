@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from child_python import child_environment, python
+from warm_python import WarmPython
 
 from aio_ckpt import SyncCheckpointEngine
 
@@ -102,10 +102,7 @@ CAPTURE = """
 def trainer(source: str, root: Path, *, drain_secs: float) -> Iterator[subprocess.Popen[str]]:
     """A child that does not outlive the block."""
     whole = textwrap.dedent(PREAMBLE) + textwrap.dedent(source)
-    command = python(whole, str(root), str(drain_secs))
-    with subprocess.Popen(
-        command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+    with WarmPython(whole, str(root), str(drain_secs), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         try:
             yield child
         finally:

@@ -16,10 +16,10 @@ import anyio
 import msgspec
 import pytest
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError, RootError, WriteError
@@ -439,13 +439,7 @@ WRITER = """
 
 def started(source: str, *args: str) -> subprocess.Popen[str]:
     """A program that has said that it is ready."""
-    child = subprocess.Popen(
-        python(source, *args, options=()),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    )
+    child = WarmPython(source, *args, options=(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == "writing\n"
     return child

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 
 import pytest
-from child_python import child_environment, python
+from warm_python import run_warm
 
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, WrongThreadError
 from aio_ckpt.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
@@ -42,7 +42,7 @@ async def forever() -> None:
 
 
 def run_python(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(python(source), env=child_environment(), capture_output=True, text=True, timeout=60)
+    return run_warm(source)
 
 
 # -- calls and futures ----------------------------------------------------------------------------

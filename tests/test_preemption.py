@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, gated_engine
+from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError, WrongThreadError
@@ -229,10 +229,7 @@ TRAINER = """
 @contextlib.contextmanager
 def start(source: str, *args: str) -> Iterator[subprocess.Popen[str]]:
     """A child that does not outlive the block."""
-    command = python(source, *args)
-    with subprocess.Popen(
-        command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+    with WarmPython(source, *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         try:
             yield child
         finally:

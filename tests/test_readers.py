@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT
+from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -296,9 +296,7 @@ WRITER = f"""
 def test_readers_beside_a_writer_of_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each step is deleted while the readers loop; whatever they get is whole, and nothing is called corrupt."""
     root = tmp_path / "root"
-    with subprocess.Popen(
-        python(WRITER, str(root), options=()), stdout=subprocess.PIPE, text=True, env=child_environment()
-    ) as writer:
+    with WarmPython(WRITER, str(root), options=(), stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
         newest, rounds, got = 0.0, 0, list[float]()

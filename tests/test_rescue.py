@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from image_files import pin_chunk_bytes
 from rescued_trainer import NOT_SEALED, POINTS, kill, start_trainer, state, train_until_killed
 from tensor_bits import assert_same_tensor
+from warm_python import WarmPython, run_warm
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, rescue
 from aio_ckpt.device import HostCopies
@@ -169,9 +169,7 @@ def test_two_snapshots_in_flight_are_committed_in_their_order(
         print("held", flush=True)
         threading.Event().wait()
     """
-    with subprocess.Popen(
-        python(source, str(root), str(shm)), stdout=subprocess.PIPE, text=True, env=child_environment()
-    ) as child:
+    with WarmPython(source, str(root), str(shm), stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
         child.send_signal(signal.SIGKILL)
@@ -411,9 +409,7 @@ engine.save({{"w": torch.ones(1 << 20)}}, step=1).result(60)
 engine.save({{"w": torch.ones(1 << 20)}}, step=2)
 {ENDS[end]}
 """
-    subprocess.run(
-        python(source, str(root), str(shm), options=()), env=child_environment(), capture_output=True, timeout=60
-    )
+    run_warm(source, str(root), str(shm), options=())
     assert segments_in(shm) == []
     assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(2)]
 
@@ -544,9 +540,7 @@ def test_shared_memory_that_is_too_small_is_an_error_and_not_a_bus_error(tmp_pat
             print(engine.steps())
     """
     with small_tmpfs(place, "4m"):
-        done = subprocess.run(
-            python(source, str(root), str(place)), capture_output=True, text=True, env=child_environment(), timeout=60
-        )
+        done = run_warm(source, str(root), str(place))
         assert (done.returncode, done.stderr) == (0, "")
         message, steps = done.stdout.splitlines()
         assert "bytes of shared memory (No space left on device); lower budget_bytes" in message

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from child_python import child_environment, python
 from gated_storage import TIMEOUT, Call, gated_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_python import run_warm
 
 from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine, cli
 from aio_ckpt.commit import Committed
@@ -660,7 +659,7 @@ PROTECTOR = """
 def test_another_process_may_protect_beside_the_writer(root: Path) -> None:
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
         save(engine, 1)
-        subprocess.run(python(PROTECTOR, str(root), options=()), env=child_environment(), check=True, timeout=120)
+        run_warm(PROTECTOR, str(root), options=()).check_returncode()
         save(engine, 2, 3)
     assert committed(root) == [1, 3]
 

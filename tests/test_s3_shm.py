@@ -19,6 +19,7 @@ import torch
 from child_python import child_environment, python
 from image_files import MIB, assert_uniform, pin_chunk_bytes, raw_of, uniform
 from killed_trainer import named_segments, train_until_killed
+from warm_python import run_warm
 from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -220,13 +221,7 @@ def tiny_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_shared_memory_that_is_too_small_is_an_error_and_not_a_bus_error(tmp_path: Path, tiny_tmpfs: Path) -> None:
-    done = subprocess.run(
-        python(NO_ROOM, str(tmp_path / "root"), str(tiny_tmpfs)),
-        capture_output=True,
-        text=True,
-        env=child_environment(),
-        timeout=60,
-    )
+    done = run_warm(NO_ROOM, str(tmp_path / "root"), str(tiny_tmpfs))
     assert (done.returncode, done.stderr) == (0, "")
     message, steps = done.stdout.splitlines()
     assert 'staging="shm": no ' in message

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child_python import child_environment, python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm_python import WarmPython
 
 from aio_ckpt import datafile, storage
 from aio_ckpt.datafile import probe_read, probe_write
@@ -152,13 +152,7 @@ def largest_file(nbytes: int) -> Iterator[Callable[[], None]]:
 
 
 def run_python(source: str, *args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        python(source, *args, options=()),
-        env=child_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return WarmPython(source, *args, options=(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 # -- writing --------------------------------------------------------------------------------------

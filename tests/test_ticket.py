@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import threading
 import traceback
 import weakref
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from child_python import child_environment, python
+from warm_python import run_warm
 
 from aio_ckpt.errors import SaveCancelledError, StallError, WrongThreadError
 from aio_ckpt.items import SaveReport, StageTimings
@@ -187,7 +186,7 @@ def test_a_forked_child_cannot_wait_for_its_parents_save() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         portal.close(10)
         """
-    done = subprocess.run(python(source), env=child_environment(), capture_output=True, text=True, timeout=60)
+    done = run_warm(source)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
