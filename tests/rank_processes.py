@@ -19,7 +19,9 @@ import torch.distributed as dist
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt"])
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt", "pytest", "hypothesis"]
+)
 
 WAIT_SECS = 60.0
 
