@@ -19,9 +19,8 @@ import torch.distributed as dist
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt", "pytest", "hypothesis"]
-)
+_PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt", "pytest", "hypothesis")
+_CONTEXT.set_forkserver_preload(list(_PRELOADED))
 
 WAIT_SECS = 60.0
 
