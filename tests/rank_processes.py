@@ -14,13 +14,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "aio_ckpt", "pytest", "hypothesis")
-_CONTEXT.set_forkserver_preload(list(_PRELOADED))
+_PRELOADED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch.testing",
+    "numpy.random",
+)
+_CONTEXT.set_forkserver_preload([*_PRELOADED, "aio_ckpt.dcp", "pytest", "hypothesis"])
 
 WAIT_SECS = 60.0
 
@@ -82,7 +89,12 @@ class Ranks:
     def kill(self, rank: int) -> None:
         """SIGKILL, and wait until it is gone."""
         self.signal(rank, signal.SIGKILL)
+        self.wait_until_dead(rank)
+
+    def wait_until_dead(self, rank: int) -> None:
+        """For one that ends of its own."""
         self.processes[rank].join(WAIT_SECS)
+        assert not self.processes[rank].is_alive()
 
     def close(self) -> None:
         """End every process."""
@@ -109,6 +121,7 @@ def ranks(count: int) -> Iterator[Ranks]:
 
 
 def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # as torchrun does: together the ranks have more threads than the machine has cores
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WAIT_SECS))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     while True:

@@ -223,37 +223,54 @@ def die_at(
         dist.barrier()
         if rank == dying:
             storage.at, storage.act = at, lambda: os.kill(os.getpid(), sign)
-        error = engine.save(mixed_state(rank, count, 2), step=2).exception(SECS)
+        ticket = engine.save(mixed_state(rank, count, 2), step=2)
+        began = time.monotonic()
+        error = ticket.exception(SECS)
+        assert time.monotonic() - began < SECS
         assert error is None or isinstance(error, AioCkptError)
     return told(error)
 
 
-@pytest.mark.parametrize(
-    ("dying", "at", "newest"),
-    [
-        (1, ("make_dir", "*"), 1),
-        (1, ("write", "*"), 1),
-        (1, ("write_file", "aio_ckpt.1.bin"), 1),
-        (0, ("write", "*"), 1),
-        (0, ("write_file", ".metadata"), 1),
-        (0, ("rename", "*"), 1),
-        (0, ("remove_file", "writer.json"), 2),
-    ],
-)
+DEATHS = [
+    (1, ("make_dir", "*"), 1),
+    (1, ("write", "*"), 1),
+    (1, ("write_file", "aio_ckpt.1.bin"), 1),
+    (0, ("write", "*"), 1),
+    (0, ("write_file", ".metadata"), 1),
+    (0, ("rename", "*"), 1),
+    (0, ("remove_file", "writer.json"), 2),
+]
+"""Who dies, at which call, and which step is the newest afterwards."""
+
+
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Ranks, Path]]]:
+    """Two ranks and their root for each of ``DEATHS``: one has died, the other still waits out its deadline.
+
+    One after the other to that point, so that nobody is starved, and together from there on.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
+        for dying, at, _ in DEATHS:
+            two, root = stack.enter_context(ranks(2)), tmp_path_factory.mktemp("death")
+            for rank in range(2):
+                two.start(rank, die_at, root, dying, at, signal.SIGKILL)
+            two.wait_until_dead(dying)
+            found.append((two, root))
+        yield found
+
+
+@pytest.mark.parametrize("case", range(len(DEATHS)), ids=[f"{dying}-{at[0]} {at[1]}" for dying, at, _ in DEATHS])
 def test_after_the_death_of_a_rank_the_others_name_it_and_the_next_run_goes_on(
-    tmp_path: Path, dying: int, at: tuple[str, str], newest: int
+    dead: list[tuple[Ranks, Path]], case: int
 ) -> None:
-    with ranks(2) as dead:
-        for rank in range(2):
-            dead.start(rank, die_at, tmp_path, dying, at, signal.SIGKILL)
-        began = time.monotonic()
-        kind, rank, text = dead.finish(1 - dying)
-        assert time.monotonic() - began < SECS
-        assert (kind, rank) == ("PeerFailedError", dying), text
-        assert f"rank {dying} gave no sign of life" in text
+    (two, root), (dying, _, newest) = dead[case], DEATHS[case]
+    kind, rank, text = two.finish(1 - dying)
+    assert (kind, rank) == ("PeerFailedError", dying), text
+    assert f"rank {dying} gave no sign of life" in text
     with ranks(2) as living:
-        living.run(check_whole, tmp_path, newest)
-    assert [name for name in visible(tmp_path) if name.startswith(".pending")] == []
+        living.run(check_whole, root, newest)
+    assert [name for name in visible(root) if name.startswith(".pending")] == []
 
 
 def stop_at(rank: int, count: int, root: Path, at: tuple[str, str]) -> tuple[str, int | None, str]:

@@ -16,7 +16,7 @@ from bench import simulate as simulation
 from bench.sim_world import DeadlockError, SimStorage, virtual_loop
 from bench.simulate import BrokenPromiseError, simulate
 
-SEEDS = 100
+SEEDS = 60
 
 
 @pytest.fixture(autouse=True)
