@@ -20,14 +20,8 @@ import torch.distributed as dist
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = (
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "torch.testing",
-    "numpy.random",
-)
-_CONTEXT.set_forkserver_preload([*_PRELOADED, "aio_ckpt.dcp", "pytest", "hypothesis"])
+_OF_TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.testing")
+_CONTEXT.set_forkserver_preload([*_OF_TORCH, "numpy.random", "aio_ckpt.dcp", "pytest", "hypothesis"])
 
 WAIT_SECS = 60.0
 

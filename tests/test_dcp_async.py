@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -240,6 +241,27 @@ def test_of_saves_that_overlap_in_one_directory_none_takes_another_ones_files(tm
             assert any(torch.equal(found["w"], value) for value in done or [held])
             held = found["w"]
             assert all("another save" in str(error) for error in errors if error is not None)
+
+
+def test_a_save_whose_files_another_one_cleared_away_says_so(tmp_path: Path, storage: GatedStorage) -> None:
+    path = tmp_path / "a"
+    gate = storage.hold("create_data_file")
+    saving = dcp.async_save({"w": torch.zeros(9)}, storage_writer=Writer(path, storage=storage))
+    gate.wait_reached()
+    storage.fail("create_data_file", "*", WriteError(errno.ENOENT, "No such file or directory", str(path / "x")))
+    (mark,) = path.glob("aio_ckpt.pending-*")
+    mark.unlink()
+    gate.open()
+    with pytest.raises(dcp.api.CheckpointException, match="another save into this directory has begun"):
+        saving.result(TIMEOUT)
+
+
+def test_a_file_that_is_gone_for_another_reason_is_named(tmp_path: Path, storage: GatedStorage) -> None:
+    storage.fail("create_data_file", "*", WriteError(errno.ENOENT, "No such file or directory", "x"))
+    saving = dcp.async_save({"w": torch.zeros(9)}, storage_writer=Writer(tmp_path / "a", storage=storage))
+    with pytest.raises(dcp.api.CheckpointException, match="No such file") as caught:
+        saving.result(TIMEOUT)
+    assert "another save" not in str(caught.value)
 
 
 def test_dcp_takes_our_writer_and_stager_for_stagers() -> None:

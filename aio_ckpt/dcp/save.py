@@ -43,13 +43,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.image import Image, lease_image
 from aio_ckpt.items import WriteResult as Written
 from aio_ckpt.items import check_complete
-from aio_ckpt.manifest import (
-    FileEntry,
-    data_file_name,
-    encode_rank,
-    encode_static,
-    rank_manifest_name,
-)
+from aio_ckpt.manifest import FileEntry, data_file_name, encode_rank, encode_static, rank_manifest_name
 from aio_ckpt.plan import tensor_entry
 from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.record import metadata_file, render_root
@@ -235,6 +229,7 @@ async def _write(
         cause = _first_cause(error)
         with anyio.CancelScope(shield=True):
             await _clear(runtime.storage, directory, save, image, cause)
+            cause = await _explained(runtime.storage, directory, save, cause)
         if cause is error:
             raise
         raise cause from cause.__cause__
@@ -314,6 +309,14 @@ async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image
     with anyio.move_on_after(_SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
         for name in (save.manifest, save.data_file):
             await storage.remove_file(directory / name)
+
+
+async def _explained(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
+    """A file that is gone went with the mark of its save, when another save began."""
+    with contextlib.suppress(AioCkptError, OSError):
+        if getattr(cause, "errno", 0) == errno.ENOENT and save.save_id not in await pending_saves(storage, directory):
+            return _overtaken(directory)
+    return cause
 
 
 def _first_cause(error: BaseException) -> BaseException:
