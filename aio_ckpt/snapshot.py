@@ -169,8 +169,11 @@ class Capture:
         plan = self._planned.plan
         run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
         for chunk in run:
-            copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
-            self._copy(chunk, plan.routes[chunk.index].copied)
+            route = plan.routes[chunk.index]
+            if route.moved:
+                copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
+            if route.copied:
+                self._copy(chunk, route.copied)
         if run:
             self._issue_device(run, is_guarded=bool(self._guarded))
 
@@ -258,7 +261,7 @@ class Capture:
             for span in route.gathered:
                 if (guarded >= set(span.leaves)) is is_guarded:
                     self._gather(chunk, span)
-            if not is_guarded:
+            if route.converted and not is_guarded:
                 self._copy(chunk, route.converted)
 
     def _gather(self, chunk: Chunk, span: Span) -> None:
