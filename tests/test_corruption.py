@@ -17,7 +17,7 @@ LEAVES_THE_REST = ("flip", "garble", "zero-fill", "swap ranges")
 REFUSED_BY_LOAD = ("raw data", "object", ".metadata", "rank manifest", "root manifest")
 """A zip's header and trailer and the padding are not read by a load, which goes by the manifest."""
 
-FEW = settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from bench.crash.trial import Known
 
 ENGINE, DIRECTORY = "aio_ckpt", "aio_ckpt, directory mode"
 REPOSITORY = Path(__file__).parents[1]
-SECS = 7
+SECS = 6
 """Each bounded campaign stops by then, whatever the machine; at least one crash of each kind was tried."""
 TIMEOUT = 150.0
 
