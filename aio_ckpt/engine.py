@@ -107,7 +107,11 @@ class CheckpointEngine:
         self._saver = Saver(
             self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
         )
-        self._closing = Closing(self._saver.in_flight, background=lambda: self._keeper.passes, release=self._shut_down)
+        self._closing = Closing(
+            self._saver.in_flight,
+            background=lambda: [*self._keeper.passes, *self._saver.dropping],
+            release=self._shut_down,
+        )
         self._portal.at_exit(self._drain)
         self._saver.meet()
 

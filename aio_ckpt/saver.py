@@ -73,6 +73,8 @@ class Saver:
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
+        self.dropping: list[Future[None]] = []
+        """Given-up snapshots of dead trainers, on their way out."""
         self._must_announce = False
         self._lock = Lock()
 
@@ -349,7 +351,8 @@ class Saver:
         segments = self._site.segments
         if segments is not None and segments.kept:
             with contextlib.suppress(EngineClosedError):
-                self._site.executor.submit(segments.drop_kept, "a later run has committed a step of its own")
+                why = "a later run has committed a step of its own"
+                self.dropping = [self._site.executor.submit(segments.drop_kept, why)]
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""

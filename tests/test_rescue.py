@@ -322,6 +322,43 @@ def test_the_next_engine_tells_of_it_keeps_it_and_gives_it_up_with_its_first_com
     assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(5)]
 
 
+def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed, root: Path, shm: Path) -> None:
+    killed.copy(root, shm)
+    engine = SyncCheckpointEngine(root, EngineConfig(shm_path=shm))
+    inner, go_on = engine._engine, threading.Event()
+    drop, background, release = (
+        inner._site.segments.drop_kept,  # type: ignore[union-attr]
+        inner._closing._background,
+        inner._closing._release,
+    )
+    is_released: list[bool] = []
+
+    def held(why: str) -> None:
+        assert go_on.wait(TIMEOUT)
+        is_released.append(bool(released))
+        drop(why)
+
+    def awaited() -> Any:
+        found = [*background()]
+        if not all(work.done() for work in found):
+            go_on.set()
+        return found
+
+    released: list[bool] = []
+
+    def release_late() -> None:
+        released.append(True)
+        go_on.set()
+        release()
+
+    inner._site.segments.drop_kept = held  # type: ignore[union-attr, method-assign]
+    inner._closing._background, inner._closing._release = awaited, release_late
+    engine.save(state(5), step=5).result(TIMEOUT)
+    engine.close()
+    assert is_released == [False]
+    assert segments_in(shm) == []
+
+
 def test_an_engine_that_commits_nothing_leaves_it_to_be_rescued(
     killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
