@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import anyio.lowlevel
+import torch
 
 from aio_ckpt import tree
 from aio_ckpt.config import GATHER_BYTES
+from aio_ckpt.descriptors import Places
 from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan import PlanCache, PlannedSave
+from aio_ckpt.plan import ImagePlan, PlanCache, PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CaptureProgress
+from aio_ckpt.routes import ChunkRoutes
 from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
@@ -28,6 +32,17 @@ TIMEOUT = 20.0
 
 def plan_of(state: Mapping[str, object], gather_bytes: int = GATHER_BYTES) -> PlannedSave:
     return PlanCache(rank=0, gather_bytes=gather_bytes).resolve(tree.flatten(state, rank=0))
+
+
+def issued(state: Mapping[str, object]) -> tuple[ImagePlan, list[torch.Tensor]]:
+    """The plan of ``state`` as if every tensor were copied by its address from a device; and the tensors."""
+    planned = plan_of(state)
+    plan, fingerprint = planned.plan, planned.plan.descriptors.fingerprint
+    routes = [
+        ChunkRoutes(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=()) for chunk in plan.layout.chunks
+    ]
+    places = Places.of(plan.structure, plan.layout, routes)
+    return replace(plan, places=places, descriptors=places.at(fingerprint)), planned.tensors
 
 
 def image_of(planned: PlannedSave, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:

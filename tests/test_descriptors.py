@@ -10,21 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rings import plan_of
+from rings import issued
 
-from aio_ckpt.descriptors import Issues, Places
+from aio_ckpt.descriptors import Issues
 from aio_ckpt.moves import copy_all
-from aio_ckpt.plan import ImagePlan
-from aio_ckpt.routes import ChunkRoutes
-
-
-def issued(state: dict[str, torch.Tensor]) -> tuple[ImagePlan, Places]:
-    """A plan, and places for it as if every tensor were on one device."""
-    plan = plan_of(state).plan
-    routes = [
-        ChunkRoutes(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=()) for chunk in plan.layout.chunks
-    ]
-    return plan, Places.of(plan.structure, plan.layout, routes)
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -39,8 +28,8 @@ def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
 )
 def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tensor(sizes, cuts):
     state = state_of(sizes)
-    plan, places = issued(state)
-    issues = places.at(plan.descriptors.fingerprint).issues
+    plan, _ = issued(state)
+    issues = plan.descriptors.issues
     image = np.zeros(plan.layout.tensor_bytes, dtype=np.uint8)
     offsets = sorted({0, len(image), *(int(cut * len(image)) for cut in cuts)})
     for start, stop in pairwise(offsets):
@@ -58,8 +47,8 @@ def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tenso
 
 
 def test_what_is_chosen_by_leaf_is_what_the_others_lack():
-    _, places = issued(state_of([100, 200, 300, 400]))
-    (found,) = places.at([1000, 2000, 3000, 4000]).issues.values()
+    plan, _ = issued(state_of([100, 200, 300, 400]))
+    (found,) = plan.places.at([1000, 2000, 3000, 4000]).issues.values()
     wanted = np.array([True, False, False, True])
     assert found.of(wanted).leaves.tolist() == [0, 3]
     assert found.of(~wanted).moves[:, 1].tolist() == [2000, 3000]

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from rings import plan_of
+from rings import issued
 
 from aio_ckpt.copies import HostCopies
-from aio_ckpt.descriptors import Places
-from aio_ckpt.plan import ImagePlan
-from aio_ckpt.routes import ChunkRoutes
 from aio_ckpt.shadow import Shadows
 
 ROOM = 1 << 30
-
-
-def issued(state: dict[str, torch.Tensor]) -> tuple[ImagePlan, list[torch.Tensor]]:
-    """The plan of ``state`` as if every tensor were copied by its address from a device."""
-    planned = plan_of(state)
-    plan, fingerprint = planned.plan, planned.plan.descriptors.fingerprint
-    routes = [
-        ChunkRoutes(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=()) for chunk in plan.layout.chunks
-    ]
-    places = Places.of(plan.structure, plan.layout, routes)
-    return replace(plan, places=places, descriptors=places.at(fingerprint)), planned.tensors
 
 
 def states() -> dict[str, torch.Tensor]:
