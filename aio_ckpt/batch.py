@@ -9,10 +9,12 @@ from typing import TypeAlias
 
 import numpy as np
 
+from aio_ckpt.moves import Moves
+
 __all__ = ["Batch", "batch_copy"]
 
-Batch: TypeAlias = Callable[[list[tuple[int, int, int]], int, int], int]
-"""(rows of (offset from the base, source address, bytes), base, stream) to the driver's error number, 0 for none."""
+Batch: TypeAlias = Callable[[Moves, int, int], int]
+"""(moves, base of their target offsets, stream) to the driver's error number, 0 for none."""
 
 _SOURCE_ORDER_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream, as by single copies."""
@@ -51,11 +53,11 @@ def batch_copy() -> Batch | None:
     same_for_all = (ctypes.byref(attributes), ctypes.byref(zero), ctypes.c_size_t(1))
     tell_failed = () if latest else (ctypes.byref(failed),)  # where the first one that failed is told
 
-    def copy(rows: list[tuple[int, int, int]], base: int, stream: int) -> int:
-        columns = np.array(rows, dtype=np.uint64).T.copy()
-        columns[0] += np.uint64(base)
+    def copy(moves: Moves, base: int, stream: int) -> int:
+        columns = moves.T.copy()
+        columns[0] += np.uint64(base % (1 << 64))
         targets, sources, sizes = (ctypes.c_void_p(column.ctypes.data) for column in columns)
-        count = ctypes.c_size_t(len(rows))
+        count = ctypes.c_size_t(len(moves))
         return int(call(targets, sources, sizes, count, *same_for_all, *tell_failed, ctypes.c_void_p(stream)))
 
     return copy

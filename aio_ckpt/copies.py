@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from aio_ckpt.moves import as_moves, copy_all
+from aio_ckpt.moves import Moves, copy_all
 
 __all__ = ["FOREACH_DTYPES", "Copies", "Groups", "HostCopies", "Mark", "foreach_copy"]
 
@@ -55,8 +55,8 @@ class Copies(Protocol):
         """Copy ``source`` to ``target`` (host memory, same dtype and shape) with the values it has now."""
         ...
 
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Copy by address: (offset from ``base``, source address, bytes) each."""
+    def issue(self, base: int, moves: Moves) -> None:
+        """Copy by address; the offsets of the targets count from ``base``."""
         ...
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -101,9 +101,9 @@ class HostCopies:
         else:
             target.copy_(source)
 
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
+    def issue(self, base: int, moves: Moves) -> None:
         """Blocks until copied."""
-        copy_all(base, as_moves(list(moves)))
+        copy_all(base, moves)
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """By torch, whatever the device."""

@@ -208,7 +208,7 @@ def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, co
     numbers = np.unique(pieces.devices[is_moved & (pieces.devices > 0)]).tolist()
     try:
         for number in numbers:
-            copies[number].issue(0, _runs(moves[is_moved & (pieces.devices == number)]).tolist())
+            copies[number].issue(0, _runs(moves[is_moved & (pieces.devices == number)]).astype(np.uint64))
     finally:  # the view is read into anew afterwards
         _wait_for(copies[number] for number in numbers)
     for row, landing in enumerate(pieces.landings.tolist()):

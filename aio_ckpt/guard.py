@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt.copies import Mark
 from aio_ckpt.device import is_capturing_graph
 from aio_ckpt.errors import ConfigError, EngineClosedError
+from aio_ckpt.structure import addresses
 
 __all__ = ["Guards"]
+
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Guards:
@@ -29,6 +33,7 @@ class Guards:
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
         self._marks: tuple[Mark, ...] = ()
+        self._found: tuple[list[int], Sequence[int], frozenset[int]] | None = None  # numbers, no tensor
         self._is_closed = False
 
     def add(self, guarded: object) -> None:
@@ -48,7 +53,7 @@ class Guards:
         if any(known is guarded for known in self._objects):
             return
         try:
-            list(_tensors_of(guarded))
+            _tensors_of(guarded)
             before = self._before_step if self._objects else self._before_first_step
             self._removers.append(_before_each_step(guarded, before))
         except (AttributeError, KeyError, TypeError) as error:
@@ -58,15 +63,16 @@ class Guards:
             ) from error
         self._objects.append(guarded)
 
-    def leaves(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Positions of the tensors on devices that a guarded object alone changes, by their addresses."""
-        if not self._objects:
-            return frozenset()
-        guarded = {tensor.data_ptr() for known in self._objects for tensor in _tensors_of(known)}
-        guarded.discard(0)
-        return frozenset(
-            leaf for leaf, tensor in enumerate(tensors) if not tensor.is_cpu and tensor.data_ptr() in guarded
-        )
+    def leaves(self, fingerprint: Sequence[int], devices: Sequence[torch.device]) -> frozenset[int]:
+        """Positions of the tensors on devices that a guarded object alone changes, given where all tensors are."""
+        guarded = [address for known in self._objects for address in addresses(_tensors_of(known))]
+        if self._found is None or guarded != self._found[0] or fingerprint is not self._found[1]:
+            found = {*guarded} - {0}
+            leaves = frozenset(
+                leaf for leaf, address in enumerate(fingerprint) if address in found and devices[leaf].type != "cpu"
+            )
+            self._found = (guarded, fingerprint, leaves)
+        return self._found[2]
 
     def wait_for(self, marks: Iterable[Mark]) -> None:
         """From now on each ``step`` waits for these as well, until they are reached."""
@@ -119,19 +125,12 @@ def _before_each_step(guarded: Any, wait: Callable[[], None]) -> Callable[[], No
     return remove
 
 
-def _tensors_of(guarded: Any) -> Iterator[torch.Tensor]:
-    for group in guarded.param_groups:
-        yield from _local(group["params"])
+def _tensors_of(guarded: Any) -> list[torch.Tensor]:
+    values: list[object] = [*chain.from_iterable(group["params"] for group in guarded.param_groups)]
     state = getattr(guarded, "state", None)
     if isinstance(state, Mapping):
-        for values in state.values():
-            if isinstance(values, Mapping):
-                yield from _local(values.values())
-
-
-def _local(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, DTensor):
-            yield value._local_tensor
-        elif isinstance(value, torch.Tensor):
-            yield value
+        values += chain.from_iterable(entry.values() for entry in state.values() if isinstance(entry, Mapping))
+    if {*map(type, values)} <= _PLAIN_TYPES:
+        return values  # type: ignore[return-value]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]

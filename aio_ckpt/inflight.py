@@ -213,7 +213,7 @@ class InFlight:
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
         work: Capture | None = None
-        is_running = False
+        is_running, plan = False, planned.plan
 
         def begin() -> None:
             nonlocal is_running
@@ -230,13 +230,13 @@ class InFlight:
             save.image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
                 self._pending.append(save)
-            if not planned.plan.uses_cuda:  # whose copies are issued before the loop could have woken
+            if not plan.uses_cuda:  # whose copies are issued before the loop could have woken
                 begin()
             work = capture(
                 planned,
                 save.image,
                 self._copiers,
-                guarded=self.guards.leaves(planned.tensors),
+                guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure.devices),
                 on_captured=captured,
                 stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
                 trace=save.call.trace,

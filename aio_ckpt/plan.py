@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -17,12 +16,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from aio_ckpt import envelope, tree
 from aio_ckpt.config import GATHER_BYTES
-from aio_ckpt.device import copies_by_address, gathers_small
+from aio_ckpt.descriptors import CopyDescriptors, Places
+from aio_ckpt.device import copies_by_address, gathered_below_bytes
 from aio_ckpt.globalplan import dcp_plan, local_plan, shard_offsets, storage_data
-from aio_ckpt.items import ImageLayout, LeafKind, Piece, TensorItem
+from aio_ckpt.items import ImageLayout, LeafKind, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
-from aio_ckpt.moves import Moves, as_moves
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.shares import LocalPlan, Share
 from aio_ckpt.structure import (
@@ -36,7 +35,6 @@ from aio_ckpt.structure import (
 )
 
 __all__ = [
-    "CopyDescriptors",
     "ImagePlan",
     "Plan",
     "PlanCache",
@@ -46,22 +44,6 @@ __all__ = [
     "plan_image",
     "tensor_entry",
 ]
-
-
-Issue: TypeAlias = tuple[int, int, int, int]
-"""One copy from CUDA: (image offset, source address, bytes, leaf)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyDescriptors:
-    """Addresses of what is copied by address, valid for one fingerprint only."""
-
-    fingerprint: list[int]
-    """Address of every tensor leaf."""
-    moves: tuple[Moves, ...]
-    """Per chunk, small host tensors: (image offset, source address, bytes)."""
-    issues: tuple[tuple[Issue, ...], ...]
-    """Per chunk, tensors on CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +56,10 @@ class ImagePlan:
     """Where everything stands."""
     routes: tuple[ChunkRoutes, ...]
     """Per chunk, which way each piece goes."""
+    places: Places
+    """What is copied by address, and where to."""
     descriptors: CopyDescriptors
-    """For the addresses of the save that made them."""
+    """The same with the addresses of the save that made them."""
     host_bytes: int
     """Raw bytes that must be captured at once: for ``save()``, all that is not on a CUDA device."""
     source: torch.device | None
@@ -185,8 +169,7 @@ class PlanCache:
         self._storage_bytes = check_sources(flat, tensors, fingerprint)
         if partition(structure, fingerprint) != cached.aliases:
             return self._miss(flat, leaves, structure)
-        descriptors = _descriptors(cached.layout, cached.routes, fingerprint)
-        plan = self._plan = replace(cached, descriptors=descriptors)
+        plan = self._plan = replace(cached, descriptors=cached.places.at(fingerprint))
         return self._hit(plan, leaves, fingerprint_hit=False)
 
     def adopt(self, plan: Plan) -> None:
@@ -323,18 +306,23 @@ def plan_image(
 
     ``chunk_bytes``: see :func:`aio_ckpt.layout.lay_out`.
     """
-    ordered = sorted(
-        placements, key=lambda placed: image_order(structure.devices[placed.leaf], placed.envelope.raw_bytes)
-    )
-    layout = lay_out(ordered, chunk_bytes=chunk_bytes)
-    routes = choose_routes(
-        structure, layout, issues=copies_by_address, gathers=gathers_small, gather_bytes=gather_bytes
-    )
+
+    def gathers(device: torch.device, nbytes: int) -> bool:
+        return bool(gather_bytes) and nbytes < gathered_below_bytes(device)
+
+    def order(placed: Placement) -> tuple[bool, str, bool]:
+        device = structure.devices[placed.leaf]
+        return image_order(device, is_gathered=gathers(device, placed.envelope.raw_bytes))
+
+    layout = lay_out(sorted(placements, key=order), chunk_bytes=chunk_bytes)
+    routes = choose_routes(structure, layout, issues=copies_by_address, gathers=gathers, gather_bytes=gather_bytes)
+    places = Places.of(structure, layout, routes)
     return ImagePlan(
         structure=structure,
         layout=layout,
         routes=routes,
-        descriptors=_descriptors(layout, routes, fingerprint),
+        places=places,
+        descriptors=places.at(fingerprint),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
         source=_main_source(structure, layout),
         gather_bytes=gather_bytes,
@@ -362,19 +350,4 @@ def tensor_entry(item: TensorItem) -> TensorEntry:
         item_bytes=item.envelope.item_bytes,
         raw_offset=item.raw_offset,
         raw_bytes=item.raw_bytes,
-    )
-
-
-def _descriptors(layout: ImageLayout, routes: Sequence[ChunkRoutes], fingerprint: list[int]) -> CopyDescriptors:
-    leaves = [item.leaf for item in layout.items]
-
-    def source(piece: Piece) -> int:
-        return fingerprint[leaves[piece.item]] + piece.raw_start
-
-    return CopyDescriptors(
-        fingerprint,
-        moves=tuple(as_moves([(p.image_start, source(p), p.nbytes) for p in route.moved]) for route in routes),
-        issues=tuple(
-            tuple((p.image_start, source(p), p.nbytes, leaves[p.item]) for p in route.issued) for route in routes
-        ),
     )

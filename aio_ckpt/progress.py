@@ -72,8 +72,8 @@ class CaptureProgress:
     """Which chunks the caller's thread has captured; told and awaited on the loop."""
 
     def __init__(self, chunks: int) -> None:
-        self._told = [asyncio.Event() for _ in range(chunks)]
-        self._marks: list[tuple[Mark, ...]] = [() for _ in range(chunks)]
+        self._marks: list[tuple[Mark, ...] | None] = [None] * chunks  # None: not told yet
+        self._awaited: dict[int, asyncio.Event] = {}  # made on the loop, not on the caller's time
         self._error: Exception | None = None
         self._ended_early = asyncio.Event()
         self.last = time.monotonic()
@@ -108,7 +108,8 @@ class CaptureProgress:
         for indices, marks in runs:
             for index in indices:
                 self._marks[index] = marks
-                self._told[index].set()
+                if index in self._awaited:
+                    self._awaited[index].set()
         self.touch()
 
     def fail(self, error: Exception) -> None:
@@ -124,8 +125,9 @@ class CaptureProgress:
 
     async def wait(self, index: int, executor: Executor) -> None:
         """Until chunk ``index`` is captured; for ever if the capture ended early."""
-        await self._told[index].wait()
-        for mark in self._marks[index]:
+        if self._marks[index] is None:
+            await self._awaited.setdefault(index, asyncio.Event()).wait()
+        for mark in self._marks[index] or ():
             if not mark.query():
                 await run_blocking(executor, mark.synchronize)
 

@@ -18,10 +18,6 @@ __all__ = ["SMALL_COPY_BYTES", "ChunkRoutes", "Span", "choose_routes", "image_or
 SMALL_COPY_BYTES = 256 << 10
 """Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
 
-SMALL_TRANSFER_BYTES = 1 << 20
-"""Tensors on a device below this size are gathered there first. Borrowed fact (FACTS): a transfer of 64 KiB reaches
-19.6 GB/s, one of 1 MiB 49.7; 10,000 of 64 KiB cost the host 30 ms one by one and 3 ms gathered."""
-
 _GATHER_PAYS_ITEMS = 32
 """Fewer are issued one by one: the buffer, which stays for the next save, is not worth it."""
 _SPANS_A_BUFFER = 4
@@ -63,10 +59,10 @@ class ChunkRoutes:
     """Other tensors on devices: by torch, on a side stream."""
 
 
-def image_order(device: torch.device, nbytes: int) -> tuple[bool, str, bool]:
-    """Sort key of an item: what is on a device first, the small together, so that they can be gathered."""
+def image_order(device: torch.device, *, is_gathered: bool) -> tuple[bool, str, bool]:
+    """Sort key of an item: what is on a device first, what is gathered there together."""
     is_host = device.type == "cpu"
-    return (is_host, "" if is_host else str(device), not is_host and nbytes >= SMALL_TRANSFER_BYTES)
+    return (is_host, "" if is_host else str(device), not is_host and not is_gathered)
 
 
 def choose_routes(
@@ -74,11 +70,11 @@ def choose_routes(
     layout: ImageLayout,
     *,
     issues: Callable[[torch.device], bool],
-    gathers: Callable[[torch.device], bool],
+    gathers: Callable[[torch.device, int], bool],
     gather_bytes: int,
 ) -> tuple[ChunkRoutes, ...]:
-    """Per chunk of ``layout``. ``issues`` and ``gathers`` tell what a device can do; its gather buffer may have
-    ``gather_bytes``.
+    """Per chunk of ``layout``. ``issues`` tells whether a device can copy by address, ``gathers`` whether it gathers
+    tensors of so many bytes; its gather buffer may have ``gather_bytes``.
     """
 
     def is_dense(leaf: int) -> bool:
@@ -94,8 +90,7 @@ def choose_routes(
         by_torch = "copied" if device.type == "cpu" else "converted"
         if not is_dense(leaf):
             return by_torch
-        is_small = piece.nbytes == raw_bytes < SMALL_TRANSFER_BYTES and structure.dtypes[leaf] in FOREACH_DTYPES
-        if is_small and gather_bytes and gathers(device):
+        if piece.nbytes == raw_bytes and structure.dtypes[leaf] in FOREACH_DTYPES and gathers(device, raw_bytes):
             return "gathered"
         if device.type == "cpu":
             return "moved" if raw_bytes <= SMALL_COPY_BYTES else by_torch

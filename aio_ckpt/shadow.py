@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from aio_ckpt.copies import Copies
+from aio_ckpt.descriptors import Issues
 from aio_ckpt.gather import LeafGroups, by_dtype, view_at
 from aio_ckpt.items import ImageLayout, align_up
-from aio_ckpt.plan import ImagePlan, Issue
+from aio_ckpt.plan import ImagePlan
 
 __all__ = ["Shadow", "Shadows"]
 
@@ -27,7 +29,7 @@ class Shadow:
     """Those tensors."""
     groups: Mapping[torch.device, LeafGroups]
     """The copies on each device."""
-    issues: tuple[tuple[Issue, ...], ...]
+    issues: Mapping[torch.device, Issues]
     """``CopyDescriptors.issues`` with the addresses of the copies."""
 
 
@@ -70,29 +72,25 @@ class Shadows:
             )
             for leaf, (device, start, _) in places.items()
         }
-        addresses, fingerprint = {leaf: copy.data_ptr() for leaf, copy in copies.items()}, plan.descriptors.fingerprint
-        issues = tuple(
-            tuple(
-                (start, address - fingerprint[leaf] + addresses[leaf], nbytes, leaf)
-                for start, address, nbytes, leaf in chunk
-            )
-            for chunk in plan.descriptors.issues
-        )
+        addresses = np.array(plan.descriptors.fingerprint, dtype=np.uint64)
+        for leaf, copy in copies.items():
+            addresses[leaf] = copy.data_ptr()
         groups = {
             device: by_dtype({leaf: copy for leaf, copy in copies.items() if places[leaf][0] == device})
             for device in memory
         }
+        issues = plan.places.issues(addresses)
         return Shadow(leaves=frozenset(copies), groups=groups, issues=issues) if copies else None
 
 
 def _places(plan: ImagePlan) -> dict[int, tuple[torch.device, int, int]]:
     """Per large tensor on a device: the device, where its copy begins and ends there."""
-    structure, places, ends = plan.structure, dict[int, tuple[torch.device, int, int]](), dict[torch.device, int]()
-    for leaf in dict.fromkeys(leaf for chunk in plan.descriptors.issues for _, _, _, leaf in chunk):
-        device, start = structure.devices[leaf], ends.get(structure.devices[leaf], 0)
-        nbytes = structure.shapes[leaf].numel() * structure.dtypes[leaf].itemsize
-        ends[device] = align_up(start + nbytes, _ALIGNMENT)
-        places[leaf] = (device, start, ends[device])
+    places, ends = dict[int, tuple[torch.device, int, int]](), dict[torch.device, int]()
+    for device, rows in plan.places.issued.items():
+        for leaf, nbytes in zip(rows.leaves.tolist(), rows.nbytes.tolist(), strict=True):
+            start = ends.get(device, 0)
+            ends[device] = align_up(start + nbytes, _ALIGNMENT)
+            places[leaf] = (device, start, ends[device])
     return places
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import takewhile
 
+import numpy as np
 import torch
 
 from aio_ckpt import envelope, objects
 from aio_ckpt.copies import Copies, Mark
+from aio_ckpt.descriptors import Issues
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers, LeafGroups
@@ -28,7 +30,9 @@ from aio_ckpt.trace import CALLER, COPIES, Recorder
 __all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
 _DOUBLE = struct.Struct("<d")
-_MAX_RUN_CHUNKS = 64
+_RUN_GROWTH = 8
+"""Each run of chunks from devices is so many times longer than the one before: its batch and its mark cost the caller
+tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,7 @@ class Capture:
         self._copiers = copiers
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
-        self._issues = planned.plan.descriptors.issues
+        self._issues = self._split(planned.plan.descriptors.issues)
         self._is_shadowed = False
         self._copies: dict[torch.device, Copies] = {}
         self._unmarked: set[Copies] = set()
@@ -153,9 +157,10 @@ class Capture:
         if shadow is not None:
             for device, groups in shadow.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            self._guarded, self._issues, self._is_shadowed = shadow.leaves, shadow.issues, True
-        if self._guarded:
-            self._issue_device(self._image.chunks[: len(self._planned.plan.routes)], is_guarded=False)
+            self._guarded, self._is_shadowed = shadow.leaves, True
+            self._issues = self._split(shadow.issues)
+        if self._guarded and plan.routes:
+            self._issue_device(self._image.chunks[: len(plan.routes)], is_guarded=False)
             for copies in self._copies.values():
                 copies.mark().fence()
 
@@ -164,9 +169,13 @@ class Capture:
         plan = self._planned.plan
         run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
         for chunk in run:
-            copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
-            self._copy(chunk, plan.routes[chunk.index].copied)
-        self._issue_device(run, is_guarded=bool(self._guarded))
+            route = plan.routes[chunk.index]
+            if route.moved:
+                copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
+            if route.copied:
+                self._copy(chunk, route.copied)
+        if run:
+            self._issue_device(run, is_guarded=bool(self._guarded))
 
     def take_marks(self) -> tuple[Mark, ...]:
         """Behind the copies that were issued since the last call."""
@@ -229,19 +238,30 @@ class Capture:
         """Address that the image's first byte would have."""
         return self._image.lease.arena.address + self._shift(chunk)
 
+    def _split(self, issues: Mapping[torch.device, Issues]) -> dict[bool, Mapping[torch.device, Issues]]:
+        """By whether their leaves are guarded."""
+        if not self._guarded:
+            return {False: issues, True: {}}
+        is_guarded = np.zeros(len(self._planned.tensors), dtype=bool)
+        is_guarded[list(self._guarded)] = True
+        return {
+            wanted: {device: found.of(is_guarded == wanted) for device, found in issues.items()}
+            for wanted in (False, True)
+        }
+
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
         """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
         plan, guarded = self._planned.plan, self._guarded
-        chosen = [issue for chunk in run for issue in self._issues[chunk.index] if (issue[3] in guarded) is is_guarded]
-        devices = plan.structure.devices
-        for device, group in groupby(chosen, key=lambda issue: devices[issue[3]]):
-            self._copies_from(device).issue(self._base(run[0]), _joined(group))
+        for device, issues in self._issues[is_guarded].items():
+            moves = issues.within(run[0].start, run[-1].stop)
+            if len(moves):
+                self._copies_from(device).issue(self._base(run[0]), moves)
         for chunk in run:
             route = plan.routes[chunk.index]
             for span in route.gathered:
                 if (guarded >= set(span.leaves)) is is_guarded:
                     self._gather(chunk, span)
-            if not is_guarded:
+            if route.converted and not is_guarded:
                 self._copy(chunk, route.converted)
 
     def _gather(self, chunk: Chunk, span: Span) -> None:
@@ -323,12 +343,12 @@ def capture(
                 if not is_issued:
                     on_captured(untold)
                     untold = []
-            if untold:
-                on_captured(untold)
         except (RuntimeError, OSError):
             work.check_sources()  # why torch or the system refused to copy
             raise
         work.check_sources()
+        if untold:
+            on_captured(untold)
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
         work.end()
@@ -341,17 +361,15 @@ def capture(
 def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], bool]]:
     """Chunks that are issued together, and whether they come from devices: one by one from the host and in waves.
 
-    From devices the first alone, so that it is written soon, then more and more: each mark costs the caller
-    microseconds, and a transfer is faster than a disk.
+    From devices the first alone, so that it is written soon, then more and more.
     """
     first, length = 0, 1
     while first < len(image.chunks):
-        is_issued = _is_issued(image, plan, first)
-        run = image.chunks[first : first + (length if is_issued else 1)]
-        if is_issued:
-            length = min(2 * length, _MAX_RUN_CHUNKS)
-        yield run, is_issued
+        issued = [*takewhile(lambda chunk: _is_issued(image, plan, chunk.index), image.chunks[first : first + length])]
+        run = issued or image.chunks[first : first + 1]
+        yield run, bool(issued)
         first += len(run)
+        length *= _RUN_GROWTH
 
 
 def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
@@ -359,20 +377,6 @@ def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
     if not image.is_whole or index >= len(plan.routes):
         return False
     return bool(plan.routes[index].issued or plan.routes[index].gathered)
-
-
-def _joined(issues: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(image offset, address, bytes) of each, those that the boundary of a chunk had cut joined again."""
-    start = address = nbytes = 0
-    for next_start, next_address, next_nbytes, _ in issues:
-        if nbytes and (next_start, next_address) == (start + nbytes, address + nbytes):
-            nbytes += next_nbytes
-            continue
-        if nbytes:
-            yield start, address, nbytes
-        start, address, nbytes = next_start, next_address, next_nbytes
-    if nbytes:
-        yield start, address, nbytes
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

@@ -86,6 +86,8 @@ _LEAVES: dict[type, LeafKind] = {
     **dict.fromkeys(_PLAIN_TYPES, LeafKind.OBJECT),
     **dict.fromkeys(_TENSOR_TYPES, LeafKind.TENSOR),
 }
+_MANY = 16
+"""From so many entries on a mapping of leaves is worth a look at all their types first."""
 _CODES: dict[type, int] = {
     **_LEAVES,
     **{kind: code for code, kind in MAPPINGS.items()},
@@ -224,6 +226,8 @@ class _Walk:
 
     def mapping(self, value: Mapping[Any, object], code: int, name: str | None, depth: int) -> Skeleton:
         """The hot loop: 20,000 tensors in one dict take no call each."""
+        if len(value) >= _MANY and {*map(type, value.values())} <= _LEAVES.keys() and {*map(type, value)} == {str}:
+            return self.leaves(value, code, name)
         names, values, kinds, prefix = self.names, self.values, self.kinds, _prefix(name)
         keys: list[Key] = []
         children: list[Skeleton] = []
@@ -243,6 +247,15 @@ class _Walk:
                 kinds.append(kind)
                 children.append(kind)
         return code, tuple(keys), tuple(children)
+
+    def leaves(self, value: Mapping[Any, object], code: int, name: str | None) -> Skeleton:
+        """A mapping from str to leaves alone, without a line of Python a leaf."""
+        keys, values = tuple(value), list(value.values())
+        kinds = tuple(map(_LEAVES.__getitem__, map(type, values)))
+        self.names += keys if name is None else map(_prefix(name).__add__, keys)
+        self.values += values
+        self.kinds += kinds
+        return code, keys, kinds
 
     def state_of(self, value: Any, name: str | None, depth: int) -> Skeleton:
         """A Stateful value: the skeleton of its ``state_dict()``, or an entry in ``stateful``."""

@@ -20,6 +20,7 @@ from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, fetch, fi
 from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.moves import Moves
 from aio_ckpt.readplan import bytes_of
 
 MIB = 1 << 20
@@ -38,11 +39,10 @@ class WatchedCopies(HostCopies):
         self.goes_on.set()
         self.on_issue: Callable[[], None] = lambda: None
 
-    def issue(self, base: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        moves = [tuple(move) for move in moves]
+    def issue(self, base: int, moves: Moves) -> None:
         self.on_issue()
-        self.runs += [nbytes for _, _, nbytes in moves]
-        self.unmarked += [(source, source + nbytes) for _, source, nbytes in moves]
+        self.runs += moves[:, 2].tolist()
+        self.unmarked += [(source, source + nbytes) for _, source, nbytes in moves.tolist()]
         super().issue(base, moves)
 
     def mark(self) -> Mark:

@@ -38,7 +38,7 @@ def mixed(count: int) -> dict[str, torch.Tensor]:
 def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     state = mixed(200)
     copiers = Copiers()
@@ -68,7 +68,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
 def test_without_device_memory_each_tensor_is_copied_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     monkeypatch.setattr(HostCopies, "buffer", lambda *_: None)
     state = mixed(50)
@@ -100,7 +100,7 @@ def test_spans_take_turns_in_the_buffer(lengths: list[int], starts: list[int], e
 def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     buffers: list[weakref.ref[torch.Tensor]] = []
     make = HostCopies.buffer
@@ -126,7 +126,7 @@ def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_w
 def test_gather_bytes_bounds_the_memory_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes: int
 ) -> None:
-    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 2)
     asked: list[int] = []
     make = HostCopies.buffer

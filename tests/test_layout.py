@@ -148,12 +148,13 @@ def test_the_image_is_not_larger_than_promised(layout: ImageLayout):
 def test_a_chunk_is_a_whole_number_of_blocks_and_bounded(raw_bytes: int):
     size = chunk_bytes_for(raw_bytes)
     assert size % BLOCK_BYTES == 0
-    assert 4 * MIB <= size <= 32 * MIB
+    assert 4 * MIB <= size <= 64 * MIB
 
 
 def test_a_small_image_has_some_chunks_to_overlap_and_a_large_one_few():
     assert len(laid_out([MIB] * 64).chunks) in range(8, 11)
     assert len(laid_out([64 * MIB] * 16).chunks) in range(32, 35)
+    assert [chunk_bytes_for(raw << 30) // MIB for raw in (1, 4, 6, 8, 100)] == [32, 32, 48, 64, 64]
 
 
 def test_every_item_is_sealed_in_the_chunk_of_its_trailer():

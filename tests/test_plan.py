@@ -294,8 +294,12 @@ def assert_holds_no_data(plan: Plan) -> None:
     assert len(found) > 100  # it did look
     # The two index arrays of a chunk are layout: where its sums go.
     allowed = {id(getattr(chunk.sums, name)) for chunk in plan.layout.chunks for name in chunk.sums.__slots__}
-    allowed |= {id(moves) for moves in plan.descriptors.moves}  # addresses, whose arrays are their own
-    assert all(moves.base is None for moves in plan.descriptors.moves)
+    # Numbers, whose arrays are their own: addresses, and where they go.
+    rows = [*plan.places.moved, *plan.places.issued.values()]
+    issues = [array for found in plan.descriptors.issues.values() for array in (found.moves, found.leaves)]
+    numbers = [*plan.descriptors.moves, *issues, *(getattr(row, name) for row in rows for name in row.__slots__)]
+    assert all(array.base is None for array in numbers)
+    allowed |= {id(array) for array in numbers}
     assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []
 
 

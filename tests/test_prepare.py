@@ -158,7 +158,7 @@ def test_another_structure_is_prepared_in_place_of_the_old_one(tmp_path: Path, m
 
 
 def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "gathers_small", lambda _: True)
+    monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
