@@ -109,7 +109,7 @@ def test_two_engines_on_one_root_meet_in_the_order_of_their_making_not_of_their_
 # -- two worlds on one store ----------------------------------------------------------------------------
 
 
-def restart_with_other_ranks(rank: int, count: int, root: Path) -> tuple[int, int]:
+def restart(rank: int, count: int, root: Path, is_swapped: bool) -> tuple[int, int]:
     """The same store for the engines of both worlds; in the first one the ranks open different numbers of them."""
     store = dist.distributed_c10d._get_default_store()
     config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20)
@@ -117,14 +117,15 @@ def restart_with_other_ranks(rank: int, count: int, root: Path) -> tuple[int, in
     def engine(rank: int) -> SyncCheckpointEngine:
         return SyncCheckpointEngine(root, config, coordinator=StoreCoordinator(store, rank=rank, world_size=count))
 
+    again = 1 - rank if is_swapped else rank
     old = engine(rank)
     first = old.save(state_at(1), step=1).result(SECS).step
     lonely = [engine(rank) for _ in range(2 * (1 - rank))]  # which meet nobody, and stay open
     old.terminate()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=1 - rank, world_size=count)
-    with engine(1 - rank) as new:
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=again, world_size=count)
+    with engine(again) as new:
         assert new.load(state_at(0)).step == 1
         second = new.save(state_at(2)).result(SECS).step
         dist.barrier()
@@ -133,9 +134,12 @@ def restart_with_other_ranks(rank: int, count: int, root: Path) -> tuple[int, in
     return first, second
 
 
-def test_a_new_group_in_the_same_process_meets_nothing_of_the_old_one_on_the_same_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_new_group_in_the_same_process_meets_nothing_of_the_old_one_on_the_same_store(
+    tmp_path: Path, is_swapped: bool
+) -> None:
     with ranks(2) as two:
-        assert two.run(restart_with_other_ranks, tmp_path) == [(1, 2)] * 2
+        assert two.run(restart, tmp_path, is_swapped) == [(1, 2)] * 2
 
 
 # -- two groups on one store ----------------------------------------------------------------------------
@@ -161,6 +165,11 @@ async def meet_under_one_name(group: dist.ProcessGroup, rank: int) -> str:
         return Verdict(common=b" ".join(messages))
 
     coordinator = StoreCoordinator.of_group(group)
+    if rank in (1, 2):
+        dist.barrier()  # the first of one group and the last of the other come first
+    coordinator.enlist("/local/checkpoints", stall_secs=SECS)
+    if rank in (0, 3):
+        dist.barrier()
     await coordinator.open("/local/checkpoints", stall_secs=SECS)
     try:
         return (await coordinator.agree("t", b"%d" % rank, in_order, stage="agree")).decode()
