@@ -96,9 +96,10 @@ async def conclude(
     async def publish(all_written: Sequence[Written]) -> None:
         await _publish(site, save, pending, final, metadata, all_written)
 
-    save.is_committing = not peers.is_leader  # from here on it is the leader's to say
+    save.is_handed_over = not peers.is_leader
     with save.progress.paused():
         word = await save.round.conclude(report, publish)
+        save.is_committing = True
         await _earlier(save)
     if peers.are_several:
         peers.sent.confirm(share_id, spans)

@@ -7,66 +7,51 @@ process needs none of it: :class:`SoloCoordinator`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
-import time
+import os
+import socket
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Self, TypeVar
 
 import anyio
 import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError, StallError
+from aio_ckpt.board import Board, Store
+from aio_ckpt.connection import Connection
+from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.frames import (
-    Beat,
     Failure,
     Frame,
     Patience,
     Verdict,
     Word,
-    absence,
-    call_of,
     failure_of,
     pack,
     unpack,
 )
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.lobby import Lobby
+from aio_ckpt.presence import POLL_SECS_MAX, Presence
 from aio_ckpt.ranks import Coordinator, Decide, SoloCoordinator
 
 __all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verdict", "default_coordinator"]
 
 T = TypeVar("T")
-Store: TypeAlias = Any
-"""``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
 
-_POLL_SECS_MIN = 0.001
-_POLL_SECS_MAX = 0.01
-_POLL_SECS_A_RANK = 1e-4
-"""The store is one thread: however many ranks wait, it is asked at most so often a second (1 / this)."""
-
-_BEATS = 4
-"""Signs of life in ``stall_secs``: one may be late."""
-
-_TOPICS_KEPT = 16
-"""A rank may hear of a topic so many topics later; then its keys go."""
-
-_CALLS_TOLD = 16
-"""Each sign of life names the last calls that ended: whoever waits in an older one waits in vain, and unnoticed."""
-
-_STALL_SECS = 600.0
-_CLOSE_SECS = 5.0
 _LEAVE_SECS = 5.0
+_OPEN = "the opening"
 
 
 # -- over a store -----------------------------------------------------------------------------------
 
 
-class StoreCoordinator:
+class StoreCoordinator(Presence):
     """Ranks that meet in a store of torch.distributed. One coordinator serves one engine.
 
     Invariant: the store is touched by one thread, through a connection of its own, under a prefix that no other engine
@@ -81,25 +66,17 @@ class StoreCoordinator:
         ConfigError: a rank beyond the world size.
     """
 
-    leader = 0
-
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank!r} of world_size={world_size!r}: give a rank from 0 below the world size")
-        self.rank = rank
-        self.world_size = world_size
-        self.stall_secs = _STALL_SECS
-        """How long a rank may give no sign of life; as given to ``open``."""
+        super().__init__(rank=rank, world_size=world_size)
         self._parent = store
-        self._store: Store | None = None
-        self._executor: Executor | None = None
-        self._name = ""
-        self._session = uuid.uuid4().hex[:8]
-        self._is_met = False
-        self._absent: set[int] = set()
-        self._beats = 0
-        self._over: deque[tuple[str, int]] = deque(maxlen=_CALLS_TOLD)
-        self._topics: deque[str] = deque()
+        self._group_store: Store | None = _default_store()
+        """Kept: its address is the name of the process group until the engine has met the others."""
+        self._enlisted: Future[Store] | None = None
+        self._lobby: Lobby | None = None
+        self._is_leaving = False
+        self._session = uuid.uuid4().hex[:16]
         self.messages_sent = 0
         """Messages of agreement that this rank sent."""
         self.bytes_sent = 0
@@ -107,44 +84,127 @@ class StoreCoordinator:
         self.bytes_received = 0
         """Bytes of messages and words that this rank read."""
 
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Self:
+        """The ranks of a process group, which never meet those of another one.
+
+        Raises:
+            ConfigError: this process is not in it.
+        """
+        if not isinstance(group, dist.ProcessGroup):  # what new_group() gives to those who are not in it
+            raise ConfigError("this process is no rank of the group: open an engine on the ranks that are in it")
+        store = PrefixStore(f"group {group.group_name}", dist.distributed_c10d._get_default_store())
+        return cls(store, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+
     # -- opening and ending ---------------------------------------------------------------------------
 
-    async def open(self, name: str, *, stall_secs: float) -> None:
-        """Make a connection; the n-th opening of ``name`` by each rank meets the others' n-th."""
+    def enlist(self, name: str, *, stall_secs: float) -> None:
+        """See :class:`Coordinator`. It waits for the store, and not for the ranks."""
         self._name, self.stall_secs = name, stall_secs
-        self._executor = Executor(f"aio_ckpt-ranks-{self._session}", 1)
-        tag = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        self._connection = Connection(f"aio_ckpt-ranks-{self._session}", host_rank=self.leader)
+        self._enlisted = self._connection.begin(self._enter_lobby, wait_secs=stall_secs)
 
-        def connect() -> Store:
-            # Before torch 2.7 no store can be cloned; what is asked here never blocks, so that sharing costs little.
-            own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
-            store = PrefixStore(f"aio_ckpt/{tag}", own)
-            opening = store.add(f"openings/{self.rank}", 1)
-            return PrefixStore(f"{opening}", store)
+    def _enter_lobby(self) -> Store:
+        text = f"{self.world_size} {self._name}"
+        tag = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        # Before torch 2.7 no store can be cloned; what is asked here never blocks, so that sharing costs little.
+        own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
+        store = PrefixStore(f"aio_ckpt/{tag}", own)
+        self._board = Board(store, rank=self.rank, world_size=self.world_size)
+        self._lobby = Lobby(store, world_size=self.world_size, name=self._session)
+        self._lobby.enter(self.rank, _world(self._group_store))
+        return store
 
-        self._store = await self._limited(run_blocking(self._executor, connect), "connecting")
+    async def open(self, name: str, *, stall_secs: float) -> None:
+        """See :class:`Coordinator`."""
+        if self._enlisted is None:
+            self.enlist(name, stall_secs=stall_secs)
+        assert self._connection is not None
+        assert self._enlisted is not None
+        entered = asyncio.wrap_future(self._enlisted)
+        store = await self._connection.limited(entered, limit_secs=self.stall_secs)
+        try:
+            session = await self._meet()
+        except BaseException as error:
+            with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError):
+                await self._enter(store, await self._leave_lobby(error))
+                self._is_leaving = False
+                await self.leave()
+            raise
+        with anyio.CancelScope(shield=True):  # between the two nobody would hear that it leaves
+            await self._enter(store, session)
         await self.beat()
+
+    async def _enter(self, store: Store, session: str) -> None:
+        """Out of the lobby; empty: there is nowhere to go."""
+        await self._ask(self._the_board().forget_beat)
+        board = Board(PrefixStore(session, store), rank=self.rank, world_size=self.world_size)
+        self._lobby, self._board = None, board if session else None
+
+    async def _meet(self) -> str:
+        session = await (self._receive() if self.rank == self.leader else self._come())
+        if self._is_leaving:
+            raise EngineClosedError(f"{self._name}: the engine was closed before the ranks had met")
+        return session
+
+    async def _receive(self) -> str:
+        """The leader: once an engine of every rank has come, tell each where to go on."""
+        lobby, patience = self._the_lobby(), Patience(self.stall_secs, _OPEN, "open")
+
+        async def check() -> None:
+            here = await self._ask(lobby.here)
+            await self._check_alive([rank for rank in range(self.world_size) if rank not in here], patience)
+
+        party = await self._look(lobby.claim, check, _OPEN)
+        await self._answer(party, Word(self._session.encode()))
+        return self._session
+
+    async def _come(self) -> str:
+        check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, _OPEN, "open"))
+        word = msgspec.msgpack.decode(await self._look(self._the_lobby().answered, check, _OPEN), type=Word)
+        if word.failure is not None:
+            raise word.failure.error(_OPEN, self.rank)
+        return word.common.decode()
+
+    async def _answer(self, party: Mapping[int, str], word: Word) -> None:
+        names = [name for rank, name in party.items() if rank != self.rank]
+        await self._ask(functools.partial(self._the_lobby().answer, names, msgspec.msgpack.encode(word)))
+
+    async def _leave_lobby(self, error: BaseException) -> str:
+        """Give the opening up. Empty, or where the others go on all the same: they must find that this rank left."""
+        lobby = self._the_lobby()
+        if self.rank == self.leader:
+            party, are_claimed = await self._ask(lobby.dismiss)  # behind a claim that the thread was still about
+            failed = Word(b"", failure=failure_of(self.rank, "open", error))
+            await self._answer(party, Word(self._session.encode()) if are_claimed else failed)
+            return self._session if are_claimed else ""
+        if not await self._ask(lobby.withdraw):  # taken out: the answer is there, or comes
+            with anyio.move_on_after(_LEAVE_SECS):
+                while (data := await self._ask(lobby.answered)) is None:  # noqa: ASYNC110 - it is in the store
+                    await anyio.sleep(POLL_SECS_MAX)
+                return msgspec.msgpack.decode(data, type=Word).common.decode()
+        return ""
 
     async def leave(self) -> None:
         """Before the end: the leader stays until all have left, for it may be the host of the store."""
-        if not self._is_met or self.leader in self._absent:
-            return
+        board, has_left, self._is_leaving = self._board, self._is_leaving, True
+        if has_left or board is None or self._lobby is not None or self.leader in self._silent:
+            return  # in the lobby ``open`` goes no further
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
-            if self._absent:  # which will not leave
+            await self._ask(board.leave)
+            if self.rank != self.leader:
                 return
-            left = await self._ask(lambda store: store.add("left", 1))
-            with anyio.move_on_after(_LEAVE_SECS):
-                while self.rank == self.leader and left < self.world_size:
-                    await anyio.sleep(_POLL_SECS_MAX)
-                    left = await self._ask(lambda store: store.add("left", 0))
+            with anyio.move_on_after(0 if self._absent else _LEAVE_SECS):
+                while not await self._ask(board.have_all_left):  # noqa: ASYNC110 - it is in the store
+                    await anyio.sleep(POLL_SECS_MAX)
 
     def close(self) -> None:
         """End the thread; one that is stuck in the store is left behind."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.close(_CLOSE_SECS)
-        self._store = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        self._board = None
 
     # -- agreement ------------------------------------------------------------------------------------
 
@@ -190,12 +250,9 @@ class StoreCoordinator:
         if word is not None:
             return word
         if self.rank == self.leader:
-            word = Word(b"", failure=failure)
-            data = msgspec.msgpack.encode(word)
             with anyio.CancelScope(shield=True):
-                await self._ask(lambda store: store.set(f"{topic}/out", data))
-                await self._retire(topic)
-            return word
+                await self._ask(functools.partial(self._the_board().tell, topic, Word(b"", failure=failure), ()))
+            return await self._word(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
         if self.leader in self._absent:  # it has just been waited for in vain
             return await self._word(topic)
@@ -210,40 +267,21 @@ class StoreCoordinator:
 
     async def _word(self, topic: str) -> Word | None:
         """The leader's, if it is out."""
-        data = await self._ask(functools.partial(_found, key=f"{topic}/out"))
-        return msgspec.msgpack.decode(data, type=Word) if data else None
+        return await self._ask(functools.partial(self._the_board().word, topic))
 
     async def raise_flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
-        await self._ask(lambda store: store.set(f"flag/{name}", "1"))
+        await self._ask(functools.partial(self._the_board().raise_flag, name))
 
     async def is_raised(self, name: str) -> bool:
         """See :class:`Coordinator`."""
-        return bool(await self._ask(lambda store: store.check([f"flag/{name}"])))
-
-    async def beat(self, *, has_left: bool = False) -> None:
-        """See :class:`Coordinator`."""
-        self._beats += 1
-        data = msgspec.msgpack.encode(Beat(self._beats, tuple(self._over), has_left))
-        await self._ask(lambda store: store.set(f"alive/{self.rank}", data))
-
-    def end_call(self, topic: str) -> None:
-        """See :class:`Coordinator`."""
-        call = call_of(topic)
-        if call is not None:
-            self._over.append(call)
+        return await self._ask(functools.partial(self._the_board().is_raised, name))
 
     # -- what a rank does -----------------------------------------------------------------------------
 
     async def _send(self, topic: str, frame: Frame) -> None:
-        data = pack(frame)
-
-        def send(store: Store) -> None:
-            store.append(f"{topic}/in", data)
-            if store.add(f"{topic}/n", 1) == self.world_size - 1 or frame.failure is not None:
-                store.set(f"{topic}/woken", "1")
-
-        await self._ask(send)
+        data, wakes = pack(frame), frame.failure is not None
+        await self._ask(functools.partial(self._the_board().send, topic, data, wakes=wakes))
         self.messages_sent += 1
         self.bytes_sent += len(data)
 
@@ -252,146 +290,69 @@ class StoreCoordinator:
         self._is_met = True
         if word.failure is not None:
             raise word.failure.error(topic, self.rank)
-        if word.is_each:
-            data = await self._ask(functools.partial(_take, key=f"{topic}/out/{self.rank}"))
-            self.bytes_received += len(data)
-            return bytes(data)
         self.bytes_received += len(word.common)
         return word.common
 
     async def _await_word(self, topic: str, stage: str) -> Word:
-        patience = Patience(self.stall_secs)
-        check = functools.partial(self._check_alive, (self.leader,), patience, topic, stage)
-        await self._look(f"{topic}/out", check)
+        check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, topic, stage))
+        word = await self._look(functools.partial(self._the_board().word, topic), check, topic)
         self._absent.discard(self.leader)
-        return msgspec.msgpack.decode(await self._ask(lambda store: store.get(f"{topic}/out")), type=Word)
+        self._silent.discard(self.leader)
+        return word
+
+    def _the_lobby(self) -> Lobby:
+        assert self._lobby is not None
+        return self._lobby
 
     # -- what the leader does -------------------------------------------------------------------------
 
     async def _gather(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
-        patience = Patience(self.stall_secs)
+        patience = Patience(self.stall_secs, topic, stage)
 
         async def check() -> None:
             found = {frame.rank for frame in await self._frames(topic)}
-            missing = sorted(set(range(self.world_size)) - found - {self.rank})
-            await self._check_alive(missing, patience, topic, stage)
+            await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), patience)
 
-        await self._look(f"{topic}/woken", check)
+        await self._look(functools.partial(self._the_board().is_woken, topic), check, topic)
         frames = await self._frames(topic)
         failures = [frame.failure for frame in frames if frame.failure is not None]
         if failures:
             raise failures[0].error(topic, self.rank)
         self._is_met = True
         self._absent.clear()
+        self._silent.clear()
         by_rank = {frame.rank: frame.body for frame in frames}
         return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
 
     async def _frames(self, topic: str) -> list[Frame]:
-        data = await self._ask(functools.partial(_found, key=f"{topic}/in"))
+        data = await self._ask(functools.partial(self._the_board().messages, topic))
         self.bytes_received += len(data)
         return list(unpack(data))
 
     async def _tell(self, topic: str, verdict: Verdict) -> None:
-        def tell(store: Store) -> None:
-            for rank, data in enumerate(verdict.each):
-                if rank != self.rank:
-                    store.set(f"{topic}/out/{rank}", data)
-            word = msgspec.msgpack.encode(Word(verdict.common, is_each=bool(verdict.each), then=verdict.then))
-            store.set(f"{topic}/out", word)
-
         if self.world_size > 1:
-            await self._ask(tell)
-            await self._retire(topic)
-
-    async def _retire(self, topic: str) -> None:
-        """Delete the keys of a topic that every rank has long heard of."""
-        self._topics.append(topic)
-        if len(self._topics) > _TOPICS_KEPT:
-            old = self._topics.popleft()
-
-            def delete(store: Store) -> None:
-                for key in ("in", "n", "woken", "out"):
-                    store.delete_key(f"{old}/{key}")
-
-            await self._ask(delete)
-
-    # -- waiting --------------------------------------------------------------------------------------
-
-    async def _look(self, key: str, check: Callable[[], Awaitable[None]]) -> None:
-        """Look for ``key`` until it is there; a few times in ``stall_secs`` give a sign of life and ``check()``."""
-        pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
-        due = time.monotonic() + self.stall_secs / _BEATS
-        is_there = functools.partial(_has, key=key)
-        while not await self._ask(is_there):
-            if time.monotonic() >= due:
-                due = time.monotonic() + self.stall_secs / _BEATS
-                await self.beat()
-                try:
-                    await check()
-                except PeerFailedError:
-                    if await self._ask(is_there):  # whoever has gone since said so before
-                        return
-                    raise
-            await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
-            pause = min(2 * pause, longest)
-
-    async def _check_alive(self, ranks: Sequence[int], patience: Patience, topic: str, stage: str) -> None:
-        """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago, or from elsewhere."""
-
-        def read(store: Store) -> list[bytes]:
-            keys = [f"alive/{rank}" for rank in ranks]
-            if store.has_extended_api() and store.check(keys):
-                return [bytes(value) for value in store.multi_get(keys)]
-            return [_found(store, key=key) for key in keys]
-
-        beats = await self._ask(read) if ranks else []
-        error = absence(ranks, beats, patience, topic, stage, "" if self._is_met else self._name)
-        if error is not None:
-            self._absent.add(error.rank)
-            raise error
-
-    async def _ask(self, question: Callable[[Store], T]) -> T:
-        """Put a question to the store, in its thread."""
-        executor, store = self._executor, self._store
-        if executor is None or store is None:
-            raise EngineClosedError(f"{self._name}: the engine was closed")
-        return await self._limited(run_blocking(executor, question, store), "answering")
-
-    async def _limited(self, work: Awaitable[T], what: str) -> T:
-        try:
-            with anyio.fail_after(self.stall_secs):
-                return await work
-        except TimeoutError as error:
-            raise StallError(f"the store of the ranks was not {what} within {self.stall_secs} s") from error
-        except AioCkptError:
-            raise
-        except RuntimeError as error:  # what torch's stores raise
-            raise PeerFailedError(
-                f"the store of the ranks cannot be reached, its host may be gone: {type(error).__name__}: {error}",
-                rank=self.leader,
-                stage="agree",
-            ) from error
+            word = Word(verdict.common, is_each=bool(verdict.each), then=verdict.then)
+            await self._ask(functools.partial(self._the_board().tell, topic, word, verdict.each))
 
 
-def _has(store: Store, *, key: str) -> bool:
-    return bool(store.check([key]))
+def _world(group_store: Store | None) -> str:
+    """This process, and the process group that it is in: what it entered in an earlier one counts no more."""
+    text = f"{socket.gethostname()} {os.getpid()} {id(group_store)}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _found(store: Store, *, key: str) -> bytes:
-    return bytes(store.get(key)) if store.check([key]) else b""
-
-
-def _take(store: Store, *, key: str) -> bytes:
-    data = bytes(store.get(key))
-    store.delete_key(key)
-    return data
+def _default_store() -> Store | None:
+    """Of the default process group, if there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.distributed_c10d._get_default_store()
 
 
 def default_coordinator() -> Coordinator:
     """The ranks of torch.distributed's default group if it is initialised and has several, else this process alone."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        store = dist.distributed_c10d._get_default_store()
+    store = _default_store()
+    if store is not None and dist.get_world_size() > 1:
         return StoreCoordinator(store, rank=dist.get_rank(), world_size=dist.get_world_size())
     return SoloCoordinator()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from aio_ckpt.errors import PeerFailedError
 
 __all__ = [
+    "Absence",
     "Beat",
     "Failure",
     "Frame",
@@ -21,6 +22,7 @@ __all__ = [
     "absence",
     "call_of",
     "failure_of",
+    "numbering",
     "pack",
     "unpack",
 ]
@@ -97,6 +99,10 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     """Calls that ended on it, the last few, as :func:`call_of` names them."""
     has_left: bool = False
     """It was the last one: the engine is closed."""
+    begun: Mapping[str, int] = {}
+    """Number of the newest call that began on it, by :func:`numbering`."""
+    waits: tuple[str, ...] = ()
+    """Topics in which it waits for other ranks now."""
 
 
 def pack(frame: Frame) -> bytes:
@@ -126,6 +132,7 @@ def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
 
 
 _NUMBERED_TOGETHER = {"rollback": "save"}
+_BEGUN_TOGETHER = {"rollback": "save", "room": "save"}
 
 
 def call_of(topic: str) -> tuple[str, int] | None:
@@ -133,17 +140,31 @@ def call_of(topic: str) -> tuple[str, int] | None:
 
     A rollback takes its number from the saves: where one rank rolls back and another saves, they never meet.
     """
+    kind, number = _parts(topic)
+    return None if number is None else (_NUMBERED_TOGETHER.get(kind, kind), number)
+
+
+def numbering(topic: str) -> tuple[str, int] | None:
+    """By what, and with which number, a rank counts the call that ``topic`` is part of; None where there is none."""
+    kind, number = _parts(topic)
+    return None if number is None else (_BEGUN_TOGETHER.get(kind, kind), number)
+
+
+def _parts(topic: str) -> tuple[str, int | None]:
     kind, _, number = topic.partition(",")[0].rpartition(" ")
-    return (_NUMBERED_TOGETHER.get(kind, kind), int(number)) if kind and number.isdecimal() else None
+    return kind, int(number) if kind and number.isdecimal() else None
 
 
 class Patience:
-    """When each rank was last seen to move."""
+    """One wait for other ranks: what for, and when each was last seen to move."""
 
-    def __init__(self, stall_secs: float) -> None:
+    def __init__(self, stall_secs: float, topic: str, stage: str) -> None:
         self.stall_secs = stall_secs
+        self.topic = topic
+        self.stage = stage
         self._began = time.monotonic()
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._apart: dict[int, float] = {}
 
     def exhausted(self, ranks: Sequence[int], beats: Sequence[bytes]) -> list[int]:
         """Ranks whose beat has not changed for ``stall_secs``."""
@@ -156,43 +177,85 @@ class Patience:
                 self._seen[rank] = (beat, now)
         return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
 
+    def is_apart_for_long(self, rank: int, *, is_apart: bool) -> bool:
+        """Whether ``rank`` has waited in another call at every look for half of ``stall_secs``."""
+        now = time.monotonic()
+        self._apart = {**self._apart, rank: self._apart.get(rank, now) if is_apart else now}
+        return now - self._apart[rank] >= self.stall_secs / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A rank that will not come."""
+
+    error: PeerFailedError
+    """Which, and why."""
+    has_left: bool = False
+    """It said so itself."""
+
 
 def absence(
-    ranks: Sequence[int], beats: Sequence[bytes], patience: Patience, topic: str, stage: str, unmet: str
-) -> PeerFailedError | None:
-    """The error if any of ``ranks`` will not come to ``topic``; ``unmet``: what they may never have opened."""
-    silent = patience.exhausted(ranks, beats)
-    return _elsewhere(ranks, beats, topic, stage) or (
-        _silent(silent, topic, stage, patience.stall_secs, unmet) if silent else None
-    )
+    ranks: Sequence[int], data: Sequence[bytes], patience: Patience, *, own: Beat, unmet: str
+) -> Absence | None:
+    """If any of ``ranks`` will not come, by the last sign of life of each.
+
+    Args:
+        ranks: which are waited for.
+        data: their beats, as they stand in the store.
+        patience: of this wait.
+        own: the beat of who waits.
+        unmet: what they may never have opened; empty if all have.
+    """
+    silent = patience.exhausted(ranks, data)
+    for rank, found in zip(ranks, data, strict=True):
+        beat = msgspec.msgpack.decode(found, type=Beat) if found else Beat(0)
+        where = _elsewhere(rank, beat, patience, own)
+        if where:
+            text = f"rank {rank} does not come to {patience.topic}, it {where}"
+            return Absence(error=PeerFailedError(text, rank=rank, stage=patience.stage), has_left=beat.has_left)
+    return Absence(error=_silent(silent, patience, unmet)) if silent else None
 
 
-def _silent(ranks: Sequence[int], topic: str, stage: str, stall_secs: float, unmet: str) -> PeerFailedError:
+def _silent(ranks: Sequence[int], patience: Patience, unmet: str) -> PeerFailedError:
     names = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     hint = (
         f": each rank must open an engine on {unmet} (a rank that saves alone needs coordinator=SoloCoordinator())"
         if unmet
         else ": it died, hangs, or never came to this call"
     )
-    return PeerFailedError(
-        f"rank {names} gave no sign of life in {topic} for {stall_secs} s{hint}", rank=ranks[0], stage=stage
-    )
+    text = f"rank {names} gave no sign of life in {patience.topic} for {patience.stall_secs} s{hint}"
+    return PeerFailedError(text, rank=ranks[0], stage=patience.stage)
 
 
-def _elsewhere(ranks: Sequence[int], beats: Sequence[bytes], topic: str, stage: str) -> PeerFailedError | None:
-    """The error if any of ``ranks`` lives, but comes to ``topic`` no more: it ended that call, or its engine.
+_SAME_ORDER = "every rank must make the same calls in the same order"
+
+
+def _elsewhere(rank: int, beat: Beat, patience: Patience, own: Beat) -> str:
+    """Where a rank is that lives, but comes to the topic no more: it ended that call, or its engine, or waits in turn.
 
     Only what a rank says has ended counts: saves, loads and rollbacks may be under way beside each other, and a later
     one may be ahead of an earlier one.
     """
-    call = call_of(topic)
-    for rank, data in zip(ranks, beats, strict=True):
-        beat = msgspec.msgpack.decode(data, type=Beat) if data else Beat(0)
-        if call in beat.over:
-            text = "is elsewhere: that call has ended there; every rank must make the same calls in the same order"
-        elif beat.has_left:
-            text = "has closed its engine"
-        else:
-            continue
-        return PeerFailedError(f"rank {rank} does not come to {topic}, it {text}", rank=rank, stage=stage)
-    return None
+    if call_of(patience.topic) in beat.over:
+        return f"is elsewhere: that call has ended there; {_SAME_ORDER}"
+    if beat.has_left:
+        return "has closed its engine"
+    other = next((topic for topic in beat.waits if _never_meet(patience.topic, own, topic, beat)), None)
+    if patience.is_apart_for_long(rank, is_apart=other is not None):
+        return f"waits in {other} for this one, which has not come there; {_SAME_ORDER}"
+    return ""
+
+
+def _never_meet(here: str, own: Beat, there: str, beat: Beat) -> bool:
+    """Whether who waits ``here`` and who waits ``there`` wait for each other: neither has begun the other's call.
+
+    One of them may still come, from another thread of its program: it is given time.
+    """
+    one, other = numbering(here), numbering(there)
+    if one is None or other is None:
+        return False
+    if one == other:  # which one is it, then?
+        return call_of(here) == call_of(there) and here.split()[0] != there.split()[0]
+    (kind, number), (kind_there, number_there) = one, other
+    is_begun = beat.begun.get(kind, 0) >= number or own.begun.get(kind_there, 0) >= number_there
+    return kind != kind_there and not is_begun

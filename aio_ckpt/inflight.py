@@ -204,12 +204,8 @@ class InFlight:
     def next_number(self) -> int:
         """The number of a call of ``save()``: the same on every rank for the same call."""
         self._calls += 1
+        self._site.peers.coordinator.begin_call(f"save {self._calls}")
         return self._calls
-
-    def round(self, topic: str) -> SaveRound:
-        """What a call agrees on with the other ranks."""
-        site = self._site
-        return SaveRound(site.peers, site.executor, topic=topic)
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
         """Start the pipeline and copy: the first chunks are written while later ones are copied.

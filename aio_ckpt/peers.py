@@ -99,7 +99,9 @@ class Peers:
     def next_load(self) -> str:
         """Name of this call of ``load()``, the same on every rank for the same call."""
         self._loads += 1
-        return f"load {self._loads}"
+        name = f"load {self._loads}"
+        self.coordinator.begin_call(name)
+        return name
 
     async def announce(self, topic: str, word: bytes) -> bytes:
         """What the leader says of ``topic``: there ``word``."""
@@ -162,6 +164,10 @@ class Peers:
             sees = not met.is_marked or await storage.exists(pending_path(root, met.owner, 0))
             message = msgspec.msgpack.encode((socket.gethostname(), sees))
             blind = await coordinator.agree("the root", message, compare, stage="open")
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await coordinator.leave()  # no call will come to anything
+            raise
         finally:
             if self.is_leader:
                 with anyio.CancelScope(shield=True):
@@ -243,16 +249,20 @@ class SaveRound:
         self._peers.coordinator.end_call(self._topic)
         return word
 
-    async def end(self, cause: BaseException) -> BaseException:
-        """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere."""
+    async def end(self, cause: BaseException, *, limit_secs: float | None = None) -> BaseException:
+        """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere.
+
+        What the leader says of it is waited for as long as that lives, ``limit_secs`` at most.
+        """
         peers = self._peers
         if self.is_over or not peers.are_several:
             self.is_failed = peers.is_leader
             return cause
         first: PeerFailedError | None = None
         told: PeerFailedError | None = None
-        with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(limit_secs, shield=True):
             try:
+                await peers.met()
                 first = told = await peers.coordinator.failure(self._topic)
                 if told is None:
                     told = await peers.coordinator.abandon(self._topic, cause, stage="write")

@@ -176,8 +176,11 @@ class PendingSave:
     """The pipeline runs or has run."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline."""
+    is_handed_over: bool = False
+    """All of this rank is written and told, and the leader may commit: ``cancel`` comes too late, and the deadline
+    leaves it in doubt."""
     is_committing: bool = False
-    """It is being made visible: from here on ``cancel`` and the deadline come too late."""
+    """It is being made visible, or known to be: from here on the deadline comes too late, too."""
     is_cancelled: bool = False
     """``cancel`` was accepted."""
 
@@ -192,7 +195,7 @@ class PendingSave:
 
     async def cancel(self) -> bool:
         """On the loop: cancel unless it is being made visible."""
-        if self.is_committing or self.settled.done():
+        if self.is_handed_over or self.is_committing or self.settled.done():
             return False
         self.is_cancelled = True
         if self.scope is not None:

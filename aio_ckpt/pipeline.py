@@ -10,11 +10,13 @@ import anyio.lowlevel
 
 from aio_ckpt import owner, undo
 from aio_ckpt.concluding import conclude, narrow_save
+from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError, tell_stage
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult
 from aio_ckpt.manifest import METADATA_FILE, data_file_name
 from aio_ckpt.pending import PendingSave, Site, pending_of, save_id_of
 from aio_ckpt.portal import watch_submissions
+from aio_ckpt.progress import Deadline
 from aio_ckpt.record import (
     MetadataFile,
     object_spans,
@@ -27,6 +29,9 @@ __all__ = ["run_save"]
 
 _BEATS = 4
 """Signs of life to the other ranks in ``stall_timeout_secs``."""
+
+_TELL_SECS = 1.0
+"""How much later than its deadline a save may end: a leader that lives answers in milliseconds."""
 
 
 async def run_save(site: Site, save: PendingSave) -> SaveReport:
@@ -48,7 +53,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         cause = undo.first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
-            cause = await save.round.end(cause)
+            cause = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
             pending = pending_of(site, save) if save.round.is_failed else None
             await undo.settle_failure(site.storage, pending, save.image, save.threads, step=save.step, cause=cause)
             await keep_trace(site, save, cause)
@@ -57,6 +62,11 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         raise cause from cause.__cause__
     await keep_trace(site, save, None)
     return report
+
+
+def _tell_secs(deadline: Deadline) -> float | None:
+    """How long a save that failed may wait for the leader's word on it; None: as long as it lives."""
+    return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
 
 
 async def keep_trace(site: Site, save: PendingSave, error: BaseException | None) -> None:

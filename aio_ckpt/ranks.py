@@ -25,10 +25,18 @@ class Coordinator(Protocol):
     leader: int
     """The rank that commits."""
 
-    async def open(self, name: str, *, stall_secs: float) -> None:
-        """Before all else: the ranks that open ``name`` meet under keys of their own.
+    def enlist(self, name: str, *, stall_secs: float) -> None:
+        """First, on the thread that makes the engine: each rank's n-th that opens ``name`` meets the others' n-th.
 
-        From then on a rank that gives no sign of life for ``stall_secs`` is taken for lost.
+        From :meth:`open` on a rank that gives no sign of life for ``stall_secs`` is taken for lost.
+        """
+        ...
+
+    async def open(self, name: str, *, stall_secs: float) -> None:
+        """Before all else: the ranks that open ``name`` meet under keys that no other engine has, or ever had.
+
+        Raises:
+            PeerFailedError: not all came in time.
         """
         ...
 
@@ -58,6 +66,10 @@ class Coordinator(Protocol):
         Where the leader's word on it is out already, in what follows by that word. Returns what the leader has told of
         the failure; None if it does not say so in time, or had said the last word.
         """
+        ...
+
+    def begin_call(self, topic: str) -> None:
+        """The numbered call that ``topic`` is part of begins here; from any thread."""
         ...
 
     def end_call(self, topic: str) -> None:
@@ -96,6 +108,9 @@ class SoloCoordinator:
     world_size = 1
     leader = 0
 
+    def enlist(self, name: str, *, stall_secs: float) -> None:
+        """Nobody to meet."""
+
     async def open(self, name: str, *, stall_secs: float) -> None:
         """Nobody to meet."""
 
@@ -114,6 +129,9 @@ class SoloCoordinator:
     async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """Nobody to tell."""
         return None
+
+    def begin_call(self, topic: str) -> None:
+        """Nobody asks."""
 
     def end_call(self, topic: str) -> None:
         """Nobody waits."""

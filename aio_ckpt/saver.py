@@ -14,10 +14,11 @@ import msgspec
 
 from aio_ckpt import commit, tree
 from aio_ckpt.agreement import Planned
-from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, StepOrderError
+from aio_ckpt.calls import JointCall, await_met, tell
+from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.errors import BusyError, EngineClosedError, StallError
 from aio_ckpt.image import Image, arena_spec, lease_image
-from aio_ckpt.inflight import CALL_STAGE, MAX_CALLS, InFlight
+from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.keeper import RootKeeper
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.narrowing import narrowed_objects
@@ -75,7 +76,7 @@ class Saver:
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self.dropping: list[Future[None]] = []
         """Given-up snapshots of dead trainers, on their way out."""
-        self._must_announce = False
+        self._refused: JointCall | None = None
         self._lock = Lock()
 
     def meet(self) -> None:
@@ -90,35 +91,43 @@ class Saver:
             await peers.meet(site.storage, site.root, read_steps)
 
         if peers.are_several:
-            peers.opened = self._portal.submit(meet)
+            try:
+                peers.coordinator.enlist(str(site.root), stall_secs=peers.stall_secs)
+            except RuntimeError as error:  # no thread could be had
+                peers.opened.set_exception(error)
+            else:
+                peers.opened = self._portal.submit(meet)
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
         self._portal.check_thread("save()")
         with call.trace.span("save()", CALLER), self._lock:
-            number = self.in_flight.next_number()
-            self._must_announce = self._site.peers.is_leader and self._site.config.when_busy != "wait"
-            agreement = self.in_flight.round(f"save {number}")
+            number, refused, self._refused = self.in_flight.next_number(), self._refused, None
+            claim = functools.partial(self.in_flight.claim_step, number, step)
+            joint = JointCall(self._site, self._portal, number=number, claim=claim)
             try:
                 if call.refuse is not None and not self._site.peers.are_several:
                     call = call.refuse()
-                self._await_met(call.deadline)
-                return self._save(state, step, call, number, agreement)
+                when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
+                if when_busy != "wait":
+                    joint.expect_room()
+                await_met(self._site.peers, call.deadline)
+                if refused is not None:
+                    refused.wait_counted(call.deadline)
+                return self._save(state, step, call, number, when_busy, joint)
             except BaseException as error:
-                if not isinstance(error, BusyError):  # which all ranks raise
-                    with contextlib.suppress(StepOrderError):
-                        self.in_flight.claim_step(number, step)
-                self._tell(agreement, error)
-                if self._must_announce:
-                    self._tell(self.in_flight.round(_room(number)), error)
+                joint.refuse(error)
+                self._refused = joint
                 raise
 
-    def _save(self, state: object, step: int | None, call: SaveCall, number: int, agreement: SaveRound) -> SaveTicket:
+    def _save(
+        self, state: object, step: int | None, call: SaveCall, number: int, when_busy: BusyPolicy, joint: JointCall
+    ) -> SaveTicket:
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
         # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
         self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
         with trace.span("wait for room", CALLER):
-            waited_secs = self._make_room(step, number, deadline)
+            waited_secs = self._make_room(step, number, when_busy, joint, deadline)
         with trace.span("read the steps", CALLER):
             if not in_flight.steps.are_known:
                 in_flight.steps.learn(functools.partial(self._known_steps, deadline))
@@ -145,7 +154,7 @@ class Saver:
             step = claimed
         if self._is_too_large(planned, objects):
             with trace.span("agree before the capture", CALLER):
-                planned, objects = self._narrow_first(planned, objects, step, agreement)
+                planned, objects = self._narrow_first(planned, objects, step, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, deadline)
         try:
@@ -156,7 +165,7 @@ class Saver:
                 image,
                 step=step,
                 number=number,
-                agreement=agreement,
+                agreement=joint.agreement,
                 requested=flat.names,
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
@@ -171,19 +180,21 @@ class Saver:
         save.blocked_secs = save.elapsed()
         return save.ticket
 
-    def _make_room(self, step: int | None, number: int, deadline: Deadline) -> float | None:
+    def _make_room(
+        self, step: int | None, number: int, when_busy: BusyPolicy, joint: JointCall, deadline: Deadline
+    ) -> float | None:
         """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with.
 
         Of many ranks each comes to the same end at the same call: it looks at nothing that another may not know yet.
         """
-        in_flight, config = self.in_flight, self._site.config
-        when_busy = "wait" if self._is_urgent() else config.when_busy
+        in_flight = self.in_flight
         if not self._site.peers.are_several:
             in_flight.raise_unreported(MAX_CALLS)
             return in_flight.wait_for_room(step, when_busy, deadline)
-        began, has_room, through = time.perf_counter(), True, number - config.max_in_flight
-        if when_busy != "wait":
-            has_room, through = self._leaders_room(number)
+        began, has_room, through = time.perf_counter(), True, number - self._site.config.max_in_flight
+        if when_busy != "wait":  # if the leader has room, all have, or will have within the time of a message
+            in_flight.check_open()
+            has_room, through = joint.room(in_flight.room(), deadline)
         in_flight.wait_settled(through, deadline)
         in_flight.raise_unreported(through)
         if not has_room and when_busy == "skip":
@@ -193,15 +204,6 @@ class Saver:
         in_flight.wait_for_room(step, "wait", deadline)
         return time.perf_counter() - began
 
-    def _leaders_room(self, number: int) -> tuple[bool, int]:
-        """Whether the leader has room at this call: then all ranks have, or will have within the time of a message."""
-        peers = self._site.peers
-        self.in_flight.check_open()
-        word = msgspec.msgpack.encode(self.in_flight.room())
-        self._must_announce = False
-        told = self._portal.call(peers.announce, _room(number), word, timeout=2 * peers.stall_secs, what="save()")
-        return msgspec.msgpack.decode(told, type=tuple[bool, int])
-
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Steps that count: those on the disk, as the leader sees it."""
         peers = self._site.peers
@@ -210,26 +212,6 @@ class Saver:
         told = [] if peers.newest is None else [peers.newest]
         # Elsewhere the disk may be seen late (NFS): looked at only where it may show what was never told.
         return [*told, *self._keeper.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
-
-    def _await_met(self, deadline: Deadline) -> None:
-        opened, limit_secs = self._site.peers.opened, 2 * self._site.config.stall_timeout_secs
-        try:
-            opened.exception(deadline.left_secs(min(limit_secs, MAX_SECS)))
-        except TimeoutError:
-            deadline.check(None, "waiting for the other ranks to open their engines")
-            raise StallError("the other ranks did not open their engines in time") from None
-        opened.result()
-
-    def _tell(self, agreement: SaveRound, error: BaseException) -> None:
-        """A call is about to raise: the other ranks must not wait for this one."""
-        peers = self._site.peers
-        if not peers.are_several:
-            return
-        told = PeerFailedError(f"{type(error).__name__}: {error}", rank=peers.coordinator.rank, stage=CALL_STAGE)
-        if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
-            told = PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE)
-        with contextlib.suppress(EngineClosedError):
-            self._portal.submit(agreement.end, told)
 
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
@@ -267,7 +249,7 @@ class Saver:
         peers, asked, done = self._site.peers, f"rollback {number}", f"rollback {number}, agreed"
         timeout_secs, topic = 2 * peers.stall_secs, asked
         try:
-            self._await_met(NO_DEADLINE)
+            await_met(peers, NO_DEADLINE)
             step = commit.check_step_number(step)
             is_busy = bool(self.in_flight.pending)
             busy = self._portal.call(peers.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()")
@@ -275,9 +257,9 @@ class Saver:
             gone = self._roll_back(step) if peers.is_leader and not busy else []
             word = self._portal.call(peers.announce, done, msgspec.msgpack.encode(gone), timeout=timeout_secs)
         except BaseException as error:
-            self._tell(self.in_flight.round(topic), error)
+            tell(self._portal, peers, SaveRound(peers, self._site.executor, topic=topic), error)
             if topic == asked and peers.is_leader:  # its word may be out, and the others wait for the next
-                self._tell(self.in_flight.round(done), error)
+                tell(self._portal, peers, SaveRound(peers, self._site.executor, topic=done), error)
             raise
         if busy:
             raise BusyError(_busy(step, f"saves of rank {busy}"))
@@ -312,13 +294,17 @@ class Saver:
         return not is_agreed and image_bytes > self.lifetime.budget_bytes
 
     def _narrow_first(
-        self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound
+        self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
     ) -> tuple[PlannedSave, ObjectBytes]:
         """Agree while the caller waits, as long as the other ranks take to come to save(); capture only the share."""
         whole = planned.plan
         assert whole.local is not None  # several ranks
-        timeout_secs = 2 * self._site.peers.stall_secs
-        word = self._portal.call(agreement.assign, Planned(step, whole.local, b""), timeout=timeout_secs, what="save()")
+        limit_secs, told = deadline.left_secs(2 * self._site.peers.stall_secs), Planned(step, whole.local, b"")
+        try:
+            word = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
+        except StallError:
+            deadline.check(step, "waiting for the plans of the other ranks")
+            raise
         assert word.share is not None  # a rank that planned anew has nothing to keep
         plan = narrow(whole, word.share, word.share_id)
         self.cache.adopt(plan)
@@ -389,8 +375,3 @@ def _log_failure(done: Future[None]) -> None:
 
 def _busy(step: int, whose: str) -> str:
     return f"rollback({step}): {whose} are pending; await their tickets first"
-
-
-def _room(number: int) -> str:
-    """Topic of what the leader says of its room at this call."""
-    return f"room {number}"

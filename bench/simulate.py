@@ -34,7 +34,7 @@ from aio_ckpt.inflight import InFlight
 from aio_ckpt.lifetime import Lease, LifetimeManager
 from aio_ckpt.names import StepNames
 from aio_ckpt.owner import Owner
-from aio_ckpt.peers import Peers
+from aio_ckpt.peers import Peers, SaveRound
 from aio_ckpt.pending import PendingSave, SaveCall, Site
 from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Portal
@@ -232,7 +232,7 @@ class World:
             image,
             step=step,
             number=call,
-            agreement=in_flight.round("save"),
+            agreement=SaveRound(self.site.peers, self.site.executor, topic="save"),
             requested=flat.names,
             waited_secs=0.0,
             plan_secs=0.0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import anyio
@@ -15,9 +16,10 @@ import pytest
 import torch.distributed as dist
 from rank_processes import Ranks, ranks
 
-from aio_ckpt.coordinator import _BEATS, SoloCoordinator, StoreCoordinator, default_coordinator
+from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.frames import Verdict, call_of
+from aio_ckpt.presence import _BEATS
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0
@@ -274,14 +276,17 @@ def test_a_dead_leader_is_named_within_the_deadline() -> None:
 # -- a rank leaves ----------------------------------------------------------------------------------
 
 
+async def meet(coordinators: Iterable[StoreCoordinator], stall_secs: float = STALL_SECS) -> None:
+    await asyncio.gather(*(coordinator.open("x", stall_secs=stall_secs) for coordinator in coordinators))
+
+
 @asynccontextmanager
 async def two_here(stall_secs: float) -> AsyncIterator[tuple[StoreCoordinator, StoreCoordinator]]:
     """Both ranks in this process, where every interleaving can be had."""
     store = dist.HashStore()
     both = [StoreCoordinator(store, rank=rank, world_size=2) for rank in range(2)]
     try:
-        for coordinator in both:
-            await coordinator.open("x", stall_secs=stall_secs)
+        await meet(both, stall_secs)
         await asyncio.gather(*(coordinator.agree("met", b"", in_order, stage="open") for coordinator in both))
         yield both[0], both[1]
     finally:
@@ -344,8 +349,7 @@ def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
     async def main() -> bytes:
         store = dist.HashStore()
         leader, other = (HeldStoreCoordinator(store, rank=rank, world_size=2) for rank in range(2))
-        for each in (leader, other):
-            await each.open("x", stall_secs=STALL_SECS)
+        await meet((leader, other))
         scope = anyio.CancelScope()
 
         async def lead() -> None:
@@ -471,6 +475,63 @@ def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -
     assert asyncio.run(main()) == [b"|", b"|"]
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("here", ["save 2", "load 1, turn 1"])
+def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int, here: str) -> None:
+    there = {"save 2": "load 1, turn 1", "load 1, turn 1": "save 2"}[here]
+
+    async def main() -> tuple[float, list[str]]:
+        async with two_here(SHORT_SECS) as both:
+            both[waiting].begin_call(here)
+            both[1 - waiting].begin_call(there)
+            began = time.monotonic()
+            works = [
+                both[waiting].agree(here, b"", in_order, stage="agree"),
+                both[1 - waiting].agree(there, b"", in_order, stage="agree"),
+            ]
+            async with asyncio.timeout(3 * SHORT_SECS):
+                errors = await asyncio.gather(*works, return_exceptions=True)
+            assert all(isinstance(error, PeerFailedError) for error in errors)
+            return time.monotonic() - began, [str(error) for error in errors]
+
+    secs, texts = asyncio.run(main())
+    assert SHORT_SECS / 2 <= secs < SHORT_SECS + 1
+    text = f"rank {1 - waiting} does not come to {here}, it waits in {there} for this one, which has not come there"
+    assert text in texts[0]
+
+
+def test_a_rank_that_rolls_back_where_another_saves_is_found_out_too() -> None:
+    async def main() -> list[str]:
+        async with two_here(SHORT_SECS) as both:
+            works = []
+            for coordinator, topic in zip(both, ("rollback 4", "save 4"), strict=True):
+                coordinator.begin_call(topic)
+                works.append(coordinator.agree(topic, b"", in_order, stage="agree"))
+            async with asyncio.timeout(3 * SHORT_SECS):
+                return [str(error) for error in await asyncio.gather(*works, return_exceptions=True)]
+
+    one, other = asyncio.run(main())
+    assert "it waits in save 4 for this one" in one or "it waits in rollback 4 for this one" in other
+
+
+@pytest.mark.parametrize(("rank", "begun"), [(0, "load 1"), (1, "save 2")])
+def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_others_call(rank: int, begun: str) -> None:
+    async def main() -> bytes:
+        async with two_here(SHORT_SECS) as both:
+            leader, other = both
+            leader.begin_call("save 2")
+            other.begin_call("load 1")
+            both[rank].begin_call(begun)  # it is on its way there, in another thread
+            saving = asyncio.create_task(leader.agree("save 2", b"0", in_order, stage="agree"))
+            loading = asyncio.create_task(other.agree("load 1, turn 1", b"1", in_order, stage="load"))
+            await asyncio.wait([loading, saving], timeout=2 * SHORT_SECS)  # the time that passes is what is tested
+            found = other.agree("save 2", b"1", in_order, stage="agree")
+            met = leader.agree("load 1, turn 1", b"0", in_order, stage="load")
+            return b" ".join(await asyncio.gather(loading, saving, found, met))
+
+    assert asyncio.run(main()) == b"0|1 0|1 0|1 0|1"
+
+
 @pytest.mark.parametrize("closing", [0, 1])
 def test_a_rank_that_has_closed_is_not_waited_for(closing: int) -> None:
     async def main() -> float:
@@ -508,11 +569,11 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
         coordinator = StoreCoordinator(client, rank=1, world_size=2)
-        await coordinator.open("x", stall_secs=STALL_SECS)
+        coordinator.enlist("x", stall_secs=STALL_SECS)
         try:
             del server
             with pytest.raises(PeerFailedError, match="store of the ranks cannot be reached"):
-                await coordinator.agree("t", b"", never, stage="agree")
+                await coordinator.open("x", stall_secs=STALL_SECS)
         finally:
             coordinator.close()
 
@@ -521,12 +582,11 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
 
 def test_a_closed_coordinator_says_so() -> None:
     async def main() -> None:
-        coordinator = StoreCoordinator(dist.HashStore(), rank=0, world_size=2)
-        await coordinator.open("x", stall_secs=STALL_SECS)
-        coordinator.close()
-        coordinator.close()
-        with pytest.raises(EngineClosedError):
-            await coordinator.agree("t", b"", never, stage="agree")
+        async with two_here(STALL_SECS) as (leader, _):
+            leader.close()
+            leader.close()
+            with pytest.raises(EngineClosedError):
+                await leader.agree("t", b"", never, stage="agree")
 
     asyncio.run(main())
 
@@ -535,15 +595,12 @@ def test_a_store_that_does_not_answer_is_given_up_at_the_deadline() -> None:
     async def main() -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         coordinator = StoreCoordinator(server, rank=1, world_size=2)
-        await coordinator.open("x", stall_secs=STALL_SECS)
-        executor = coordinator._executor
-        assert executor is not None
-        gate = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        executor.submit(lambda: asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(STALL_SECS))
-        coordinator.stall_secs = 0.1
+        coordinator.enlist("x", stall_secs=0.1)
+        connection, gate = coordinator._connection, threading.Event()
+        assert connection is not None
+        connection.begin(lambda: gate.wait(STALL_SECS), wait_secs=0)
         with pytest.raises(StallError, match="not answering within"):
-            await coordinator.agree("t", b"", never, stage="agree")
+            await coordinator.open("x", stall_secs=0.1)
         gate.set()
         await asyncio.to_thread(coordinator.close)
 

@@ -26,6 +26,8 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.names import StepNames
+from aio_ckpt.quarantine import Quarantine
+from aio_ckpt.steps import KnownSteps
 
 
 @pytest.fixture
@@ -199,6 +201,69 @@ def test_without_checkpoints_there_is_no_latest_step(engine: SyncCheckpointEngin
     assert engine.latest_step() is None
     with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint under .*; committed steps: \[\]"):
         engine.read()
+
+
+# -- what many ranks know ---------------------------------------------------------------------------
+
+
+class Rank:
+    """What one of several ranks knows of the steps; the saves that are pending here."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self.steps = KnownSteps(Quarantine(), max_in_flight=max_in_flight, are_several=True)
+        self.pending: dict[int, int] = {}
+        self.steps.learn(list)
+
+    def call(self, number: int, given: int | None = None) -> int:
+        step = self.pending[number] = self.steps.claim(number, given, list(self.pending.values()))
+        return step
+
+    def end(self, number: int, *, is_committed: bool) -> None:
+        self.steps.settle(self.pending.pop(number), is_committed=is_committed)
+
+
+def test_a_step_that_failed_here_and_is_pending_there_counts_on_both() -> None:
+    early, late = Rank(2), Rank(2)
+    assert [rank.call(1) for rank in (early, late)] == [1, 1]
+    early.end(1, is_committed=False)  # the other has not heard of it yet
+    assert [rank.call(2) for rank in (early, late)] == [2, 2]
+    late.end(1, is_committed=False)
+    early.end(2, is_committed=False)
+    assert [rank.call(3) for rank in (early, late)] == [3, 3]
+
+
+def test_a_step_of_which_all_ranks_know_that_it_failed_is_free_again() -> None:
+    early, late = Rank(2), Rank(2)
+    for rank in (early, late):
+        assert [rank.call(number) for number in (1, 2)] == [1, 2]
+        for number in (1, 2):
+            rank.end(number, is_committed=False)
+    assert [rank.call(3) for rank in (early, late)] == [3, 3], "of call 2 another rank might not know"
+    for rank in (early, late):
+        rank.end(3, is_committed=False)
+        rank.steps.claim(4, 1, [])
+    assert [rank.call(5) for rank in (early, late)] == [2, 2], "of call 3 all know that it failed"
+
+
+@given(
+    max_in_flight=st.integers(1, 4),
+    calls=st.lists(st.tuples(st.booleans(), st.none() | st.integers(0, 30)), min_size=1, max_size=10),
+    lags=st.lists(st.lists(st.integers(0, 3), min_size=10, max_size=10), min_size=2, max_size=3),
+)
+@settings(deadline=None, max_examples=300)
+def test_calls_without_a_step_get_the_same_ones_however_early_each_rank_learns_of_failures(
+    max_in_flight: int, calls: list[tuple[bool, int | None]], lags: list[list[int]]
+) -> None:
+    """``calls``: whether each is committed, and the step that it was given; what was given in no order is refused."""
+    ranks = [Rank(max_in_flight) for _ in lags]
+    for number, (_, asked) in enumerate(calls):
+        for rank, lag in zip(ranks, lags, strict=True):
+            ended = number - max_in_flight + 1 + min(lag[number], max_in_flight - 1)  # calls below have ended here
+            for other in [other for other in rank.pending if other < ended]:
+                rank.end(other, is_committed=calls[other][0] and calls[other][1] is None)
+        found = {rank.call(number, asked) for rank in ranks}
+        assert len(found) == 1
+        assert asked is not None or found.pop() > max(rank.steps.newest(()) or 0 for rank in ranks)
 
 
 @given(

@@ -1,0 +1,123 @@
+"""Presence: how one rank shows the others that it lives, and how long it waits for one that does not."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import anyio
+
+from aio_ckpt.board import Board
+from aio_ckpt.connection import Connection
+from aio_ckpt.errors import EngineClosedError, PeerFailedError
+from aio_ckpt.frames import Beat, Patience, absence, call_of, numbering
+
+__all__ = ["POLL_SECS_MAX", "Presence"]
+
+T = TypeVar("T")
+
+_POLL_SECS_MIN = 0.001
+POLL_SECS_MAX = 0.01
+_POLL_SECS_A_RANK = 1e-4
+"""The store is one thread: however many ranks wait, it is asked at most so often a second (1 / this)."""
+
+_BEATS = 4
+"""Signs of life in ``stall_secs``: one may be late."""
+
+_CALLS_TOLD = 16
+"""Each sign of life names the last calls that ended: whoever waits in an older one waits in vain, and unnoticed."""
+
+_STALL_SECS = 600.0
+
+
+class Presence:
+    """One rank among those that share a board.
+
+    Invariant: who waits gives signs of life, and each says what it waits for, what has begun and what has ended; so
+    whoever is waited for in vain is found out, also where it lives.
+    """
+
+    leader = 0
+
+    def __init__(self, *, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.stall_secs = _STALL_SECS
+        """How long a rank may give no sign of life."""
+        self._connection: Connection | None = None
+        self._board: Board | None = None
+        self._name = ""
+        self._is_met = False
+        self._absent: set[int] = set()
+        self._silent: set[int] = set()
+        self._beats = 0
+        self._begun: dict[str, int] = {}
+        self._waits: list[str] = []
+        self._over: deque[tuple[str, int]] = deque(maxlen=_CALLS_TOLD)
+
+    async def beat(self, *, has_left: bool = False) -> None:
+        """See :class:`Coordinator`."""
+        self._beats += 1
+        await self._ask(functools.partial(self._the_board().beat, self._own_beat(has_left=has_left)))
+
+    def _own_beat(self, *, has_left: bool = False) -> Beat:
+        return Beat(self._beats, tuple(self._over), has_left, dict(self._begun), tuple(self._waits))
+
+    def begin_call(self, topic: str) -> None:
+        """See :class:`Coordinator`."""
+        call = numbering(topic)
+        if call is not None:
+            self._begun[call[0]] = call[1]
+
+    def end_call(self, topic: str) -> None:
+        """See :class:`Coordinator`."""
+        call = call_of(topic)
+        if call is not None:
+            self._over.append(call)
+
+    # -- waiting --------------------------------------------------------------------------------------
+
+    async def _look(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
+        """What ``find`` gives once it gives something; a few times in ``stall_secs`` beat and ``check()``."""
+        pause, longest = _POLL_SECS_MIN, max(POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
+        due = time.monotonic() + self.stall_secs / _BEATS
+        self._waits.append(topic)
+        try:
+            while (found := await self._ask(find)) is None:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self.stall_secs / _BEATS
+                    await self.beat()
+                    try:
+                        await check()
+                    except PeerFailedError:
+                        if (found := await self._ask(find)) is not None:  # whoever has gone since said so before
+                            return found
+                        raise
+                await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
+                pause = min(2 * pause, longest)
+            return found
+        finally:
+            self._waits.remove(topic)
+
+    async def _check_alive(self, ranks: Sequence[int], patience: Patience) -> None:
+        """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago, or from elsewhere."""
+        beats = await self._ask(functools.partial(self._the_board().beats, ranks)) if ranks else []
+        absent = absence(ranks, beats, patience, own=self._own_beat(), unmet="" if self._is_met else self._name)
+        if absent is not None:
+            self._absent.add(absent.error.rank)
+            if not absent.has_left:
+                self._silent.add(absent.error.rank)
+            raise absent.error
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        if self._connection is None:
+            raise EngineClosedError(f"{self._name}: the engine was closed")
+        return await self._connection.ask(question, limit_secs=self.stall_secs)
+
+    def _the_board(self) -> Board:
+        if self._board is None:
+            raise EngineClosedError(f"{self._name}: the engine was closed")
+        return self._board

@@ -1,0 +1,71 @@
+"""What stands in the store of the ranks, and when it goes: no rank's keys are taken from under another."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aio_ckpt.board import Board
+from aio_ckpt.frames import Beat, Failure, Word
+from aio_ckpt.lobby import Lobby
+
+
+def boards(store: dist.Store, count: int) -> list[Board]:
+    return [Board(store, rank=rank, world_size=count) for rank in range(count)]
+
+
+def test_a_word_stays_until_the_last_rank_has_taken_it_and_each_remembers_it() -> None:
+    store = dist.HashStore()
+    leader, early, late = boards(store, 3)
+    for number in range(100):
+        leader.tell(f"room {number}", Word(b"%d" % number), ())
+        assert early.word(f"room {number}") == Word(b"%d" % number)
+    assert early.word("room 99") == Word(b"99")
+    assert [late.word(f"room {number}") for number in range(100)] == [Word(b"%d" % n) for n in range(100)]
+    assert store.num_keys() == 0
+
+
+def test_the_first_word_on_a_topic_stands() -> None:
+    leader, other = boards(dist.HashStore(), 2)
+    leader.tell("save 1", Word(b"committed"), ())
+    leader.tell("save 1", Word(b"", failure=Failure(0, "write", "too late")), ())
+    assert other.word("save 1") == Word(b"committed")
+
+
+@settings(deadline=None)
+@given(order=st.permutations(range(3)), takes=st.lists(st.booleans(), min_size=3, max_size=3))
+def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[int], takes: list[bool]) -> None:
+    store = dist.HashStore()
+    each = boards(store, 3)
+    each[0].tell("told", Word(b"x"), ())
+    each[0].tell("apart", Word(b"", is_each=True), (b"a", b"b", b"c"))
+    each[1].send("unanswered", b"m", wakes=True)
+    each[2].raise_flag("preempted")
+    for board, is_taken in zip(each, takes, strict=True):
+        board.beat(Beat(1))
+        if is_taken and board is not each[0]:
+            assert board.word("apart") is not None
+    for rank in order[:-1]:
+        each[rank].leave()
+        assert each[rank].have_all_left() is None
+        assert all(each[order[-1]].beats([order[-1]])), "nothing is taken from whoever is still here"
+        assert order[-1] == 0 or each[order[-1]].word("told") == Word(b"x")
+    each[order[-1]].leave()
+    assert each[order[0]].have_all_left()
+    assert store.num_keys() == 0
+
+
+def test_an_engine_that_has_heard_where_to_go_is_answered_no_more() -> None:
+    store = dist.HashStore()
+    leader, other = (Lobby(store, world_size=2, name=name) for name in ("a0", "a1"))
+    leader.enter(0, "w")
+    assert leader.claim() is None
+    other.enter(1, "w")
+    assert leader.claim() == {0: "a0", 1: "a1"}
+    leader.answer(["a1"], b"there")
+    assert other.answered() == b"there"
+    leader.answer(["a1"], b"nowhere")
+    assert other.answered() == b"there"
+    assert not other.withdraw()
+    assert store.num_keys() == 1
