@@ -18,7 +18,7 @@ from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan import ImagePlan, PlanCache, PlannedSave
+from aio_ckpt.plan import ImagePlan, PlanCache, PlannedImage, PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.routes import ChunkRoutes
@@ -38,14 +38,14 @@ def issued(state: Mapping[str, object]) -> tuple[ImagePlan, list[torch.Tensor]]:
     """The plan of ``state`` as if every tensor were copied by its address from a device; and the tensors."""
     planned = plan_of(state)
     plan, fingerprint = planned.plan, planned.plan.descriptors.fingerprint
-    routes = [
+    routes = tuple(
         ChunkRoutes(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=()) for chunk in plan.layout.chunks
-    ]
+    )
     places = Places.of(plan.structure, plan.layout, routes)
-    return replace(plan, places=places, descriptors=places.at(fingerprint)), planned.tensors
+    return replace(plan, routes=routes, places=places, descriptors=places.at(fingerprint)), planned.tensors
 
 
-def image_of(planned: PlannedSave, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:
+def image_of(planned: PlannedImage, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:
     """A leased image with ``slots`` slots (None: one for every chunk)."""
     layout = planned.plan.layout
     image_bytes = align_up(layout.tensor_bytes + len(objects), PAGE_BYTES)

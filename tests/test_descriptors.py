@@ -10,10 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rings import issued
+from image_files import MIB, pin_chunk_bytes
+from rings import TIMEOUT, image_of, issued
 
+from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.descriptors import Issues
-from aio_ckpt.moves import copy_all
+from aio_ckpt.device import CopyStreams
+from aio_ckpt.lifetime import LifetimeManager
+from aio_ckpt.moves import Moves, copy_all
+from aio_ckpt.plan import PlannedImage
+from aio_ckpt.portal import Executor
+from aio_ckpt.snapshot import Copiers, capture
+from aio_ckpt.tracing import NO_TRACE
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -63,3 +71,69 @@ def test_where_nothing_lies_nothing_is_issued(start, stop):
 def test_addresses_of_the_upper_half_are_no_sign():
     moves = np.array([(0, (1 << 64) - 100, 50)], dtype=np.uint64)
     assert Issues(moves, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
+
+
+class WatchedCopies(HostCopies):
+    """The host's copies; what came in which order."""
+
+    def __init__(self) -> None:
+        self.order: list[str | int] = []
+
+    def issue(self, base: int, moves: Moves) -> None:
+        self.order += moves[:, 1].tolist()
+        super().issue(base, moves)
+
+    def mark(self) -> Mark:
+        return WatchedMark(self)
+
+
+class WatchedMark:
+    def __init__(self, copies: WatchedCopies) -> None:
+        self.copies = copies
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def fence(self, stream: object = None) -> None:
+        self.copies.order.append("fence")
+
+
+@pytest.mark.parametrize("guarded", [set[int](), {0, 2, 3}, {0, 1, 2, 3, 4, 5}])
+def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, guarded: set[int]
+) -> None:
+    pin_chunk_bytes(monkeypatch)
+    watched = WatchedCopies()
+    monkeypatch.setattr(CopyStreams, "begin", lambda *_, **__: watched)
+    sizes = [3 * MIB, 9 * MIB, 100, 20 * MIB, MIB, 5000]  # 4 MiB chunks, in runs of 1 and 8
+    state = state_of(sizes)
+    plan, tensors = issued(state)
+    planned = PlannedImage(plan=plan, tensors=tensors, objects=[])
+    executor = Executor("test", 1)
+    manager = LifetimeManager(budget_bytes=64 * MIB, executor=executor, debug=True)
+    image = image_of(planned, manager)
+    told: list[int] = []
+    work = capture(
+        planned,
+        image,
+        Copiers(),
+        guarded=frozenset(guarded),
+        on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
+        stall_timeout_secs=TIMEOUT,
+        trace=NO_TRACE,
+    )
+    raw = {item.leaf: item.raw_offset for item in plan.layout.items}
+    got = [bytes(image.lease.arena.memory[raw[leaf] : raw[leaf] + size]) for leaf, size in enumerate(sizes)]
+    work.finish()
+    image.lease.close()
+    manager.close()
+    executor.close(TIMEOUT)
+    assert got == [bytes(tensor.numpy()) for tensor in state.values()]
+    assert told == list(range(len(image.chunks)))
+    awaited = watched.order[: watched.order.index("fence")] if "fence" in watched.order else []
+    addresses = plan.descriptors.fingerprint
+    begun = {leaf for leaf, address in enumerate(addresses) if address in awaited}
+    assert begun == (set(range(6)) - guarded)
+    assert watched.order.count("fence") == (len(guarded) < 6)

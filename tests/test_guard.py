@@ -11,6 +11,7 @@ import torch
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError
+from aio_ckpt.guard import Guards
 
 
 class Wrapper:
@@ -57,3 +58,21 @@ def test_a_closed_engine_guards_nothing(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.guard(Wrapper())
+
+
+def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    guards, device, host = Guards(on_step=lambda: None), torch.device("cuda", 0), torch.device("cpu")
+    guards.add(optimizer)
+    fingerprint = [*(parameter.data_ptr() for parameter in parameters), 7]
+    assert guards.leaves(fingerprint, [device, device, host, device]) == {0, 1}
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    optimizer.step()  # which makes its state
+    buffer = optimizer.state[parameters[0]]["momentum_buffer"]
+    longer, devices = [*fingerprint, buffer.data_ptr()], [device, device, host, device, device]
+    assert guards.leaves(longer, devices) == {0, 1, 4}
+    optimizer.param_groups[0]["params"][1] = torch.nn.Parameter(torch.ones(4))
+    assert guards.leaves(longer, devices) == {0, 4}, "the same addresses, another optimizer"
+    assert guards.leaves(fingerprint, devices) == {0}, "the same optimizer, other addresses"

@@ -376,3 +376,28 @@ def test_put_back_reaches_every_object_that_flatten_named(state, mark):
     after = dict(zip(*(lambda f: (f.names, f.values))(tree.flatten(state, rank=0)), strict=True))
     assert {name: after[name] for name in objects} == objects
     assert list(after) == flat.names
+
+
+MANY = {
+    "tensors": {f"w{i}": torch.ones(2) for i in range(20)},
+    "leaves": {
+        f"w{i}": value for i, value in enumerate([torch.ones(2), nn.Parameter(torch.ones(2)), 3, "x", None] * 4)
+    },
+    "ordered": OrderedDict((f"w{i}", i) for i in range(20)),
+    "int keys": {i: torch.ones(2) for i in range(20)},
+    "mixed keys": {(i if i % 2 else f"w{i}"): torch.ones(2) for i in range(20)},
+    "arrays": {f"w{i}": np.ones(2) for i in range(20)},
+    "nested": {f"w{i}": {"a": torch.ones(2)} for i in range(20)},
+    "per rank": {f"w{i}": PerRank(i) for i in range(20)},
+}
+
+
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize("kind", MANY)
+def test_a_large_mapping_is_walked_as_a_small_one(monkeypatch: pytest.MonkeyPatch, kind: str, below: bool) -> None:
+    state = {"state": MANY[kind]} if below else MANY[kind]
+    found = tree.flatten(state, rank=0)
+    monkeypatch.setattr(tree, "_MANY", 1000)
+    wanted = tree.flatten(state, rank=0)
+    assert (found.names, found.kinds, found.skeleton) == (wanted.names, wanted.kinds, wanted.skeleton)
+    assert all(map(lambda one, other: one is other, found.values, wanted.values))
