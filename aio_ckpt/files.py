@@ -51,6 +51,8 @@ class Files:
         """Per measured file, its real length."""
         self.ahead: dict[str, _Ahead] = {}
         """Files that are read whole while it is found out what of them is wanted."""
+        self.are_shared = False
+        """Whether other ranks of this host read the same bytes of files that are opened from now on."""
         self._reading_ahead = anyio.create_task_group()
 
     async def __aenter__(self) -> Files:
@@ -137,7 +139,8 @@ class Files:
             yield kept
             return
         try:
-            file = await self._storage.open_data_file(self._directory / name, readers=self._readers)
+            path = self._directory / name
+            file = await self._storage.open_data_file(path, readers=self._readers, shared=self.are_shared)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise MismatchError(f"{name}: missing") from error

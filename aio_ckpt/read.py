@@ -36,6 +36,9 @@ from aio_ckpt.storage import Storage
 
 __all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state"]
 
+_SHARING_PAYS_RANKS = 3
+"""From so many ranks on one read into the page cache for all is faster than one by O_DIRECT for each (256 MiB on two
+cores: two ranks 1.0 to 1.6 times as fast, four 1.0 to 1.9 times)."""
 _MAX_EXPANSION = 1 << 16
 """Beyond, a size behind a stream extension is forged: zstd, DCP's own, packs 128 KiB into 4 bytes at best."""
 
@@ -67,6 +70,7 @@ async def load_checkpoint(
     executor: Executor,
     rank: int,
     world_size: int,
+    ranks_on_host: int = 1,
     readers: int,
     verify: bool,
     strict: bool,
@@ -101,6 +105,7 @@ async def load_checkpoint(
             if manifest.file is not None:
                 files.vouch(manifest.file)
         found = await run_blocking(executor, match)
+        files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
         draft, segments = await _drafted(files, checkpoint, found, executor=executor, readers=readers, trusted=trusted)
 
         def decode() -> Callable[[], None]:
@@ -118,6 +123,13 @@ async def load_checkpoint(
         identity=checkpoint.identity,
         put_back=put_back,
     )
+
+
+def _wants_all(found: Match, catalog: Catalog) -> bool:
+    """Whether this rank wants every tensor whole, as its peers will, then: no shards, no stage or expert of its own."""
+    count = len(found.small.rows) + len(found.tensors) + sum(len(names) for _, _, names in found.stateful)
+    is_sharded = found.sharded or any(isinstance(tensor, DTensor) for _, tensor in found.tensors)
+    return not is_sharded and count >= len(catalog.tensor_names)
 
 
 async def _drafted(

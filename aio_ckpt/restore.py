@@ -124,6 +124,7 @@ async def _fill(site: Site, state: object, options: LoadOptions, candidate: Comm
         step=candidate.step,
         rank=site.peers.coordinator.rank,
         world_size=site.peers.coordinator.world_size,
+        ranks_on_host=site.peers.on_host,
         executor=site.executor,
         readers=site.config.workers,
         verify=site.config.verify == "load",

@@ -104,8 +104,8 @@ class Storage(Protocol):
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
         """Create ``path`` exclusively and reserve ``nbytes``, so that a full disk shows before a byte is written."""
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
-        """Open ``path`` for ``readers`` reads at once."""
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        """Open ``path`` for ``readers`` reads at once; ``shared``: others of this host read the same bytes now."""
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Create ``path`` exclusively, write one part after the other, fsync. What failed is removed."""
@@ -181,10 +181,14 @@ class LocalStorage:
             probe=self._write_probe,
         )
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
-        """O_DIRECT, else the page cache. Reads are positioned, so that ``readers`` needs no handles here."""
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        """O_DIRECT, else the page cache: what is shared is read from the disk once, for all.
+
+        Reads are positioned, so that ``readers`` needs no handles here.
+        """
         del readers
-        return await open_data_file(path, executor=self._executor, direct_io=self._direct_io, probe=self._read_probe)
+        direct_io = "off" if shared and self._direct_io == "auto" else self._direct_io
+        return await open_data_file(path, executor=self._executor, direct_io=direct_io, probe=self._read_probe)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Exclusive create, write, fsync, close in one thread hop."""

@@ -277,7 +277,7 @@ class SimStorage:
         file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
         return SimDataFile(self, path, file)
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
         """Open."""
         return SimReadFile(self, path, await self.run("open", path, ReadError, lambda: self._file(path)))
 

@@ -140,8 +140,8 @@ class GatedStorage:
         assert made is not None
         return GatedDataFile(self, made)
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
-        return await self._inner.open_data_file(path, readers=readers)
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        return await self._inner.open_data_file(path, readers=readers, shared=shared)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         await self.run(Call("write_file", path, data=b"".join(parts)), lambda: self._inner.write_file(path, *parts))

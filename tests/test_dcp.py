@@ -530,8 +530,8 @@ class CountingStorage(LocalStorage):
 
     read_bytes = 0
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers)
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, shared=shared)
         read_into = file.read_into
 
         async def counted(offset: int, view: memoryview) -> int:

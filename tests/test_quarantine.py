@@ -284,8 +284,8 @@ class OddReads(GatedStorage):
         self.closed_one = threading.Event()
         """Step 1 was read whole, once."""
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
-        return OddFile(self, await super().open_data_file(path, readers=readers))
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        return OddFile(self, await super().open_data_file(path, readers=readers, shared=shared))
 
 
 class OddFile:

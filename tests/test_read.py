@@ -726,8 +726,8 @@ class CountingStorage:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    async def open_data_file(self, path, *, readers):
-        return CountingFile(self, await self._inner.open_data_file(path, readers=readers))
+    async def open_data_file(self, path, *, readers, shared=False):
+        return CountingFile(self, await self._inner.open_data_file(path, readers=readers, shared=shared))
 
 
 class CountingFile:

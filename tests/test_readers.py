@@ -48,9 +48,9 @@ class DisturbedStorage(LocalStorage):
         if self.count == self._at:
             await run_blocking(self._threads, self._happens)
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
         await self._turn()
-        return await super().open_data_file(path, readers=readers)
+        return await super().open_data_file(path, readers=readers, shared=shared)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         await self._turn()

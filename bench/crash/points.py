@@ -88,9 +88,9 @@ class PointedStorage:
         )
         return _PointedFile(self, made)
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
         """See :class:`Storage`."""
-        return await self._inner.open_data_file(path, readers=readers)
+        return await self._inner.open_data_file(path, readers=readers, shared=shared)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Within: half of the bytes, no fsync."""

@@ -133,10 +133,12 @@ class FaultStorage:
             self, await self.run(call, lambda: self._inner.create_data_file(path, nbytes, writers=writers))
         )
 
-    async def open_data_file(self, path: Path, *, readers: int) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
         """Counted; so are the reads and the close of what it returns."""
         call = Call("open_data_file", path)
-        return _FaultReadFile(self, await self.run(call, lambda: self._inner.open_data_file(path, readers=readers)))
+        return _FaultReadFile(
+            self, await self.run(call, lambda: self._inner.open_data_file(path, readers=readers, shared=shared))
+        )
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Counted."""
