@@ -188,7 +188,7 @@ async def _tidy(storage: Storage, pending: Path, final: Path, *, replaces: bool)
             trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}")
             await storage.rename(pending, trash)
             await storage.remove_tree(trash)
-    except (AioCkptError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - MemoryError too: it is committed, and nothing may say that it is not
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
 
 

@@ -102,7 +102,7 @@ class UnsafeObjectError(AioCkptError, TypeError):
 
 
 class SourceChangedError(AioCkptError, RuntimeError):
-    """A tensor's memory was freed or resized before or while it was captured."""
+    """Another thread freed or resized a tensor's memory, or changed a mapping, before or while it was captured."""
 
 
 class TemplateMismatchError(AioCkptError, ValueError):

@@ -9,8 +9,9 @@ inside either. Every other list or tuple, whatever arrays it holds, is one objec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import NoneType
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from aio_ckpt.errors import EmptyStateError, UnsupportedLeafError
+from aio_ckpt.errors import EmptyStateError, SourceChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind, PerRank
 from aio_ckpt.objects import (
     MAX_DEPTH,
@@ -86,6 +87,7 @@ _LEAVES: dict[type, LeafKind] = {
     **dict.fromkeys(_PLAIN_TYPES, LeafKind.OBJECT),
     **dict.fromkeys(_TENSOR_TYPES, LeafKind.TENSOR),
 }
+_KEY, _VALUE = itemgetter(0), itemgetter(1)
 _MANY = 16
 """From so many entries on a mapping of leaves is worth a look at all their types first."""
 _CODES: dict[type, int] = {
@@ -226,12 +228,13 @@ class _Walk:
 
     def mapping(self, value: Mapping[Any, object], code: int, name: str | None, depth: int) -> Skeleton:
         """The hot loop: 20,000 tensors in one dict take no call each."""
-        if len(value) >= _MANY and {*map(type, value.values())} <= _LEAVES.keys() and {*map(type, value)} == {str}:
-            return self.leaves(value, code, name)
+        items = _items(value, name)
+        if len(items) >= _MANY and (skeleton := self.leaves(items, code, name)) is not None:
+            return skeleton
         names, values, kinds, prefix = self.names, self.values, self.kinds, _prefix(name)
         keys: list[Key] = []
         children: list[Skeleton] = []
-        for key, item in value.items():
+        for key, item in items:
             if type(key) is str:
                 text = prefix + key
                 keys.append(key)
@@ -248,9 +251,11 @@ class _Walk:
                 children.append(kind)
         return code, tuple(keys), tuple(children)
 
-    def leaves(self, value: Mapping[Any, object], code: int, name: str | None) -> Skeleton:
-        """A mapping from str to leaves alone, without a line of Python a leaf."""
-        keys, values = tuple(value), list(value.values())
+    def leaves(self, items: Sequence[tuple[Any, object]], code: int, name: str | None) -> Skeleton | None:
+        """A mapping from str to leaves alone, without a line of Python a leaf; None if it is none."""
+        keys, values = tuple(map(_KEY, items)), list(map(_VALUE, items))
+        if not {*map(type, values)} <= _LEAVES.keys() or {*map(type, keys)} != {str}:
+            return None
         kinds = tuple(map(_LEAVES.__getitem__, map(type, values)))
         self.names += keys if name is None else map(_prefix(name).__add__, keys)
         self.values += values
@@ -266,6 +271,17 @@ class _Walk:
             return self.root(inner, depth + 1) if name is None else self.node(inner, name, depth + 1)
         self.stateful.append((name or "", value))
         return Container.STATEFUL, (), ()
+
+
+def _items(value: Mapping[Any, object], name: str | None) -> list[tuple[Any, object]]:
+    """Read once: what another thread changes meanwhile is then an error, and no value under another's key."""
+    try:
+        return list(value.items())
+    except RuntimeError as error:
+        raise SourceChangedError(
+            f"{name or 'the state'}: another thread changed this {type_name(value)} while it was read ({error}): keep "
+            "the state still until save() returns"
+        ) from error
 
 
 def _prefix(name: str | None) -> str:

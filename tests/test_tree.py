@@ -7,6 +7,7 @@ import random
 import types
 import warnings
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from aio_ckpt import tree
 from aio_ckpt.errors import (
     DuplicateNameError,
     EmptyStateError,
+    SourceChangedError,
     UnsupportedLeafError,
 )
 from aio_ckpt.items import LeafKind, PerRank
@@ -401,3 +403,43 @@ def test_a_large_mapping_is_walked_as_a_small_one(monkeypatch: pytest.MonkeyPatc
     wanted = tree.flatten(state, rank=0)
     assert (found.names, found.kinds, found.skeleton) == (wanted.names, wanted.kinds, wanted.skeleton)
     assert all(map(lambda one, other: one is other, found.values, wanted.values))
+
+
+class Torn(dict[str, object]):
+    """Another thread changes it between any two looks."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
+
+    def keys(self) -> Any:
+        raise AssertionError("a second look")
+
+    values = __iter__ = keys
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_a_mapping_is_read_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setitem(tree._CODES, Torn, tree.Container.DICT)
+    state = Torn({f"w{i}": torch.full((1,), float(i)) for i in range(count)})
+    found = tree.flatten(state, rank=0)
+    assert [float(value) for value in found.values] == list(range(count))
+    assert state.looks == 1
+
+
+@pytest.mark.parametrize("name", [None, "inner"])
+def test_a_mapping_that_grows_while_it_is_read_is_an_error_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    class Growing(Torn):
+        def items(self) -> Any:
+            for item in super().items():
+                self[f"w{len(self)}"] = 1
+                yield item
+
+    monkeypatch.setitem(tree._CODES, Growing, tree.Container.DICT)
+    state = Growing(w0=torch.ones(1), w1=torch.ones(1))
+    with pytest.raises(SourceChangedError, match=f"{name or 'the state'}.*keep the state still"):
+        tree.flatten({name: state} if name else state, rank=0)
