@@ -166,3 +166,4 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         )
         stalled.in_doubt = True
         raise stalled
+    save.is_visible = True

@@ -255,8 +255,12 @@ class SaveRound:
         What the leader says of it is waited for as long as that lives, ``limit_secs`` at most.
         """
         peers = self._peers
-        if self.is_over or not peers.are_several:
-            self.is_failed = peers.is_leader
+        if self.is_over and peers.are_several:  # committed, and told so: nothing undoes that
+            if isinstance(cause, AioCkptError):
+                cause.in_doubt = True
+            return cause
+        if not peers.are_several:
+            self.is_failed = True
             return cause
         first: PeerFailedError | None = None
         told: PeerFailedError | None = None

@@ -181,6 +181,8 @@ class PendingSave:
     leaves it in doubt."""
     is_committing: bool = False
     """It is being made visible, or known to be: from here on the deadline comes too late, too."""
+    is_visible: bool = False
+    """This rank, the leader, has made it visible and durable: whatever fails now, the step is there."""
     is_cancelled: bool = False
     """``cancel`` was accepted."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 from pathlib import Path
 
 import anyio.lowlevel
@@ -11,7 +12,7 @@ import anyio.lowlevel
 from aio_ckpt import owner, undo
 from aio_ckpt.concluding import conclude, narrow_save
 from aio_ckpt.config import MAX_SECS
-from aio_ckpt.errors import SaveCancelledError, StallError, WriteError, tell_stage
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult
 from aio_ckpt.manifest import METADATA_FILE, data_file_name
 from aio_ckpt.pending import PendingSave, Site, pending_of, save_id_of
@@ -27,6 +28,7 @@ from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = ["run_save"]
 
+_log = logging.getLogger("aio_ckpt")
 _BEATS = 4
 """Signs of life to the other ranks in ``stall_timeout_secs``."""
 
@@ -54,7 +56,10 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             cause = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
-            pending = pending_of(site, save) if save.round.is_failed else None
+            if save.is_visible and isinstance(cause, AioCkptError):
+                cause.in_doubt = True
+            is_failed = save.round.is_failed and not save.is_visible
+            pending = pending_of(site, save) if is_failed else None
             await undo.settle_failure(site.storage, pending, save.image, save.threads, step=save.step, cause=cause)
             await keep_trace(site, save, cause)
         if cause is error:
@@ -82,17 +87,24 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
         save.scope = scope
         if save.is_cancelled:
             scope.cancel()
-        async with anyio.create_task_group() as group:
-            group.start_soon(_watch, site, save)
-            if site.peers.is_leader:
-                group.start_soon(owner.keep_alive, site.storage, pending_of(site, save), site.config.stale_after_secs)
-            if site.peers.are_several:
-                group.start_soon(_beat, site, save)
-            try:
-                report = await _stages(site, save)
-            finally:
-                save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
-            group.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(_watch, site, save)
+                if site.peers.is_leader:
+                    alive_secs = site.config.stale_after_secs
+                    group.start_soon(owner.keep_alive, site.storage, pending_of(site, save), alive_secs)
+                if site.peers.are_several:
+                    group.start_soon(_beat, site, save)
+                try:
+                    report = await _stages(site, save)
+                finally:
+                    save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
+                group.cancel_scope.cancel()
+        except Exception as error:
+            if report is None:
+                raise
+            # The deadline, say, in the same turn of the loop as the leader's word: it is committed all the same.
+            _log.warning("step %d was committed before this came: %s", save.step, undo.first_cause(error))
     if report is None:
         raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
     return report
@@ -120,7 +132,11 @@ async def _beat(site: Site, save: PendingSave) -> None:
         await anyio.sleep(site.config.stall_timeout_secs / _BEATS)
         if save.progress.last != last or save.progress.is_paused:
             last = save.progress.last
-            await site.peers.coordinator.beat()
+            try:
+                await site.peers.coordinator.beat()
+            except AioCkptError:
+                if not save.is_committing:  # else the others cannot be told, which undoes nothing
+                    raise
 
 
 async def _stages(site: Site, save: PendingSave) -> SaveReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from aio_ckpt import commit, tree
 from aio_ckpt.agreement import Planned
 from aio_ckpt.calls import JointCall, await_met, tell
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.errors import BusyError, EngineClosedError, StallError
+from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThreadError
 from aio_ckpt.image import Image, arena_spec, lease_image
 from aio_ckpt.inflight import MAX_CALLS, InFlight
 from aio_ckpt.keeper import RootKeeper
@@ -100,7 +101,7 @@ class Saver:
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
-        self._portal.check_thread("save()")
+        self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
             number, refused, self._refused = self.in_flight.next_number(), self._refused, None
             claim = functools.partial(self.in_flight.claim_step, number, step)
@@ -213,9 +214,21 @@ class Saver:
         # Elsewhere the disk may be seen late (NFS): looked at only where it may show what was never told.
         return [*told, *self._keeper.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
 
+    def _check_not_inside(self, what: str) -> None:
+        """Raise WrongThreadError where a wait could never end: on the engine's own thread, and inside another call."""
+        self._portal.check_thread(what)
+        frame = sys._getframe(2) if self._lock.locked() else None  # behind the call that asks
+        while frame is not None:
+            if frame.f_code in _LOCKING and frame.f_locals.get("self") is self:
+                raise WrongThreadError(
+                    f"{what} inside {frame.f_code.co_name}() of the same engine (by a signal handler, a state_dict()) "
+                    "would wait for itself: set a flag there and save behind it, as engine.on_preemption() does"
+                )
+            frame = frame.f_back
+
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
-        self._portal.check_thread("prepare()")
+        self._check_not_inside("prepare()")
         with self._lock:
             self.in_flight.check_open()
             flat = self._flatten(state)
@@ -230,7 +243,7 @@ class Saver:
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
-        self._portal.check_thread("rollback()")
+        self._check_not_inside("rollback()")
         with self._lock:
             if self._site.peers.are_several:
                 return self._roll_back_together(step, self.in_flight.next_number())
@@ -348,6 +361,9 @@ class Saver:
             self._site.peers.newest = max(step, self._site.peers.newest or 0)
             self._give_up_kept()
             self._on_committed(step)
+
+
+_LOCKING = frozenset(call.__code__ for call in (Saver.save, Saver.prepare, Saver.rollback, Saver.clear_cache))
 
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:

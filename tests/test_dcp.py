@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import io
@@ -13,6 +14,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.dcp import Reader, Writer, recover
+from aio_ckpt.dcp import Reader, Writer, recover, runtime
 from aio_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -551,6 +553,51 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
         assert 4 << 20 <= storage.read_bytes <= 1.05 * (4 << 20)
     finally:
         assert executor.close(TIMEOUT)
+
+
+class OvertakenStorage(LocalStorage):
+    """Another save begins in the directory when a rank's manifest was written."""
+
+    async def write_file(self, path: Path, *parts: bytes) -> None:
+        await super().write_file(path, *parts)
+        if path.suffix == ".bin":
+            for mark in path.parent.glob("aio_ckpt.pending-*"):
+                mark.unlink()
+
+
+def test_a_save_that_is_overtaken_leaves_nothing_behind(tmp_path: Path) -> None:
+    executor = Executor("overtaken", 4)
+    try:
+        error = failure_of(
+            lambda: dcp.save(
+                {"w": torch.ones(1 << 20)}, storage_writer=Writer(tmp_path / "a", storage=OvertakenStorage(executor))
+            )
+        )
+        assert "another save into this directory has begun" in str(error)
+        assert [path.name for path in (tmp_path / "a").iterdir()] == []
+    finally:
+        assert executor.close(TIMEOUT)
+
+
+def test_two_threads_that_use_a_new_writer_at_once_share_its_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    both = threading.Barrier(2)
+    open_runtime = runtime.Runtime.open
+
+    def slow(*given: Any) -> object:
+        opened.append(open_runtime(*given))
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # where the other one opens a second, they meet here
+        return opened[-1]
+
+    monkeypatch.setattr(runtime.Runtime, "open", slow)
+    writer = Writer(tmp_path / "a")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: writer._keep(), range(2)))
+    writer.close()
+    assert len(opened) == 1
 
 
 # -- deaths ---------------------------------------------------------------------------------------

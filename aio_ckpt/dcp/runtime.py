@@ -16,7 +16,7 @@ from aio_ckpt.arena import ArenaKind
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.layout import chunk_bytes_for
 from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
-from aio_ckpt.portal import Portal
+from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.snapshot import Copiers
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.throttle import WriteThrottle
@@ -92,6 +92,7 @@ class Face:
         self._config = config
         self._storage = storage
         self._kept: Runtime | None = None
+        self._opening = Lock()
 
     def __enter__(self) -> Self:
         self._keep()
@@ -110,12 +111,17 @@ class Face:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without threads and memory: another process opens its own."""
-        return {**self.__dict__, "_kept": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_opening"} | {"_kept": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opening = Lock()
 
     def _keep(self) -> Runtime:
         """The runtime that is kept until :meth:`close`; opened by the first call."""
-        if self._kept is None:
-            self._kept = Runtime.open(self._config, self._storage)
+        with self._opening:
+            if self._kept is None:
+                self._kept = Runtime.open(self._config, self._storage)
         self._kept.portal.check_thread(type(self).__name__)
         return self._kept
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -50,6 +49,7 @@ from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.snapshot import capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.undo import first_cause
 from aio_ckpt.write import ChunkPreparer, write_image
 
 __all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]
@@ -225,8 +225,9 @@ async def _write(
         written = await _write_data(runtime, directory / save.data_file, sources, image, progress)
         manifest = await _write_manifest(runtime.storage, directory, save, sources, written)
         await runtime.storage.sync_dir(directory)
+        await _check_mark(runtime.storage, directory, save.save_id)
     except BaseException as error:
-        cause = _first_cause(error)
+        cause = first_cause(error)
         with anyio.CancelScope(shield=True):
             await _clear(runtime.storage, directory, save, image, cause)
             cause = await _explained(runtime.storage, directory, save, cause)
@@ -311,19 +312,18 @@ async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image
             await storage.remove_file(directory / name)
 
 
+async def _check_mark(storage: Storage, directory: Path, save_id: str) -> None:
+    """Who overtook the save may have looked for what to remove before all of it was there."""
+    if save_id not in await pending_saves(storage, directory):
+        raise _overtaken(directory)
+
+
 async def _explained(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
     """A file that is gone went with the mark of its save, when another save began."""
     with contextlib.suppress(AioCkptError, OSError):
         if getattr(cause, "errno", 0) == errno.ENOENT and save.save_id not in await pending_saves(storage, directory):
             return _overtaken(directory)
     return cause
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The first real error inside exception groups; a cancellation only if there is nothing else."""
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
-    return error
 
 
 # -- the leader -----------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Calls of an engine inside another call of it on the same thread: a signal handler's, or a state_dict()'s."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import WrongThreadError
+
+TIMEOUT = 20.0
+CALLS: dict[str, Callable[[SyncCheckpointEngine], object]] = {
+    "save()": lambda engine: engine.save({"w": torch.ones(1)}, deadline_secs=1),
+    "prepare()": lambda engine: engine.prepare({"w": torch.ones(1)}),
+    "rollback()": lambda engine: engine.rollback(1),
+}
+
+
+class Calling:
+    """A Stateful value in whose ``state_dict()`` something is called."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def state_dict(self) -> dict[str, Any]:
+        self.call()
+        return {"v": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_a_call_that_would_wait_for_itself_is_refused(tmp_path: Path, what: str) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"w": torch.ones(1)}).result(TIMEOUT)
+        for outer in (engine.save, engine.prepare):
+            with pytest.raises(WrongThreadError, match=f"{what[:-2]}.. inside {outer.__name__}.*on_preemption"):
+                outer({"s": Calling(lambda: CALLS[what](engine))})
+        assert engine.save({"w": torch.ones(1)}).result(TIMEOUT) is not None, "the next one works"
+
+
+def test_a_save_in_a_signal_handler_is_refused_while_another_is_captured(tmp_path: Path) -> None:
+    found: list[Exception] = []
+
+    def handler(*_: object) -> None:
+        try:
+            engine.save({"w": torch.ones(1)})
+        except WrongThreadError as error:
+            found.append(error)
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        with SyncCheckpointEngine(tmp_path) as engine:
+            engine.save({"s": Calling(lambda: signal.raise_signal(signal.SIGUSR2))}).result(TIMEOUT)
+            assert len(found) == 1
+            assert engine.steps() == [1]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_another_engine_may_be_called_inside(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "a") as engine, SyncCheckpointEngine(tmp_path / "b") as other:
+        state = {"s": Calling(lambda: other.save({"w": torch.ones(1)}).result(TIMEOUT))}
+        engine.save(state).result(TIMEOUT)
+        assert (engine.steps(), other.steps()) == ([1], [1])
