@@ -37,7 +37,7 @@ from aio_ckpt.frames import (
     unpack,
 )
 from aio_ckpt.lobby import Lobby
-from aio_ckpt.presence import POLL_SECS_MAX, Presence
+from aio_ckpt.presence import Presence
 from aio_ckpt.ranks import Coordinator, Decide, SoloCoordinator
 
 __all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verdict", "default_coordinator"]
@@ -179,9 +179,8 @@ class StoreCoordinator(Presence):
             await self._answer(party, Word(self._session.encode()) if are_claimed else failed)
             return self._session if are_claimed else ""
         if not await self._ask(lobby.withdraw):  # taken out: the answer is there, or comes
-            with anyio.move_on_after(_LEAVE_SECS):
-                while (data := await self._ask(lobby.answered)) is None:  # noqa: ASYNC110 - it is in the store
-                    await anyio.sleep(POLL_SECS_MAX)
+            data = await self._poll(lobby.answered, _LEAVE_SECS)
+            if data is not None:
                 return msgspec.msgpack.decode(data, type=Word).common.decode()
         return ""
 
@@ -195,9 +194,7 @@ class StoreCoordinator(Presence):
             await self._ask(board.leave)
             if self.rank != self.leader:
                 return
-            with anyio.move_on_after(0 if self._absent else _LEAVE_SECS):
-                while not await self._ask(board.have_all_left):  # noqa: ASYNC110 - it is in the store
-                    await anyio.sleep(POLL_SECS_MAX)
+            await self._poll(board.have_all_left, 0 if self._absent else _LEAVE_SECS)
 
     def close(self) -> None:
         """End the thread; one that is stuck in the store is left behind."""

@@ -121,10 +121,11 @@ class Files:
         """Whether all of the file was read ahead by now and is what :meth:`vouch` says, byte for byte."""
         return name in self.ahead and self.ahead[name].is_proven
 
-    def vouch(self, entry: FileEntry) -> None:
-        """Tell what a file must be."""
-        if entry.name in self.ahead:
-            self.ahead[entry.name].entry = entry
+    def vouch(self, entries: Iterable[FileEntry | None]) -> None:
+        """Tell what files must be."""
+        for entry in entries:
+            if entry is not None and entry.name in self.ahead:
+                self.ahead[entry.name].entry = entry
 
     async def read_already(self, name: str, start: int, stop: int) -> memoryview | None:
         """The bytes of the file from ``start`` to ``stop``, both multiples of the page, if they were read ahead."""

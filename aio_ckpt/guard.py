@@ -65,6 +65,8 @@ class Guards:
 
     def leaves(self, fingerprint: Sequence[int], devices: Sequence[torch.device]) -> frozenset[int]:
         """Positions of the tensors on devices that a guarded object alone changes, given where all tensors are."""
+        if not self._objects:
+            return frozenset()
         guarded = [address for known in self._objects for address in addresses(_tensors_of(known))]
         if self._found is None or guarded != self._found[0] or fingerprint is not self._found[1]:
             found = {*guarded} - {0}

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Moves", "as_moves", "copy_all"]
+__all__ = ["Moves", "copy_all"]
 
 Moves: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
@@ -39,12 +39,6 @@ _readv.restype = ctypes.c_ssize_t
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
-
-
-def as_moves(rows: list[tuple[int, int, int]]) -> Moves:
-    """Rows of (target offset, source address, bytes) as an array; those of 0 bytes are left out."""
-    made = np.array(rows, dtype=np.uint64).reshape(-1, 3)
-    return made[made[:, 2] > 0]
 
 
 def copy_all(base: int, moves: Moves) -> None:

@@ -15,12 +15,12 @@ from aio_ckpt.connection import Connection
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
 from aio_ckpt.frames import Beat, Patience, absence, call_of, numbering
 
-__all__ = ["POLL_SECS_MAX", "Presence"]
+__all__ = ["Presence"]
 
 T = TypeVar("T")
 
 _POLL_SECS_MIN = 0.001
-POLL_SECS_MAX = 0.01
+_POLL_SECS_MAX = 0.01
 _POLL_SECS_A_RANK = 1e-4
 """The store is one thread: however many ranks wait, it is asked at most so often a second (1 / this)."""
 
@@ -82,7 +82,7 @@ class Presence:
 
     async def _look(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
         """What ``find`` gives once it gives something; a few times in ``stall_secs`` beat and ``check()``."""
-        pause, longest = _POLL_SECS_MIN, max(POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
+        pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
         due = time.monotonic() + self.stall_secs / _BEATS
         self._waits.append(topic)
         try:
@@ -101,6 +101,14 @@ class Presence:
             return found
         finally:
             self._waits.remove(topic)
+
+    async def _poll(self, find: Callable[[], T | None], limit_secs: float) -> T | None:
+        """What ``find`` gives once it gives something; None if that takes too long. Nobody is told of the wait."""
+        with anyio.move_on_after(limit_secs):
+            while (found := await self._ask(find)) is None:  # noqa: ASYNC110 - it is in the store
+                await anyio.sleep(_POLL_SECS_MAX)
+            return found
+        return None
 
     async def _check_alive(self, ranks: Sequence[int], patience: Patience) -> None:
         """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago, or from elsewhere."""

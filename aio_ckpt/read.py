@@ -101,9 +101,7 @@ async def load_checkpoint(
 
     async with Files(storage, path, readers=readers) as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)
-        for manifest in checkpoint.ranks:
-            if manifest.file is not None:
-                files.vouch(manifest.file)
+        files.vouch(manifest.file for manifest in checkpoint.ranks)
         found = await run_blocking(executor, match)
         files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
         draft, segments = await _drafted(files, checkpoint, found, executor=executor, readers=readers, trusted=trusted)

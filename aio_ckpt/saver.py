@@ -101,6 +101,7 @@ class Saver:
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
+        self._portal.check_thread("save()")
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
             number, refused, self._refused = self.in_flight.next_number(), self._refused, None
@@ -215,8 +216,7 @@ class Saver:
         return [*told, *self._keeper.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
 
     def _check_not_inside(self, what: str) -> None:
-        """Raise WrongThreadError where a wait could never end: on the engine's own thread, and inside another call."""
-        self._portal.check_thread(what)
+        """Raise WrongThreadError inside another call on the same thread, which a wait could never outlast."""
         frame = sys._getframe(2) if self._lock.locked() else None  # behind the call that asks
         while frame is not None:
             if frame.f_code in _LOCKING and frame.f_locals.get("self") is self:
@@ -228,6 +228,7 @@ class Saver:
 
     def prepare(self, state: object) -> Milestone[None]:
         """See ``CheckpointEngine.prepare``."""
+        self._portal.check_thread("prepare()")
         self._check_not_inside("prepare()")
         with self._lock:
             self.in_flight.check_open()
@@ -243,6 +244,7 @@ class Saver:
 
     def rollback(self, step: int) -> list[int]:
         """See ``CheckpointEngine.rollback``."""
+        self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
             if self._site.peers.are_several:
@@ -283,6 +285,7 @@ class Saver:
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
+        self._check_not_inside("clear_cache()")
         with self._lock:
             self.cache.clear()
             self.in_flight.clear_buffers()

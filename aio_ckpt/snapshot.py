@@ -134,7 +134,7 @@ class Capture:
         self._copiers = copiers
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
-        self._issues = self._split(planned.plan.descriptors.issues)
+        self._issues: dict[bool, Mapping[torch.device, Issues]] = {}
         self._is_shadowed = False
         self._copies: dict[torch.device, Copies] = {}
         self._unmarked: set[Copies] = set()
@@ -153,12 +153,13 @@ class Capture:
         changes a shadow, so that they need no other guard.
         """
         plan = self._planned.plan
+        issues = plan.descriptors.issues
         shadow = self._copiers.shadows.of(plan, self._copies_from) if self._image.is_whole else None
         if shadow is not None:
             for device, groups in shadow.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            self._guarded, self._is_shadowed = shadow.leaves, True
-            self._issues = self._split(shadow.issues)
+            self._guarded, issues, self._is_shadowed = shadow.leaves, shadow.issues, True
+        self._issues = self._split(issues)
         if self._guarded and plan.routes:
             self._issue_device(self._image.chunks[: len(plan.routes)], is_guarded=False)
             for copies in self._copies.values():

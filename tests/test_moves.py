@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aio_ckpt import moves
-from aio_ckpt.moves import as_moves, copy_all
+from aio_ckpt.moves import Moves, copy_all
 
 
 @pytest.fixture(params=["at once", "one by one"])
@@ -27,6 +27,12 @@ def scattered(count: int) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int, 
     rows = [(8000 * i + int(rng.integers(0, 2000)), int(rng.integers(0, 9000 * count - 6000))) for i in range(count)]
     nbytes = [int(value) for value in rng.integers(0, 6000, count)]
     return source, target, [(start, offset, n) for (start, offset), n in zip(rows, nbytes, strict=True)]
+
+
+def as_moves(rows: list[tuple[int, int, int]]) -> Moves:
+    """Rows of (target offset, source address, bytes) as an array; those of 0 bytes are left out."""
+    made = np.array(rows, dtype=np.uint64).reshape(-1, 3)
+    return made[made[:, 2] > 0]
 
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 2500])

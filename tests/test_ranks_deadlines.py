@@ -16,6 +16,7 @@ from rank_processes import Ranks
 from test_ranks_failing import acting_engine, told
 from test_ranks_leaving import held_engine
 
+from aio_ckpt import SaveTicket
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StallError
 
 SECS = 24.0
@@ -70,6 +71,16 @@ def test_a_save_ends_by_its_deadline_while_the_leader_stands_still(two: Ranks, t
     assert leader[4] == other[4]
 
 
+def ended(rank: int, ticket: SaveTicket, began: float) -> tuple[BaseException | None, float]:
+    """What the save of a rank ended with and when; rank 0 goes on once that of rank 1 has ended, and then both do."""
+    error = ticket.exception(SECS)
+    secs = time.monotonic() - began
+    if rank == 1:
+        dist.barrier()
+    dist.barrier()
+    return error, secs
+
+
 def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float]:
     with held_engine(root, SECS, on_failure="log") as (engine, coordinator, _):
         engine.save(state_at(1), step=1).result(SECS)
@@ -82,11 +93,7 @@ def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float
             coordinator.gate.wait_reached()
             dist.barrier()
             coordinator.gate.open()
-        error = ticket.exception(SECS)
-        secs = time.monotonic() - began
-        if rank == 1:
-            dist.barrier()
-        dist.barrier()
+        error, secs = ended(rank, ticket, began)
         assert engine.steps() == [1]
         engine.save(state_at(3), step=3).result(SECS)
         dist.barrier()
@@ -112,11 +119,7 @@ def commit_late(rank: int, count: int, root: Path) -> tuple[str, bool, float, li
             dist.barrier()
             storage.release(gate)
             gate.open()
-        error = ticket.exception(SECS)
-        secs = time.monotonic() - began
-        if rank == 1:
-            dist.barrier()
-        dist.barrier()
+        error, secs = ended(rank, ticket, began)
         steps = engine.steps()
         ticket = engine.save(state_at(3))
         ticket.result(SECS)

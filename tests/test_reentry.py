@@ -18,6 +18,7 @@ CALLS: dict[str, Callable[[SyncCheckpointEngine], object]] = {
     "save()": lambda engine: engine.save({"w": torch.ones(1)}, deadline_secs=1),
     "prepare()": lambda engine: engine.prepare({"w": torch.ones(1)}),
     "rollback()": lambda engine: engine.rollback(1),
+    "clear_cache()": lambda engine: engine.clear_cache(),
 }
 
 
