@@ -74,9 +74,12 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """The first time that this share is written: (offset, length) of every item."""
 
 
+_REPORTS: msgspec.msgpack.Decoder[Planned | Written] = msgspec.msgpack.Decoder(Planned | Written)
+
+
 def decode_report(data: bytes) -> Planned | Written:
     """What a rank told."""
-    return msgspec.msgpack.decode(data, type=Planned | Written)
+    return _REPORTS.decode(data)
 
 
 class SentSpans:
@@ -127,9 +130,12 @@ class Committed(msgspec.Struct, frozen=True, array_like=True, tag="C"):
     """Per stage, the rank that took longest."""
 
 
+_WORDS: msgspec.msgpack.Decoder[Assigned | Committed] = msgspec.msgpack.Decoder(Assigned | Committed)
+
+
 def decode_word(data: bytes) -> Assigned | Committed:
     """What the leader told."""
-    return msgspec.msgpack.decode(data, type=Assigned | Committed)
+    return _WORDS.decode(data)
 
 
 # -- what the leader knows --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aio_ckpt.frames import Beat, Word
+from aio_ckpt.frames import WORDS, Beat, Word
 
 __all__ = ["Board", "Store", "found"]
 
@@ -75,7 +75,7 @@ class Board:
         store = self._store
         if topic in self._known or not store.check([f"{topic}/out"]):
             return self._known.get(topic)
-        word = msgspec.msgpack.decode(store.get(f"{topic}/out"), type=Word)
+        word = WORDS.decode(store.get(f"{topic}/out"))
         if word.is_each:
             word = msgspec.structs.replace(word, common=bytes(store.get(f"{topic}/out/{self._rank}")))
             store.delete_key(f"{topic}/out/{self._rank}")
@@ -141,7 +141,7 @@ class Board:
         store, ranks = self._store, range(self._world_size)
         for topic in found(store, "rest").decode().splitlines():
             word = found(store, f"{topic}/out")
-            if word and msgspec.msgpack.decode(word, type=Word).is_each:
+            if word and WORDS.decode(word).is_each:
                 for rank in ranks:
                     store.delete_key(f"{topic}/out/{rank}")
             self._delete_topic(topic)

@@ -22,6 +22,7 @@ __all__ = ["JointCall", "await_met", "tell"]
 Room: TypeAlias = tuple[bool, int]
 """Whether the leader has room at a call, and the last call before the oldest that is pending there."""
 
+_ROOMS: msgspec.msgpack.Decoder[Room] = msgspec.msgpack.Decoder(Room)
 _NOT_SKIPPED: Room = (True, 0)
 
 
@@ -65,7 +66,7 @@ class JointCall:
 
     async def _announce(self) -> Room:
         word = await self._peers.announce(self._topic, msgspec.msgpack.encode(self._own))
-        self._room = msgspec.msgpack.decode(word, type=Room)
+        self._room = _ROOMS.decode(word)
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------

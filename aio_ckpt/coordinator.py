@@ -27,6 +27,7 @@ from aio_ckpt.board import Board, Store
 from aio_ckpt.connection import Connection
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.frames import (
+    WORDS,
     Failure,
     Frame,
     Patience,
@@ -161,7 +162,7 @@ class StoreCoordinator(Presence):
 
     async def _come(self) -> str:
         check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, _OPEN, "open"))
-        word = msgspec.msgpack.decode(await self._look(self._the_lobby().answered, check, _OPEN), type=Word)
+        word = WORDS.decode(await self._look(self._the_lobby().answered, check, _OPEN))
         if word.failure is not None:
             raise word.failure.error(_OPEN, self.rank)
         return word.common.decode()
@@ -181,7 +182,7 @@ class StoreCoordinator(Presence):
         if not await self._ask(lobby.withdraw):  # taken out: the answer is there, or comes
             data = await self._poll(lobby.answered, _LEAVE_SECS)
             if data is not None:
-                return msgspec.msgpack.decode(data, type=Word).common.decode()
+                return WORDS.decode(data).common.decode()
         return ""
 
     async def leave(self) -> None:

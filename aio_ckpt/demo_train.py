@@ -297,7 +297,7 @@ async def _measure_idle(trainer: Trainer, spec: TrainSpec, emit: Emit) -> None:
 
 def main() -> None:
     """Run the spec given as the only argument."""
-    spec = msgspec.json.decode(sys.argv[1], type=TrainSpec)
+    spec = msgspec.json.Decoder(TrainSpec).decode(sys.argv[1])
     torch.set_num_threads(spec.threads)
     torch.use_deterministic_algorithms(True)
     # Not sys.stdout: what a library prints there must not break into the events.

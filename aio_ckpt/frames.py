@@ -12,6 +12,7 @@ import msgspec
 from aio_ckpt.errors import PeerFailedError
 
 __all__ = [
+    "WORDS",
     "Absence",
     "Beat",
     "Failure",
@@ -105,6 +106,12 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     """Topics in which it waits for other ranks now."""
 
 
+_FRAMES = msgspec.msgpack.Decoder(Frame)
+_BEATS = msgspec.msgpack.Decoder(Beat)
+WORDS = msgspec.msgpack.Decoder(Word)
+"""Made here, once: at the first decode of a type that is new to it msgspec crashes where two threads do it at once."""
+
+
 def pack(frame: Frame) -> bytes:
     """A frame behind its length."""
     data = msgspec.msgpack.encode(frame)
@@ -116,7 +123,7 @@ def unpack(data: bytes) -> Iterator[Frame]:
     at = 0
     while at < len(data):
         stop = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        yield msgspec.msgpack.decode(data[at + 4 : stop], type=Frame)
+        yield _FRAMES.decode(data[at + 4 : stop])
         at = stop
 
 
@@ -208,7 +215,7 @@ def absence(
     """
     silent = patience.exhausted(ranks, data)
     for rank, found in zip(ranks, data, strict=True):
-        beat = msgspec.msgpack.decode(found, type=Beat) if found else Beat(0)
+        beat = _BEATS.decode(found) if found else Beat(0)
         where = _elsewhere(rank, beat, patience, own)
         if where:
             text = f"rank {rank} does not come to {patience.topic}, it {where}"

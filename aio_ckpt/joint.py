@@ -76,6 +76,10 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
     """The root was looked at anew: what was found before counts no more."""
 
 
+_OUTCOMES = msgspec.msgpack.Decoder(_Outcome)
+_ORDERS = msgspec.msgpack.Decoder(_Order)
+
+
 async def newest_good_for_all(
     site: Site, name: str, step: int | None, use: Callable[[commit.Committed], Awaitable[L]], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
@@ -95,7 +99,7 @@ async def newest_good_for_all(
         while True:
             message = msgspec.msgpack.encode(outcome)
             word = await coordinator.agree(unheard[0], message, leading.decide, stage="load")
-            order, turn = msgspec.msgpack.decode(word, type=_Order), turn + 1
+            order, turn = _ORDERS.decode(word), turn + 1
             unheard = [_topic(name, turn)]
             own.take_blame(order)
             if order.kind not in ("load", "put back"):
@@ -194,7 +198,7 @@ class _Leading:
 
     async def decide(self, messages: tuple[bytes, ...]) -> Verdict:
         """From what became of the last one on every rank."""
-        outcomes = [msgspec.msgpack.decode(message, type=_Outcome) for message in messages]
+        outcomes = [_OUTCOMES.decode(message) for message in messages]
         return Verdict(common=msgspec.msgpack.encode(await self._order(outcomes)))
 
     async def _order(self, outcomes: Sequence[_Outcome]) -> _Order:

@@ -17,6 +17,7 @@ from aio_ckpt.preemption import Preemption
 __all__ = ["Notice"]
 
 _log = logging.getLogger("aio_ckpt")
+_LOOKS = msgspec.msgpack.Decoder(int)
 _FLAG = "preempted"
 _LOOK_SECS = 0.2
 _LOOK_SECS_A_RANK = 1e-4
@@ -86,7 +87,7 @@ class Notice:
             with self._lock:
                 self._is_held, looks = True, self._looks
             word = await coordinator.agree("the preemption", msgspec.msgpack.encode(looks), _after_all, stage="agree")
-            self._first = msgspec.msgpack.decode(word, type=int)
+            self._first = _LOOKS.decode(word)
         except AioCkptError as error:
             _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
         finally:
@@ -98,5 +99,5 @@ class Notice:
 
 
 async def _after_all(messages: tuple[bytes, ...]) -> Verdict:
-    last = max(msgspec.msgpack.decode(message, type=int) for message in messages)
+    last = max(_LOOKS.decode(message) for message in messages)
     return Verdict(common=msgspec.msgpack.encode(last + 1))

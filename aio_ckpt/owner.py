@@ -103,6 +103,9 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return "-".join([*map(_short, identities), str(self.pid), str(self.started_ticks)])
 
 
+_OWNERS = msgspec.json.Decoder(Owner)
+
+
 def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, stale_after_secs: float) -> bool:
     """Whether a pending directory may be cleared: the decision that :func:`clear_leftovers` carries out.
 
@@ -224,7 +227,7 @@ async def _last_seen(storage: Storage, pending: Path) -> float | None:
 
 async def _owner_of(storage: Storage, pending: Path) -> Owner | None:
     try:
-        return msgspec.json.decode(await read_owner(storage, pending), type=Owner)
+        return _OWNERS.decode(await read_owner(storage, pending))
     except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # missing, torn, forged, or of another version: its directory tells how old it is
 

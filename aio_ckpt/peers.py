@@ -53,6 +53,11 @@ class _Met(msgspec.Struct, frozen=True, array_like=True):
     """Whether there is a mark under the root that all must see."""
 
 
+_MET = msgspec.msgpack.Decoder(_Met)
+_ASKED = msgspec.msgpack.Decoder(tuple[int, bool])
+_HOSTS = msgspec.msgpack.Decoder(tuple[str, bool])
+
+
 class Peers:
     """All ranks of one engine, this one included.
 
@@ -118,7 +123,7 @@ class Peers:
         """
 
         async def decide(messages: tuple[bytes, ...]) -> Verdict:
-            asked = [msgspec.msgpack.decode(message, type=tuple[int, bool]) for message in messages]
+            asked = [_ASKED.decode(message) for message in messages]
             for rank, (other, _) in enumerate(asked):
                 if other != step:
                     text = (
@@ -152,14 +157,14 @@ class Peers:
             return Verdict(common=msgspec.msgpack.encode(met))
 
         async def compare(messages: tuple[bytes, ...]) -> Verdict:
-            hosts = [msgspec.msgpack.decode(message, type=tuple[str, bool]) for message in messages]
+            hosts = [_HOSTS.decode(message) for message in messages]
             blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(hosts) if not sees]
             return Verdict(common=", ".join(blind).encode())
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
             word = await coordinator.agree(_OPEN, b"", lead, stage="open")
-            met = msgspec.msgpack.decode(word, type=_Met)
+            met = _MET.decode(word)
             self.owner, self.newest = met.owner, met.newest
             sees = not met.is_marked or await storage.exists(pending_path(root, met.owner, 0))
             message = msgspec.msgpack.encode((socket.gethostname(), sees))

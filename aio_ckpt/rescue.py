@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 _WORKERS = 4
+_DIRECTORIES = msgspec.json.Decoder(list[str])
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -101,7 +102,7 @@ class RescueReport(msgspec.Struct, frozen=True, kw_only=True):
 def segment_directories(root: Path) -> list[Path]:
     """Where writers of ``root`` said that they make their segments; empty if none did, or each has ended well."""
     try:
-        found = msgspec.json.decode((root / SEGMENTS_FILE).read_bytes(), type=list[str])
+        found = _DIRECTORIES.decode((root / SEGMENTS_FILE).read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return []
     return [Path(text) for text in found]

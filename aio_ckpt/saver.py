@@ -281,7 +281,7 @@ class Saver:
         self.in_flight.steps.forget()
         self.in_flight.steps.may_lack_newest = False
         peers.newest = step
-        return msgspec.msgpack.decode(word, type=list[int])
+        return _STEPS.decode(word)
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
@@ -366,6 +366,7 @@ class Saver:
             self._on_committed(step)
 
 
+_STEPS = msgspec.msgpack.Decoder(list[int])
 _LOCKING = frozenset(call.__code__ for call in (Saver.save, Saver.prepare, Saver.rollback, Saver.clear_cache))
 
 

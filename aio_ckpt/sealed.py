@@ -84,6 +84,9 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's manifest but for the sum of the whole file, which is not known yet."""
 
 
+_SEALS = msgspec.msgpack.Decoder(Seal)
+
+
 def seal_of(
     ranks: Coordinator,
     directory: str,
@@ -176,7 +179,7 @@ def decode_seal(stored: StoredSegment) -> Seal:
     """
     name = stored.path.name
     try:
-        seal = msgspec.msgpack.decode(stored.seal, type=Seal)
+        seal = _SEALS.decode(stored.seal)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{name}: no seal of version {_VERSION}: {error}") from error
     if seal.version != _VERSION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,10 @@ from rank_processes import Ranks, ranks
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# torch's store asks for the host name of every client while all others wait; a name server that does not answer must
+# not take longer than what these tests wait for a rank.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="module")

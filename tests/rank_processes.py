@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -50,7 +51,11 @@ class Ranks:
     def finish(self, rank: int, timeout: float = WAIT_SECS) -> Any:
         """What the function of ``rank`` returned; AssertionError with its traceback if it raised."""
         assert self._pipes[rank].poll(timeout), f"rank {rank} is not done after {timeout} s"
-        failure, value = self._pipes[rank].recv()
+        try:
+            failure, value = self._pipes[rank].recv()
+        except EOFError:
+            self.wait_until_dead(rank)
+            raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
         assert not failure, f"rank {rank}:\n{failure}"
         return value
 
@@ -115,6 +120,7 @@ def ranks(count: int) -> Iterator[Ranks]:
 
 
 def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
+    faulthandler.enable()  # a crash of native code names its line, on standard error
     torch.set_num_threads(1)  # as torchrun does: together the ranks have more threads than the machine has cores
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WAIT_SECS))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
