@@ -14,6 +14,7 @@ __all__ = ["Board", "Store", "found"]
 Store: TypeAlias = Any
 """``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
 
+_NO_VALUE = "no value"
 _WORDS_KEPT = 256
 """A call may ask again for a word that it has taken, as it ends; many calls may be under way."""
 
@@ -73,11 +74,12 @@ class Board:
     def word(self, topic: str) -> Word | None:
         """The leader's word, with what it tells this rank; None if it is not out."""
         store = self._store
-        if topic in self._known or not store.check([f"{topic}/out"]):
+        data = b"" if topic in self._known else found(store, f"{topic}/out")
+        if not data:
             return self._known.get(topic)
-        word = WORDS.decode(store.get(f"{topic}/out"))
+        word = WORDS.decode(data)
         if word.is_each:
-            word = msgspec.structs.replace(word, common=bytes(store.get(f"{topic}/out/{self._rank}")))
+            word = msgspec.structs.replace(word, common=found(store, f"{topic}/out/{self._rank}"))
             store.delete_key(f"{topic}/out/{self._rank}")
         self._remember(topic, word)  # in this thread: whoever waits for it may have been cancelled
         if store.add(f"{topic}/taken", 1) == self._world_size - 1:
@@ -109,10 +111,7 @@ class Board:
 
     def beats(self, ranks: Sequence[int]) -> list[bytes]:
         """The last sign of life of each; empty where there was none."""
-        store, keys = self._store, [f"alive/{rank}" for rank in ranks]
-        if store.has_extended_api() and store.check(keys):
-            return [bytes(value) for value in store.multi_get(keys)]
-        return [found(store, key) for key in keys]
+        return [found(self._store, f"alive/{rank}") for rank in ranks]
 
     def raise_flag(self, name: str) -> None:
         """For good."""
@@ -150,5 +149,6 @@ class Board:
 
 
 def found(store: Store, key: str) -> bytes:
-    """The value; empty if there is none."""
-    return bytes(store.get(key)) if store.check([key]) else b""
+    """The value; empty if there is none. In one question: ``get`` would wait for a key that was deleted since."""
+    value = bytes(store.compare_set(key, _NO_VALUE, _NO_VALUE))  # what is not there is set by an empty one alone
+    return b"" if value == _NO_VALUE.encode() else value

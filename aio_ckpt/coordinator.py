@@ -202,7 +202,7 @@ class StoreCoordinator(Presence):
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        self._board = None
+        self._board = self._lobby = self._enlisted = None
 
     # -- agreement ------------------------------------------------------------------------------------
 

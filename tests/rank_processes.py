@@ -53,7 +53,7 @@ class Ranks:
         assert self._pipes[rank].poll(timeout), f"rank {rank} is not done after {timeout} s"
         try:
             failure, value = self._pipes[rank].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.wait_until_dead(rank)
             raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
         assert not failure, f"rank {rank}:\n{failure}"
@@ -129,7 +129,10 @@ def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
             fn, args = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(WAIT_SECS - 5)  # one that hangs shows where
         try:
             pipe.send(("", fn(rank, count, *args)))
         except Exception:  # noqa: BLE001 - the parent's to judge
             pipe.send((traceback.format_exc(), None))
+        finally:
+            faulthandler.cancel_dump_traceback_later()

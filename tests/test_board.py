@@ -69,3 +69,38 @@ def test_an_engine_that_has_heard_where_to_go_is_answered_no_more() -> None:
     assert other.answered() == b"there"
     assert not other.withdraw()
     assert store.num_keys() == 1
+
+
+class Waitless(dist.HashStore):
+    """``get`` waits for a key that somebody deletes behind a ``check``; here it is none of the ways to ask."""
+
+    def get(self, key: str) -> bytes:
+        raise AssertionError(f"{key} would be waited for")
+
+    multi_get = wait = get  # type: ignore[assignment]
+
+
+def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
+    store = Waitless()
+    leader, other = boards(store, 2)
+    assert other.beats([0, 1]) == [b"", b""]
+    leader.beat(Beat(1))
+    assert list(map(bool, other.beats([0, 1]))) == [True, False]
+    assert other.word("apart") is None
+    other.send("apart", b"m", wakes=False)
+    assert leader.messages("apart")
+    leader.tell("apart", Word(b"", is_each=True), (b"a", b"\0b"))
+    assert other.word("apart") == Word(b"\0b", is_each=True)
+    assert not other.is_raised("preempted")
+    other.raise_flag("preempted")
+    assert leader.is_raised("preempted")
+    ones, others = Lobby(store, world_size=2, name="leads"), Lobby(store, world_size=2, name="comes")
+    ones.enter(0, "world")
+    others.enter(1, "world")
+    assert ones.claim() == {0: "leads", 1: "comes"}
+    assert others.answered() is None
+    ones.answer(["comes"], b"here")
+    assert others.answered() == b"here"
+    for board in (other, leader):
+        board.leave()
+    assert store.num_keys() == 1, "the queue, which is empty"
