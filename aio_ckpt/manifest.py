@@ -9,12 +9,13 @@ Every number that comes from disk is checked before it is returned: a caller may
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import struct
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -248,9 +249,8 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
         FormatVersionError: written by a newer major version of the format.
         CorruptCheckpointError: anything else that is not right; names the file and, where known, the tensor.
     """
-    manifest = _decode(data, RankManifest, name, msgspec.msgpack.decode)
-    fault = _rank_fault(manifest)
-    if fault:
+    manifest = _decode(data, _RANKS, name)
+    if fault := _rank_fault(manifest):
         raise CorruptCheckpointError(f"{name}: {fault}")
     return manifest
 
@@ -264,24 +264,21 @@ def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
 
 
 _S = TypeVar("_S", RankManifest, "RootManifest")
+_Decoders: TypeAlias = "tuple[Callable[[bytes], _S], Callable[[bytes], _Head]]"
+_RANKS: _Decoders[RankManifest] = msgspec.msgpack.Decoder(RankManifest).decode, msgspec.msgpack.Decoder(_Head).decode
 
 
-def _decode(data: bytes, kind: type[_S], name: str, decode: Any) -> _S:
+def _decode(data: bytes, decoders: _Decoders[_S], name: str) -> _S:
     try:
-        found: _S = decode(data, type=kind)
+        found = decoders[0](data)
     except _UNREADABLE as exc:
-        _check_format(_format_of(data, decode), name)  # a newer major version says so, whatever else it changed
+        head = _Head((FORMAT_MAJOR, FORMAT_MINOR))
+        with contextlib.suppress(*_UNREADABLE):
+            head = decoders[1](data)
+        _check_format(head.format, name)  # a newer major version says so, whatever else it changed
         raise CorruptCheckpointError(f"{name}: no manifest of format {FORMAT_MAJOR}: {exc}") from exc
     _check_format(found.format, name)
     return found
-
-
-def _format_of(data: bytes, decode: Any) -> tuple[int, int]:
-    try:
-        head: _Head = decode(data, type=_Head)
-    except _UNREADABLE:
-        return FORMAT_MAJOR, FORMAT_MINOR
-    return head.format
 
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -306,8 +303,7 @@ def _rank_fault(manifest: RankManifest) -> str:
     for item in manifest.objects:
         if item.offset + item.nbytes > file_bytes:
             return f"object {item.fqns[0]!r} ends beyond the data file of {file_bytes} bytes"
-    fault = _columns_fault(manifest.columns, file_bytes)
-    if fault:
+    if fault := _columns_fault(manifest.columns, file_bytes):
         return fault
     blocks = sum((-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist())  # may exceed 64 bits
     if len(manifest.sums) != 4 * blocks:
@@ -375,6 +371,9 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """What ``save(metrics=)`` was given; None stands for a value that is not finite. Since 1.1, absent if empty."""
 
 
+_ROOTS: _Decoders[RootManifest] = msgspec.json.Decoder(RootManifest).decode, msgspec.json.Decoder(_Head).decode
+
+
 def encode_root(manifest: RootManifest) -> bytes:
     """Bytes of ``aio_ckpt.json``: indented JSON that ends in its seal and a newline."""
     return seal(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
@@ -391,7 +390,7 @@ def decode_root(data: bytes, *, name: str) -> RootManifest:
     sealed = is_sealed(data)
     if sealed is False:
         raise MismatchError(f"{name}: not what was written: its own sum does not match, or it is cut short")
-    manifest = _decode(data, RootManifest, name, msgspec.json.decode)
+    manifest = _decode(data, _ROOTS, name)
     if sealed is None and manifest.format > (1, 0):
         raise MismatchError(f"{name}: not what was written: its own sum is missing")
     if len(manifest.ranks) != manifest.world_size:
