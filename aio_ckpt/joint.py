@@ -130,6 +130,7 @@ class _Own(Generic[L]):
 
     def __init__(self, site: Site, use: Callable[[commit.Committed], Awaitable[L]]) -> None:
         self.walk = Walk(site=site)
+        self._newest_before = site.peers.newest
         self._use = use
         self._outcome = _Outcome("none yet")
         self._candidate: commit.Committed | None = None
@@ -177,10 +178,16 @@ class _Own(Generic[L]):
     async def end(self, order: _Order) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
         """What was loaded; raises why nothing was."""
         if order.kind == "done" and self._candidate is not None and self._loaded is not None:
-            self.walk.site.peers.newest = order.newest
+            self._learn_newest(order)
             return self._candidate, await self.walk.settle(), self._loaded
         kind = CheckpointNotFoundError if order.kind == "not found" else CorruptCheckpointError
         raise self._error or kind(order.text)
+
+    def _learn_newest(self, order: _Order) -> None:
+        """As the leader saw it; a save that was committed beside this load may be newer than its look."""
+        peers = self.walk.site.peers
+        beside = peers.newest if peers.newest != self._newest_before else None
+        peers.newest = max((step for step in (order.newest, beside) if step is not None), default=None)
 
 
 class _Leading:

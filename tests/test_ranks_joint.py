@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngi
 from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, PeerFailedError
 from aio_ckpt.items import LoadReport
+from aio_ckpt.joint import _Order, _Own
 from aio_ckpt.walk import candidates
 
 SECS = 8.0
@@ -358,3 +360,16 @@ def refuse_state(rank: int, count: int, root: Path) -> tuple[str, bool]:
 
 def test_a_load_state_dict_that_raises_on_one_rank_fails_the_load_on_all(two: Ranks, tmp_path: Path) -> None:
     assert two.run(refuse_state, tmp_path) == [("PeerFailedError", True), ("ValueError", True)]
+
+
+@pytest.mark.parametrize(
+    ("beside", "told", "newest"), [(None, 3, 3), (None, 2, 2), (None, None, None), (4, 3, 4), (4, None, 4), (4, 5, 5)]
+)
+def test_a_save_committed_beside_a_load_stays_the_newest(
+    beside: int | None, told: int | None, newest: int | None
+) -> None:
+    peers = SimpleNamespace(newest=3)
+    own: _Own[Any] = _Own(cast("Any", SimpleNamespace(peers=peers)), cast("Any", None))
+    peers.newest = beside or peers.newest
+    own._learn_newest(_Order("done", newest=told))
+    assert peers.newest == newest
