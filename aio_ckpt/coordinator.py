@@ -14,7 +14,7 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
@@ -156,16 +156,28 @@ class StoreCoordinator(Presence):
             here = await self._ask(lobby.here)
             await self._check_alive([rank for rank in range(self.world_size) if rank not in here], patience)
 
-        party = await self._look(lobby.claim, check, _OPEN)
+        party = await self._look(functools.partial(self._while_in_group, lobby.claim), check, _OPEN)
         await self._answer(party, Word(self._session.encode()))
         return self._session
 
     async def _come(self) -> str:
         check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, _OPEN, "open"))
-        word = WORDS.decode(await self._look(self._the_lobby().answered, check, _OPEN))
+        find = functools.partial(self._while_in_group, self._the_lobby().answered)
+        word = WORDS.decode(await self._look(find, check, _OPEN))
         if word.failure is not None:
             raise word.failure.error(_OPEN, self.rank)
         return word.common.decode()
+
+    def _while_in_group(self, find: Callable[[], T]) -> T:
+        """What ``find`` gives. Raises PeerFailedError in another process group: there, too, engines may meet here."""
+        if not self._is_regrouped():
+            return find()
+        text = f"this rank is in another process group now, and the ranks of the last never met: open {self._name} anew"
+        raise PeerFailedError(text, rank=self.rank, stage="open")
+
+    def _is_regrouped(self) -> bool:
+        """Whether this rank is in another default group than when the engine was made."""
+        return self._group_store is not None and _default_store() not in (None, self._group_store)
 
     async def _answer(self, party: Mapping[int, str], word: Word) -> None:
         names = [name for rank, name in party.items() if rank != self.rank]
@@ -175,7 +187,8 @@ class StoreCoordinator(Presence):
         """Give the opening up. Empty, or where the others go on all the same: they must find that this rank left."""
         lobby = self._the_lobby()
         if self.rank == self.leader:
-            party, are_claimed = await self._ask(lobby.dismiss)  # behind a claim that the thread was still about
+            dismiss = functools.partial(lobby.dismiss, withdraws_alone=self._is_regrouped())
+            party, are_claimed = await self._ask(dismiss)  # behind a claim that the thread was still about
             failed = Word(b"", failure=failure_of(self.rank, "open", error))
             await self._answer(party, Word(self._session.encode()) if are_claimed else failed)
             return self._session if are_claimed else ""

@@ -40,11 +40,14 @@ class Lobby:
         self._party = self._party or self._take_out(self._world_size)
         return self._party
 
-    def dismiss(self) -> tuple[Mapping[int, str], bool]:
-        """The leader's, who gives up: take all out who have come. Who they are, and whether it had claimed them."""
+    def dismiss(self, *, withdraws_alone: bool) -> tuple[Mapping[int, str], bool]:
+        """The leader's, who gives up: take all out who have come. Who they are, and whether it had claimed them.
+
+        ``withdraws_alone``: they wait for another one.
+        """
         if self._party is not None:
             return self._party, True
-        party = self._take_out(0) or {}
+        party = {} if withdraws_alone else self._take_out(0) or {}
         self.withdraw()
         return party, False
 

@@ -110,7 +110,7 @@ def test_two_engines_on_one_root_meet_in_the_order_of_their_making_not_of_their_
 
 
 def restart(rank: int, count: int, root: Path, is_swapped: bool) -> tuple[int, int]:
-    """The same store for the engines of both worlds; in the first one the ranks open different numbers of them."""
+    """The same store for the engines of both worlds; in the first one a rank opens engines that meet nobody."""
     store = dist.distributed_c10d._get_default_store()
     config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20)
 
@@ -120,12 +120,20 @@ def restart(rank: int, count: int, root: Path, is_swapped: bool) -> tuple[int, i
     again = 1 - rank if is_swapped else rank
     old = engine(rank)
     first = old.save(state_at(1), step=1).result(SECS).step
-    lonely = [engine(rank) for _ in range(2 * (1 - rank))]  # which meet nobody, and stay open
+    lonely = [engine(rank) for _ in range(2 * (1 - rank))]
     old.terminate()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=again, world_size=count)
-    with engine(again) as new:
+    if not lonely:
+        new = engine(again)  # before any other of the new world
+    dist.barrier()
+    for each in lonely:
+        with pytest.raises(PeerFailedError, match="another process group now"):
+            each.load(state_at(0))
+    if lonely:
+        new = engine(again)
+    with new:
         assert new.load(state_at(0)).step == 1
         second = new.save(state_at(2)).result(SECS).step
         dist.barrier()
