@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio
 from isal import isal_zlib
@@ -107,7 +107,11 @@ def is_worth_reading_ahead(root: RootManifest, *, rank: int, world_size: int) ->
 # -- opening ----------------------------------------------------------------------------------------
 
 
-async def _nothing(_: RootManifest) -> None:
+Beside: TypeAlias = Callable[[RootManifest, Callable[[], Awaitable[object]]], Awaitable[None]]
+"""Given the root manifest and what waits until a rank's was read."""
+
+
+async def _nothing(_: RootManifest, __: Callable[[], Awaitable[object]]) -> None:
     pass
 
 
@@ -119,12 +123,12 @@ async def open_checkpoint(
     step: int | None = None,
     metadata_name: str = METADATA_FILE,
     root_name: str = ROOT_MANIFEST,
-    beside: Callable[[RootManifest], Awaitable[None]] = _nothing,
+    beside: Beside = _nothing,
 ) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
     The two may stand under other names, see :func:`aio_ckpt.directory.standing_names`. ``beside`` begins
-    what is read beside the manifests. If ``step`` is given, a manifest must tell no other.
+    what is read beside the manifests and is then done. If ``step`` is given, a manifest must tell no other.
 
     Raises:
         CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
@@ -239,25 +243,30 @@ async def _read_ranks(
     storage: Storage,
     path: Path,
     root: RootManifest,
-    beside: Callable[[RootManifest], Awaitable[None]],
+    beside: Beside,
     executor: Executor,
 ) -> tuple[RankManifest, ...]:
-    """``beside`` begins when a manifest was read, whose read it would only hold up, and before one is decoded, which
-    keeps the GIL that a thread needs to begin a read."""
+    """No manifest is decoded before ``beside`` is done: it keeps the GIL that a thread needs to begin a read."""
     found: dict[int, RankManifest] = {}
-    begins, beginning = [beside], anyio.Lock()
-    limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
+    limit, is_read, has_begun = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT), anyio.Event(), anyio.Event()
+
+    async def begin() -> None:
+        await beside(root, is_read.wait)
+        has_begun.set()
 
     async def read(rank: int) -> None:
         async with limit:
             entry = root.ranks[rank]
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
-        async with beginning:
-            if begins:
-                await begins.pop()(root)
+        is_read.set()
+        await has_begun.wait()
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
-    await _run_all(read, range(root.world_size))
+    works: list[Callable[[], Coroutine[Any, Any, None]]] = [
+        begin,
+        *(functools.partial(read, rank) for rank in range(root.world_size)),
+    ]
+    await _run_all(lambda work: work(), works)
     return tuple(found[rank] for rank in range(root.world_size))
 
 

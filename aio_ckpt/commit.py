@@ -11,7 +11,7 @@ import errno
 import logging
 import numbers
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,7 @@ __all__ = [
     "check_step",
     "check_step_number",
     "discover",
-    "discover_torn",
+    "discover_all",
     "is_unchanged",
     "publish",
     "seal",
@@ -65,32 +65,45 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
 
     Of a step that has two directories the one with the engine's own name counts.
     """
+    return _chosen(await _step_directories(storage, root, names), names)
+
+
+async def discover_all(storage: Storage, root: Path, names: StepNames) -> tuple[list[Committed], list[Committed]]:
+    """As :func:`discover`, and what was committed before it lost its ``.metadata``, of other steps."""
+    directories = await _step_directories(storage, root, names)
+    committed = _chosen(directories, names)
+    steps = {checkpoint.step for checkpoint in committed}
+    return committed, await _torn(storage, [found for found in directories if found.step not in steps])
+
+
+def _chosen(directories: Sequence[Committed], names: StepNames) -> list[Committed]:
     found: dict[int, Committed] = {}
-    for checkpoint in await _step_directories(storage, root, names):
-        if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
+    for checkpoint in directories:
+        is_own = checkpoint.path.name == names.name(checkpoint.step)
+        if checkpoint.identity and (checkpoint.step not in found or is_own):
             found[checkpoint.step] = checkpoint
     return [found[step] for step in sorted(found)]
 
 
-async def discover_torn(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
-    """Directories of steps that lost their ``.metadata``: ours by the root manifest, and no save into them runs."""
+async def _torn(storage: Storage, bare: Iterable[Committed]) -> list[Committed]:
+    """Directories of steps that are ours by the root manifest, and no save into them runs."""
     found: list[Committed] = []
-    for name in await storage.list_dir(root) if await storage.exists(root) else ():
-        step, path = names.step(name), root / name
-        if step is None or not await storage.exists(path / ROOT_MANIFEST):
+    for checkpoint in bare:
+        if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
             continue
         try:
-            files = await storage.list_dir(path)
+            files = await storage.list_dir(checkpoint.path)
         except ReadError as error:
             if error.errno != errno.ENOENT:
                 raise
             continue  # its writer deleted it meanwhile
         if not any(file.startswith(METADATA_FILE) for file in files):
-            found.append(Committed(step=step, path=path))
+            found.append(checkpoint)
     return found
 
 
 async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+    """Those without ``.metadata``, which are not committed, have no identity."""
     found: list[Committed] = []
     if not await storage.exists(root):
         return found
@@ -104,8 +117,10 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> l
             status = await storage.status(root / name / METADATA_FILE)
             if status is not None:
                 found.append(Committed(step=step, path=root / name, identity=status.identity))
+            elif await storage.exists(root / name):
+                found.append(Committed(step=step, path=root / name))
             else:
-                has_vanished = has_vanished or not await storage.exists(root / name)
+                has_vanished = True
         if not has_vanished:
             break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
     return found

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
+from aio_ckpt.bounce import address_of, page_locked
 from aio_ckpt.contents import Item, Slot
 from aio_ckpt.copies import Copies, HostCopies
 from aio_ckpt.device import begin_uploads, takes_registered
 from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
-from aio_ckpt.files import Files, address_of, bounce_buffers, page_locked
+from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import IntArray
 from aio_ckpt.moves import copy_all
@@ -79,7 +80,7 @@ async def fetch(
         for segment in segments
         if segment.target is None and segment.file not in files.ahead
     ]
-    buffers = bounce_buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
+    buffers = files.buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
 
     async def work(buffer: memoryview) -> None:
         for segment in left:
@@ -128,7 +129,7 @@ class _Run:
         view = await self._files.read_already(segment.file, segment.start, segment.stop)
         is_read = view is not None
         if view is None:
-            view = _room(segment, buffer)
+            view = _room(segment, buffer, self._files)
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         for landing in landings:
             landing.open()
@@ -155,13 +156,13 @@ class _Run:
             return await file.read_into(segment.start, view)
 
 
-def _room(segment: Segment, buffer: memoryview) -> memoryview:
+def _room(segment: Segment, buffer: memoryview, files: Files) -> memoryview:
     """Where a segment is read to."""
     if segment.target is not None:
         return segment.target
     nbytes = segment.stop - segment.start
     # One that should have been read ahead has no part in the size of the buffers.
-    return buffer[:nbytes] if nbytes <= buffer.nbytes else bounce_buffers(nbytes, 1)[0][:nbytes]
+    return buffer[:nbytes] if nbytes <= buffer.nbytes else files.buffers(nbytes, 1)[0][:nbytes]
 
 
 def _count_down(landing: Landing, count: int) -> bool:

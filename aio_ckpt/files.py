@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import logging
-import mmap
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -15,18 +12,17 @@ import anyio
 import anyio.lowlevel
 from isal import isal_zlib
 
-from aio_ckpt.device import register_host_memory, unregister_host_memory
+from aio_ckpt.bounce import BounceLoan, BounceRing
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import FileEntry
-from aio_ckpt.portal import Executor, run_blocking, run_owned
+from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.storage import ReadFile, Storage
 
-__all__ = ["Files", "address_of", "bounce_buffers", "page_locked"]
+__all__ = ["Files"]
 
 _log = logging.getLogger("aio_ckpt")
 
-_HUGE_PAGE_BYTES = 2 << 20
 _AHEAD_BYTES = 32 << 20
 """Read for nothing, so much costs some 10 ms and memory that any process has."""
 _OPEN_FILES = 64
@@ -40,7 +36,8 @@ class Files:
     could not be read ahead is read again by whoever wants it, and fails there.
     """
 
-    def __init__(self, storage: Storage, directory: Path, *, readers: int) -> None:
+    def __init__(self, storage: Storage, directory: Path, *, readers: int, ring: BounceRing | None = None) -> None:
+        """``ring``: of the engine; None: memory is mapped anew."""
         self._storage = storage
         self._directory = directory
         self._readers = readers
@@ -54,8 +51,11 @@ class Files:
         self.are_shared = False
         """Whether other ranks of this host read the same bytes of files that are opened from now on."""
         self._reading_ahead = anyio.create_task_group()
+        self._loan = BounceLoan(ring or BounceRing())
+        self._watching = watch_submissions(self._loan.hold_until)
 
     async def __aenter__(self) -> Files:
+        self._watching.__enter__()
         await self._reading_ahead.__aenter__()
         return self
 
@@ -65,6 +65,12 @@ class Files:
             await self._reading_ahead.__aexit__(None, None, None)
         finally:
             await self._close()
+            self._watching.__exit__(None, None, None)
+            self._loan.close()
+
+    def buffers(self, nbytes: int, count: int) -> list[memoryview]:
+        """As :func:`aio_ckpt.bounce.bounce_buffers`; not cleared, and for the threads of this load alone."""
+        return self._loan.buffers(nbytes, count)
 
     async def _close(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -94,7 +100,7 @@ class Files:
             await self.measure([name], {})
             if not 0 < self.sizes[name] <= _AHEAD_BYTES:
                 return
-            ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers)
+            ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers, self.buffers)
             for part in ahead.parts:
                 self._reading_ahead.start_soon(self._read_part, name, part, executor)
             await anyio.lowlevel.checkpoint()  # theirs goes to a thread before what the caller does next
@@ -171,10 +177,10 @@ class _Part:
 class _Ahead:
     """Memory for all of a file, filled part by part."""
 
-    def __init__(self, nbytes: int, readers: int) -> None:
+    def __init__(self, nbytes: int, readers: int, buffers: Callable[[int, int], list[memoryview]]) -> None:
         self._nbytes = nbytes
         self.entry: FileEntry | None = None
-        (self._view,) = bounce_buffers(nbytes, 1)
+        (self._view,) = buffers(nbytes, 1)
         # One for each reader: a second one would begin late, when the loop gets the GIL from who matches.
         step = self._part_bytes = align_up(-(-nbytes // readers), PAGE_BYTES)
         self.parts = [_Part(start, self._view[start : start + step]) for start in range(0, nbytes, step)]
@@ -198,51 +204,3 @@ class _Ahead:
             total = isal_zlib.crc32_combine(total, part.crc32, part.got)
             nbytes += part.got
         return self.entry is not None and (nbytes, total) == (self.entry.nbytes, self.entry.crc32)
-
-
-def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
-    """Page-aligned buffers. Huge pages: touching fresh small ones costs as much as the read itself."""
-    if not nbytes:
-        return [memoryview(b"")] * count
-    size = align_up(nbytes, PAGE_BYTES)
-    ring = mmap.mmap(-1, size * count + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        ring.madvise(mmap.MADV_HUGEPAGE)
-    # A forked worker would make the pages that a disk or a device is using copies on write.
-    ring.madvise(mmap.MADV_DONTFORK)
-    view = memoryview(ring)
-    first = -address_of(view) % _HUGE_PAGE_BYTES
-    return [view[first + size * number :][:size] for number in range(count)]
-
-
-@asynccontextmanager
-async def page_locked(buffers: Sequence[memoryview], *, executor: Executor) -> AsyncIterator[None]:
-    """Buffers that lie in a row are page-locked for CUDA inside; if the driver refuses, copies from them are slower."""
-    if not any(buffer.nbytes for buffer in buffers):
-        yield
-        return
-    unlock = functools.partial(_unlock, buffers)  # holds the memory until then, also for a wait that was given up
-    is_locked = await run_owned(executor, _lock, buffers, dispose=unlock)
-    try:
-        yield
-    finally:
-        with anyio.CancelScope(shield=True):
-            await run_blocking(executor, unlock, is_locked)
-
-
-def _lock(buffers: Sequence[memoryview]) -> bool:
-    try:
-        register_host_memory(address_of(buffers[0]), sum(buffer.nbytes for buffer in buffers))
-    except RuntimeError as error:
-        _log.info("reading through memory that is not page-locked: %s", error)
-        return False
-    return True
-
-
-def _unlock(buffers: Sequence[memoryview], is_locked: bool) -> None:
-    if is_locked:
-        unregister_host_memory(address_of(buffers[0]))
-
-
-def address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

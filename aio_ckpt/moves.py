@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import os
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -19,9 +20,14 @@ __all__ = ["Moves", "copy_all"]
 
 Moves: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
+_Vectors: TypeAlias = npt.NDArray[np.uint64]
+"""Rows of struct iovec: address, length."""
 
-_MOST_VECTORS = 1024
-"""IOV_MAX of Linux."""
+_MOVES_A_CALL = 512
+"""Half of IOV_MAX of Linux: each move may need a vector for the gap behind it."""
+_GAP_BYTES = 2048
+"""So much between two sources is read, too, and dropped: finding out where the pages of another source are costs more.
+Less than a page, it lies in the last page of the one or in the first page of the other, so that it can be read."""
 _REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 """What a sandbox that filters the call answers."""
 
@@ -53,17 +59,35 @@ def copy_all(base: int, moves: Moves) -> None:
         for start, address, nbytes in moves.tolist():
             _memmove(base + start, address, nbytes)
         return
-    count = len(moves)
-    vectors = np.empty((2, count, 2), dtype=np.uint64)  # struct iovec: address, length
-    vectors[0, :, 0] = moves[:, 0] + np.uint64(base % (1 << 64))
-    vectors[0, :, 1] = moves[:, 2]
-    vectors[1] = moves[:, 1:]
-    for first in range(0, count, _MOST_VECTORS):
-        _copy(vectors[:, first : first + _MOST_VECTORS])
+    order = np.argsort(moves[:, 1], kind="stable")
+    targets = moves[order, ::2]
+    targets[:, 0] += np.uint64(base % (1 << 64))
+    dropped = np.empty(_GAP_BYTES, np.uint8)
+    for pair in _calls(targets, moves[order, 1:], dropped.ctypes.data):
+        _copy(*pair)
 
 
-def _copy(vectors: npt.NDArray[np.uint64]) -> None:
-    targets, sources = vectors
+def _calls(targets: _Vectors, sources: _Vectors, dropped: int) -> Iterator[tuple[_Vectors, _Vectors]]:
+    """The same copies, those joined whose sources nearly follow each other; what is between goes to ``dropped``."""
+    stops = sources[:, 0] + sources[:, 1]
+    gaps = (sources[1:, 0] - stops[:-1]).astype(np.int64)
+    is_near = (gaps >= 0) & (gaps <= _GAP_BYTES)
+    is_near[_MOVES_A_CALL - 1 :: _MOVES_A_CALL] = False
+    fillers = np.flatnonzero(is_near & (gaps > 0))
+    targets = np.insert(targets, fillers + 1, dropped, axis=0)
+    targets[fillers + np.arange(1, len(fillers) + 1), 1] = gaps[fillers]
+    firsts = np.append(0, np.flatnonzero(~is_near) + 1)
+    lasts = np.append(firsts[1:], len(sources)) - 1
+    sources = np.column_stack([sources[firsts, 0], stops[lasts] - sources[firsts, 0]])
+    starts = np.arange(_MOVES_A_CALL, len(stops), _MOVES_A_CALL)
+    parts = (
+        np.split(targets, starts + np.searchsorted(fillers, starts)),
+        np.split(sources, np.searchsorted(firsts, starts)),
+    )
+    return zip(*parts, strict=True)
+
+
+def _copy(targets: _Vectors, sources: _Vectors) -> None:
     nbytes = int(targets[:, 1].sum())
     # Of one's own process this needs no privilege: ptrace(2), "the calling thread and the target thread are in the
     # same thread group: access is always allowed".
@@ -76,9 +100,8 @@ def _copy(vectors: npt.NDArray[np.uint64]) -> None:
 @functools.cache
 def _is_refused() -> bool:
     source, target = (np.full(1, value, dtype=np.uint64) for value in (7, 0))
-    rows = np.array([[[target.ctypes.data, 8]], [[source.ctypes.data, 8]]], dtype=np.uint64)
     try:
-        _copy(rows)
+        _copy(*(np.array([[end.ctypes.data, 8]], dtype=np.uint64) for end in (target, source)))
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise

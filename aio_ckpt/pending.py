@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt import commit, owner
+from aio_ckpt.bounce import BounceRing
 from aio_ckpt.config import EngineConfig, check_flag
 from aio_ckpt.copies import Mark
 from aio_ckpt.image import Image
@@ -56,6 +57,8 @@ class Site:
     """Where shared memory is made that outlives the process."""
     throttle: WriteThrottle = field(default_factory=WriteThrottle)
     """The rate of writing."""
+    ring: BounceRing = field(default_factory=BounceRing)
+    """What loads read through."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
         """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""

@@ -48,6 +48,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
     if save.settled.done():
         raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
     save.has_begun = True
+    site.ring.let_go()  # whoever saves has loaded
     try:
         with watch_submissions(save.threads.add):
             report = await _watched(site, save)

@@ -117,7 +117,10 @@ class ReadPlan:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
         total = sum(rows.total_bytes() for rows in self.pieces.values())
         size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
-        found = [segment for file, rows in self.pieces.items() for segment in cut_segments(file, rows, size)]
+        found: list[Segment] = []
+        for file, rows in self.pieces.items():
+            is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
+            found += cut_segments(file, rows, rows.total_bytes() // 2 + BLOCK_BYTES if is_there else size)
         return sorted([*found, *self.straight], key=lambda segment: (segment.file, segment.start))
 
     # -- one item -----------------------------------------------------------------------------------

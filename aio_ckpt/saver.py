@@ -291,8 +291,9 @@ class Saver:
             self.in_flight.clear_buffers()
 
     def let_go(self) -> None:
-        """Forget the guarded optimizers and the gather buffers. The arenas go later, behind the last thread."""
+        """Forget guarded optimizers and the memory of loads and gathers; arenas go later, behind the last thread."""
         self.in_flight.guards.close()
+        self._site.ring.let_go()
         self.in_flight.clear_buffers()
 
     def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:

@@ -16,12 +16,13 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt import tree
+from aio_ckpt.bounce import bounce_buffers
 from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
 from aio_ckpt.contents import Slot, StoredObject
 from aio_ckpt.envelope import fill_crc, render
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
 from aio_ckpt.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
-from aio_ckpt.files import Files, bounce_buffers
+from aio_ckpt.files import Files
 from aio_ckpt.items import PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.manifest import (
     METADATA_FILE,

@@ -155,11 +155,9 @@ async def candidates(site: Site, step: int | None) -> list[commit.Committed]:
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    committed = await commit.discover(site.storage, site.root, site.names)
+    committed, torn = await commit.discover_all(site.storage, site.root, site.names)
     steps = [checkpoint.step for checkpoint in committed]
-    torn = await commit.discover_torn(site.storage, site.root, site.names)
-    every = [*committed, *(checkpoint for checkpoint in torn if checkpoint.step not in steps)]
-    chosen = [checkpoint for checkpoint in every if step in (None, checkpoint.step)]
+    chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
     if not chosen:
         wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         is_older = step is not None and bool(steps) and step < steps[-1]

@@ -180,11 +180,11 @@ def test_a_file_that_was_cut_short_is_a_mismatch_and_passed_by(engine: Checkpoin
     check_equal(state)
 
 
-@pytest.mark.parametrize("failing", ["_read_fully", "crc32", "bounce_buffers"])
+@pytest.mark.parametrize("failing", ["_read_fully", "crc32", "buffers"])
 def test_a_step_of_the_reading_ahead_that_fails_fails_no_load(
     engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    place = {"_read_fully": datafile, "crc32": files.isal_zlib, "bounce_buffers": files}[failing]
+    place = {"_read_fully": datafile, "crc32": files.isal_zlib, "buffers": files.Files}[failing]
     inner = getattr(place, failing)
     left = [MemoryError("no memory for it")]
 

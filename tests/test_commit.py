@@ -263,3 +263,22 @@ async def test_a_power_loss_during_a_rollback_leaves_no_gap_in_the_steps(storage
         "rename step_2 -> .abandoned-tag-step_2",
         f"sync_dir {tmp_path.name}",
     ]
+
+
+async def test_a_directory_that_lost_its_metadata_counts_only_where_its_step_has_no_other(
+    tmp_path: Path, storage: GatedStorage
+) -> None:
+    for name, files in (
+        ("step_000000005", (META, ROOT)),
+        ("step-5", (ROOT,)),
+        ("step-6", (ROOT,)),
+        ("step-7", ("notes.txt",)),
+        ("step-8", (ROOT, f"{META}.tmp")),
+    ):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).touch()
+    committed, torn = await commit.discover_all(storage, tmp_path, StepNames("step_{step:09d}"))
+    assert [(found.step, found.path.name) for found in committed] == [(5, "step_000000005")]
+    assert [(found.step, found.path.name) for found in torn] == [(6, "step-6")]
+    assert await commit.discover(storage, tmp_path, StepNames("step_{step:09d}")) == committed

@@ -16,7 +16,7 @@ from gated_storage import TIMEOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, fetch, files, readplan
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, fetch, readplan
 from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import BLOCK_BYTES
@@ -98,8 +98,8 @@ def registered(copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch) -> Regist
     """The device wants page-locked memory."""
     found = Registered()
     monkeypatch.setattr(fetch, "takes_registered", lambda _: True)
-    monkeypatch.setattr(files, "register_host_memory", found.register)
-    monkeypatch.setattr(files, "unregister_host_memory", found.unregister)
+    monkeypatch.setattr(bounce, "register_host_memory", found.register)
+    monkeypatch.setattr(bounce, "unregister_host_memory", found.unregister)
     return found
 
 
@@ -156,7 +156,7 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
     inner, seen = datafile._read_fully, []
 
     def read(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
-        start = files.address_of(view)
+        start = bounce.address_of(view)
         seen.append(start)
         assert not any(low < start + view.nbytes and start < high for low, high in list(copies.unmarked))
         return inner(numbers, offset, view)
@@ -227,7 +227,7 @@ def test_a_driver_that_refuses_to_lock_pages_only_costs_time(
 
 
 def test_a_host_state_locks_no_pages(engine: SyncCheckpointEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "register_host_memory", lambda *_: check(False))
+    monkeypatch.setattr(bounce, "register_host_memory", lambda *_: check(False))
     state = templates()
     engine.load(state)
     check_equal(state)

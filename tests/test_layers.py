@@ -28,7 +28,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("rescue",), 4),
     **dict.fromkeys(("lifetime", "layout", "structure", "routes", "descriptors", "plan"), 2),
     **dict.fromkeys(("gather", "shadow", "image", "progress"), 2),
-    **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator", "throttle"), 2),
+    **dict.fromkeys(("datafile", "rootlock", "storage", "coordinator", "throttle", "bounce"), 2),
     **dict.fromkeys(("connection", "presence"), 2),
     **dict.fromkeys(("shares", "globalplan"), 2),
     **dict.fromkeys(("agreement", "peers", "notice", "narrowing"), 3),

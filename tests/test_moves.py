@@ -80,3 +80,42 @@ def test_it_is_not_refused_to_this_process_unless_a_sandbox_is_in_the_way() -> N
     source, target = np.full(1, 7, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
     copy_all(target.ctypes.data, as_moves([(0, source.ctypes.data, 8)]))
     assert target[0] == 7
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 1500])
+def test_sources_that_nearly_follow_each_other_are_read_as_one(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    inner = moves._readv
+
+    def counted(pid: int, targets: int, n_targets: int, sources: int, n_sources: int, flags: int) -> int:
+        calls.append((n_targets, n_sources))
+        return inner(pid, targets, n_targets, sources, n_sources, flags)
+
+    if moves._is_refused():
+        pytest.skip("process_vm_readv is refused here")
+    monkeypatch.setattr(moves, "_readv", counted)
+    rng = np.random.default_rng(count)
+    source = rng.integers(1, 256, 4096 * count, dtype=np.uint8)
+    gaps = rng.choice([0, 1, 64, 700, 2048], count)
+    stops = np.cumsum(100 + gaps) - gaps
+    order = rng.permutation(count)
+    target, wanted = (np.zeros(100 * count, dtype=np.uint8) for _ in range(2))
+    for place, number in enumerate(order):
+        wanted[100 * place : 100 * place + 100] = source[stops[number] - 100 : stops[number]]
+    rows = [(100 * place, source.ctypes.data + int(stops[n]) - 100, 100) for place, n in enumerate(order)]
+    copy_all(target.ctypes.data, as_moves(rows))
+    assert np.array_equal(target, wanted)
+    assert len(calls) == -(-count // 512)
+    assert all(n_targets <= 1024 and n_sources == 1 for n_targets, n_sources in calls)
+
+
+def test_sources_that_overlap_or_lie_apart_are_read_each_for_itself() -> None:
+    source = np.arange(1, 9001, dtype=np.uint16).view(np.uint8)
+    spans = [(0, 100), (50, 100), (50, 100), (2199, 10), (4258, 10), (4268, 5), (120, 1)]
+    targets = [1000 * number for number in range(len(spans))]
+    target, wanted = (np.zeros(1000 * len(spans), dtype=np.uint8) for _ in range(2))
+    for start, (offset, nbytes) in zip(targets, spans, strict=True):
+        wanted[start : start + nbytes] = source[offset : offset + nbytes]
+    rows = [(start, source.ctypes.data + offset, n) for start, (offset, n) in zip(targets, spans, strict=True)]
+    copy_all(target.ctypes.data, as_moves(rows))
+    assert np.array_equal(target, wanted)
