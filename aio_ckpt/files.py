@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -52,21 +52,21 @@ class Files:
         """Whether other ranks of this host read the same bytes of files that are opened from now on."""
         self._reading_ahead = anyio.create_task_group()
         self._loan = BounceLoan(ring or BounceRing())
-        self._watching = watch_submissions(self._loan.hold_until)
+        self._lending = ExitStack()
 
     async def __aenter__(self) -> Files:
-        self._watching.__enter__()
         await self._reading_ahead.__aenter__()
+        self._lending.callback(self._loan.close)
+        self._lending.enter_context(watch_submissions(self._loan.hold_until))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._reading_ahead.cancel_scope.cancel()
-        try:
-            await self._reading_ahead.__aexit__(None, None, None)
-        finally:
-            await self._close()
-            self._watching.__exit__(None, None, None)
-            self._loan.close()
+        with self._lending:
+            try:
+                await self._reading_ahead.__aexit__(None, None, None)
+            finally:
+                await self._close()
 
     def buffers(self, nbytes: int, count: int) -> list[memoryview]:
         """As :func:`aio_ckpt.bounce.bounce_buffers`; not cleared, and for the threads of this load alone."""

@@ -259,6 +259,7 @@ class InFlight:
 
         save.marks = work.source_marks
         self.guards.wait_for(work.source_marks)
+        save.blocked_secs = save.elapsed()  # the last that save() does for itself: what fails in here ends the save
         lease, staged = save.image.lease, save.ticket.staged
         if work.is_done:
             finish()

@@ -179,7 +179,6 @@ class Saver:
         except Exception:
             image.lease.close()  # a second time, unless no memory was left to call who would have closed it
             raise
-        save.blocked_secs = save.elapsed()
         return save.ticket
 
     def _make_room(

@@ -74,7 +74,7 @@ def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loa
         ("unprotect", "EIO", 1, 2),
         ("rollback", "EIO", 1, 12),
         ("rollback", "fsync fails once", 1, 3),
-        ("load that sets damage aside", "EIO", 3, 11),
+        ("load that sets damage aside", "EIO", 3, 10),
         ("load that sets damage aside", "rename fails", 1, 1),
     ],
 )
