@@ -22,7 +22,7 @@ from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLe
 from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import IntArray
-from aio_ckpt.moves import copy_all
+from aio_ckpt.moves import copy_near
 from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
 from aio_ckpt.portal import Executor, run_blocking
 
@@ -222,7 +222,7 @@ def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, co
 def _move(moves: IntArray) -> None:
     """Within the host's memory: (target, source, bytes) each."""
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
-    copy_all(0, moves[is_small].astype(np.uint64))
+    copy_near(moves[is_small].astype(np.uint64))
     for move in moves[~is_small].tolist():
         _copy(*move)
 

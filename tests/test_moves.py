@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aio_ckpt import moves
-from aio_ckpt.moves import Moves, copy_all
+from aio_ckpt.moves import Moves, copy_all, copy_near
 
 
 @pytest.fixture(params=["at once", "one by one"])
@@ -44,6 +44,9 @@ def test_each_stretch_lands_where_it_belongs_and_nothing_else_is_touched(way: st
     base = 1 << 20  # offsets count from an address before the target
     made = as_moves([(start + base, source.ctypes.data + offset, nbytes) for start, offset, nbytes in rows])
     copy_all(target.ctypes.data - base, made)
+    assert np.array_equal(target, wanted)
+    target[:] = 0
+    copy_near(as_moves([(target.ctypes.data + start, source.ctypes.data + offset, n) for start, offset, n in rows]))
     assert np.array_equal(target, wanted)
 
 
@@ -102,8 +105,11 @@ def test_sources_that_nearly_follow_each_other_are_read_as_one(count: int, monke
     target, wanted = (np.zeros(100 * count, dtype=np.uint8) for _ in range(2))
     for place, number in enumerate(order):
         wanted[100 * place : 100 * place + 100] = source[stops[number] - 100 : stops[number]]
-    rows = [(100 * place, source.ctypes.data + int(stops[n]) - 100, 100) for place, n in enumerate(order)]
-    copy_all(target.ctypes.data, as_moves(rows))
+    rows = [
+        (target.ctypes.data + 100 * place, source.ctypes.data + int(stops[n]) - 100, 100)
+        for place, n in enumerate(order)
+    ]
+    copy_near(as_moves(rows))
     assert np.array_equal(target, wanted)
     assert len(calls) == -(-count // 512)
     assert all(n_targets <= 1024 and n_sources == 1 for n_targets, n_sources in calls)
@@ -116,6 +122,9 @@ def test_sources_that_overlap_or_lie_apart_are_read_each_for_itself() -> None:
     target, wanted = (np.zeros(1000 * len(spans), dtype=np.uint8) for _ in range(2))
     for start, (offset, nbytes) in zip(targets, spans, strict=True):
         wanted[start : start + nbytes] = source[offset : offset + nbytes]
-    rows = [(start, source.ctypes.data + offset, n) for start, (offset, n) in zip(targets, spans, strict=True)]
-    copy_all(target.ctypes.data, as_moves(rows))
+    rows = [
+        (target.ctypes.data + start, source.ctypes.data + offset, n)
+        for start, (offset, n) in zip(targets, spans, strict=True)
+    ]
+    copy_near(as_moves(rows))
     assert np.array_equal(target, wanted)
