@@ -37,6 +37,7 @@ class BounceRing:
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: list[mmap.mmap] = []
+        self._is_closed = False
 
     @property
     def kept_bytes(self) -> int:
@@ -55,7 +56,7 @@ class BounceRing:
     def give_back(self, memories: Iterable[mmap.mmap]) -> None:
         """Nobody touches them any more. Large ones are kept rather than small ones, if there is no room for all."""
         with self._lock:
-            room, kept = _KEPT_BYTES, []
+            room, kept = 0 if self._is_closed else _KEPT_BYTES, []
             for memory in sorted([*self._kept, *memories], key=len, reverse=True):
                 if len(memory) <= room:
                     room -= len(memory)
@@ -65,6 +66,12 @@ class BounceRing:
     def let_go(self) -> None:
         """Release what is kept."""
         with self._lock:
+            self._kept.clear()
+
+    def close(self) -> None:
+        """Release what is kept, and keep nothing that loads still have."""
+        with self._lock:
+            self._is_closed = True
             self._kept.clear()
 
 
@@ -98,9 +105,10 @@ class BounceLoan:
     def _let_go(self, _: object = None) -> None:
         with self._lock:
             self._holders -= 1
-            is_over = not self._holders
-        if is_over:
-            self._ring.give_back(self._memories)
+            memories = [] if self._holders else self._memories
+            if memories:
+                self._memories = []
+        self._ring.give_back(memories)
 
 
 def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:

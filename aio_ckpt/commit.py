@@ -65,22 +65,21 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
 
     Of a step that has two directories the one with the engine's own name counts.
     """
-    return _chosen(await _step_directories(storage, root, names), names)
+    committed, _ = await _step_directories(storage, root, names)
+    return _chosen(committed, names)
 
 
 async def discover_all(storage: Storage, root: Path, names: StepNames) -> tuple[list[Committed], list[Committed]]:
     """As :func:`discover`, and what was committed before it lost its ``.metadata``, of other steps."""
-    directories = await _step_directories(storage, root, names)
-    committed = _chosen(directories, names)
+    committed, bare = await _step_directories(storage, root, names)
     steps = {checkpoint.step for checkpoint in committed}
-    return committed, await _torn(storage, [found for found in directories if found.step not in steps])
+    return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
 
 
-def _chosen(directories: Sequence[Committed], names: StepNames) -> list[Committed]:
+def _chosen(committed: Sequence[Committed], names: StepNames) -> list[Committed]:
     found: dict[int, Committed] = {}
-    for checkpoint in directories:
-        is_own = checkpoint.path.name == names.name(checkpoint.step)
-        if checkpoint.identity and (checkpoint.step not in found or is_own):
+    for checkpoint in committed:
+        if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
             found[checkpoint.step] = checkpoint
     return [found[step] for step in sorted(found)]
 
@@ -102,13 +101,15 @@ async def _torn(storage: Storage, bare: Iterable[Committed]) -> list[Committed]:
     return found
 
 
-async def _step_directories(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
-    """Those without ``.metadata``, which are not committed, have no identity."""
+async def _step_directories(storage: Storage, root: Path, names: StepNames) -> tuple[list[Committed], list[Committed]]:
+    """What has ``.metadata`` and so is committed, and what is named like a step and has none: it may be anybody's."""
     found: list[Committed] = []
+    bare: list[Committed] = []
     if not await storage.exists(root):
-        return found
+        return found, bare
     for _ in range(MAX_LOOKS):
         found.clear()
+        bare.clear()
         has_vanished = False
         for name in await storage.list_dir(root):
             step = names.step(name)
@@ -118,12 +119,12 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> l
             if status is not None:
                 found.append(Committed(step=step, path=root / name, identity=status.identity))
             elif await storage.exists(root / name):
-                found.append(Committed(step=step, path=root / name))
+                bare.append(Committed(step=step, path=root / name))
             else:
                 has_vanished = True
         if not has_vanished:
             break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
-    return found
+    return found, bare
 
 
 async def is_unchanged(storage: Storage, found: Committed) -> bool:
@@ -216,7 +217,7 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
         CheckpointNotFoundError: ``step`` is not committed.
     """
     step = check_step_number(step)
-    committed = await _step_directories(storage, root, names)  # every one: a step may have two
+    committed, _ = await _step_directories(storage, root, names)  # every one: a step may have two
     steps = sorted({checkpoint.step for checkpoint in committed})
     if step not in steps:
         raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")

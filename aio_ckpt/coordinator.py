@@ -312,7 +312,8 @@ class StoreCoordinator(Presence):
         return word
 
     def _the_lobby(self) -> Lobby:
-        assert self._lobby is not None
+        if self._lobby is None:
+            raise EngineClosedError(f"{self._name}: the engine was closed")
         return self._lobby
 
     # -- what the leader does -------------------------------------------------------------------------
@@ -358,7 +359,10 @@ def _default_store() -> Store | None:
     """Of the default process group, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return dist.distributed_c10d._get_default_store()
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except ValueError:  # another thread has just destroyed the group
+        return None
 
 
 def default_coordinator() -> Coordinator:

@@ -292,7 +292,7 @@ class Saver:
     def let_go(self) -> None:
         """Forget guarded optimizers and the memory of loads and gathers; arenas go later, behind the last thread."""
         self.in_flight.guards.close()
-        self._site.ring.let_go()
+        self._site.ring.close()
         self.in_flight.clear_buffers()
 
     def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:

@@ -79,6 +79,9 @@ class ReadFile(Protocol):
     async def read_into(self, offset: int, view: memoryview) -> int:
         """Fill ``view`` from ``offset``; the bytes read, fewer only at the end of the file.
 
+        ``view`` may be lent to another load as soon as this was cancelled and the thread's futures have resolved
+        (:func:`aio_ckpt.portal.watch_submissions`): nothing else may write to it then.
+
         Raises:
             ReadError: with errno and path.
         """

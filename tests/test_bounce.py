@@ -114,6 +114,15 @@ def test_no_more_is_kept_than_a_large_load_takes(sizes: tuple[int, ...], kept: i
     assert ring.kept_bytes == kept * MIB
 
 
+def test_a_closed_ring_keeps_nothing_of_a_load_that_ends_later() -> None:
+    ring = BounceRing()
+    loan = BounceLoan(ring)
+    loan.buffers(MIB, 1)
+    ring.close()
+    loan.close()
+    assert not ring.kept_bytes
+
+
 def test_what_was_read_of_the_small_files_is_freed_behind_the_load(
     engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

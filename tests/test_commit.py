@@ -17,7 +17,7 @@ from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
 from aio_ckpt import commit
 from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.errors import WriteError
+from aio_ckpt.errors import CheckpointNotFoundError, WriteError
 from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
 from aio_ckpt.owner import Owner
 from aio_ckpt.portal import Executor
@@ -282,3 +282,21 @@ async def test_a_directory_that_lost_its_metadata_counts_only_where_its_step_has
     assert [(found.step, found.path.name) for found in committed] == [(5, "step_000000005")]
     assert [(found.step, found.path.name) for found in torn] == [(6, "step-6")]
     assert await commit.discover(storage, tmp_path, StepNames("step_{step:09d}")) == committed
+
+
+async def test_a_rollback_takes_nothing_for_a_step_that_only_has_the_name_of_one(
+    tmp_path: Path, storage: GatedStorage
+) -> None:
+    names = StepNames("step_{step:09d}")
+    for step in (2, 3):
+        (tmp_path / names.name(step)).mkdir()
+        (tmp_path / names.name(step) / META).touch()
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "iter_7").touch()
+    for step in (1, 7, 500):
+        with pytest.raises(CheckpointNotFoundError, match=r"committed are \[2, 3\]"):
+            await commit.abandon_after(storage, tmp_path, names, step, "tag")
+    assert await commit.abandon_after(storage, tmp_path, names, 2, "tag") == [3]
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left == {names.name(2), "checkpoint-1", "checkpoint-500", "iter_7"}
