@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -91,13 +91,17 @@ class Files:
             if wanted is not None and wanted != self.sizes[name]:
                 raise MismatchError(f"{name}: {self.sizes[name]} bytes long, its manifest says {wanted}")
 
-    async def read_ahead(self, name: str, *, executor: Executor | None) -> None:
+    async def read_ahead(
+        self, name: str, manifest_is_read: Callable[[], Awaitable[object]], *, executor: Executor | None
+    ) -> None:
         """Begin to read a whole file, ``readers`` parts at once, and to sum it by ``executor`` (None: not at all).
 
-        A large one is left alone. Returns when the reads wait for threads.
+        It is opened at once, and read behind its manifest, whose own read it would only hold up. A large one is left
+        alone. Returns when the reads wait for threads.
         """
         with suppress(Exception):  # told by whoever wants the file, if anybody does
             await self.measure([name], {})
+            await manifest_is_read()
             if not 0 < self.sizes[name] <= _AHEAD_BYTES:
                 return
             ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers, self.buffers)

@@ -7,7 +7,6 @@ are filled as they are read and proven; objects and ``load_state_dict`` come las
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -102,10 +101,7 @@ async def load_checkpoint(
 
     async def read_ahead(root: RootManifest, manifest_is_read: Callable[[], Awaitable[object]]) -> None:
         if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
-            with contextlib.suppress(Exception):  # told by whoever wants the file, if anybody does
-                await files.measure([data_file_name(rank)], {})
-            await manifest_is_read()  # whose own read this would only hold up
-            await files.read_ahead(data_file_name(rank), executor=executor if verify else None)
+            await files.read_ahead(data_file_name(rank), manifest_is_read, executor=executor if verify else None)
 
     async with Files(storage, path, readers=readers, ring=ring) as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)

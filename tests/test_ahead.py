@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,13 +30,19 @@ def made(seed: int = 1) -> State:
     return {f"layer.{i}.bias": torch.randn(ELEMENTS) for i in range(COUNT)}
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[CheckpointEngine]:
+@contextmanager
+def engine_with_step(root: Path) -> Iterator[CheckpointEngine]:
     """With one step committed: the state of :func:`made`."""
-    engine = CheckpointEngine(tmp_path)
+    engine = CheckpointEngine(root)
     engine.save(made()).result(TIMEOUT)
     yield engine
     engine.close_blocking()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[CheckpointEngine]:
+    with engine_with_step(tmp_path) as engine:
+        yield engine
 
 
 def data_file(engine: CheckpointEngine) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ahead import TIMEOUT, check_equal, load, made, zeros
+from test_ahead import TIMEOUT, check_equal, engine_with_step, load, made, zeros
 
 from aio_ckpt import CheckpointEngine, bounce, datafile, read
 from aio_ckpt.bounce import BounceLoan, BounceRing
@@ -23,11 +23,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[CheckpointEngine]:
-    """With one step committed: the state of :func:`made`, and a large tensor that is not read ahead."""
-    engine = CheckpointEngine(tmp_path)
-    engine.save(made()).result(TIMEOUT)
-    yield engine
-    engine.close_blocking()
+    with engine_with_step(tmp_path) as engine:
+        yield engine
 
 
 def test_the_next_load_reads_through_the_same_memory_until_a_save_or_the_end_releases_it(
