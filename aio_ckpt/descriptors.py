@@ -38,10 +38,9 @@ class Issues:
             rows[-1, 2] -= max(int(rows[-1, 0] + rows[-1, 2]) - stop, 0)
         return rows
 
-    def of(self, is_wanted: npt.NDArray[np.bool_]) -> Issues:
-        """Of the leaves for which ``is_wanted``."""
-        kept = is_wanted[self.leaves]
-        return Issues(self.moves[kept], self.leaves[kept])
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> Issues:
+        """Those rows."""
+        return Issues(self.moves[is_wanted], self.leaves[is_wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-import numpy as np
 import torch
 
 from aio_ckpt import envelope, objects
 from aio_ckpt.copies import Copies, Mark
-from aio_ckpt.descriptors import Issues
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers, LeafGroups
@@ -26,6 +24,7 @@ from aio_ckpt.routes import Span
 from aio_ckpt.shadow import Shadows
 from aio_ckpt.structure import addresses
 from aio_ckpt.trace import CALLER, COPIES, Recorder
+from aio_ckpt.turns import NO_TURNS, KnownTurns
 
 __all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
 
@@ -104,6 +103,8 @@ class Copiers:
     """Gather buffers."""
     shadows: Shadows = field(default_factory=lambda: Shadows(0))
     """Copies on the devices."""
+    turns: KnownTurns = field(default_factory=KnownTurns)
+    """What comes first."""
 
     def prepare(self, plan: ImagePlan) -> None:
         """Make the side streams and the gather buffers of a plan before its first capture needs them."""
@@ -134,7 +135,7 @@ class Capture:
         self._copiers = copiers
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
-        self._issues: dict[bool, Mapping[torch.device, Issues]] = {}
+        self._turns = NO_TURNS
         self._is_shadowed = False
         self._copies: dict[torch.device, Copies] = {}
         self._unmarked: set[Copies] = set()
@@ -159,7 +160,7 @@ class Capture:
             for device, groups in shadow.groups.items():
                 self._assemble(self._copies_from(device), groups)
             self._guarded, issues, self._is_shadowed = shadow.leaves, shadow.issues, True
-        self._issues = self._split(issues)
+        self._turns = self._copiers.turns.of(plan.routes, issues, self._guarded)
         if self._guarded and plan.routes:
             self._issue_device(self._image.chunks[: len(plan.routes)], is_guarded=False)
             for copies in self._copies.values():
@@ -239,28 +240,17 @@ class Capture:
         """Address that the image's first byte would have."""
         return self._image.lease.arena.address + self._shift(chunk)
 
-    def _split(self, issues: Mapping[torch.device, Issues]) -> dict[bool, Mapping[torch.device, Issues]]:
-        """By whether their leaves are guarded."""
-        if not self._guarded:
-            return {False: issues, True: {}}
-        is_guarded = np.zeros(len(self._planned.tensors), dtype=bool)
-        is_guarded[list(self._guarded)] = True
-        return {
-            wanted: {device: found.of(is_guarded == wanted) for device, found in issues.items()}
-            for wanted in (False, True)
-        }
-
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
         """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
-        plan, guarded = self._planned.plan, self._guarded
-        for device, issues in self._issues[is_guarded].items():
+        plan, turns = self._planned.plan, self._turns
+        for device, issues in turns.issues(is_guarded=is_guarded).items():
             moves = issues.within(run[0].start, run[-1].stop)
             if len(moves):
                 self._copies_from(device).issue(self._base(run[0]), moves)
         for chunk in run:
             route = plan.routes[chunk.index]
             for span in route.gathered:
-                if (guarded >= set(span.leaves)) is is_guarded:
+                if (span.start in turns.guarded_spans) is is_guarded:
                     self._gather(chunk, span)
             if route.converted and not is_guarded:
                 self._copy(chunk, route.converted)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cuda_machine import MIB, TIMEOUT, needs_cuda
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, device, files
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, device
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.readplan import bytes_of
 
@@ -203,8 +203,8 @@ async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
 
 
 def test_the_ring_is_page_locked_once_and_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, register = [], files.register_host_memory
-    let_go, unregister = [], files.unregister_host_memory
+    sizes, register = [], bounce.register_host_memory
+    let_go, unregister = [], bounce.unregister_host_memory
 
     def noted(address: int, nbytes: int) -> None:
         register(address, nbytes)
@@ -214,8 +214,8 @@ def test_the_ring_is_page_locked_once_and_let_go_of(tmp_path: Path, monkeypatch:
         unregister(address)
         let_go.append(address)
 
-    monkeypatch.setattr(files, "register_host_memory", noted)
-    monkeypatch.setattr(files, "unregister_host_memory", undone)
+    monkeypatch.setattr(bounce, "register_host_memory", noted)
+    monkeypatch.setattr(bounce, "unregister_host_memory", undone)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(large(2.0)).result(TIMEOUT)
         state = large(1.0)

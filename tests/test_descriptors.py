@@ -20,8 +20,10 @@ from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.moves import Moves, copy_all
 from aio_ckpt.plan import PlannedImage
 from aio_ckpt.portal import Executor
+from aio_ckpt.routes import ChunkRoutes, Span
 from aio_ckpt.snapshot import Copiers, capture
 from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.turns import KnownTurns
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
@@ -54,12 +56,41 @@ def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tenso
         assert bytes(got) == ctypes.string_at(state[name].data_ptr(), state[name].nbytes)
 
 
-def test_what_is_chosen_by_leaf_is_what_the_others_lack():
+def leaves_of(issues):
+    return [found.leaves.tolist() for found in issues.values()]
+
+
+def test_what_is_guarded_comes_later_and_all_else_first():
     plan, _ = issued(state_of([100, 200, 300, 400]))
-    (found,) = plan.places.at([1000, 2000, 3000, 4000]).issues.values()
-    wanted = np.array([True, False, False, True])
-    assert found.of(wanted).leaves.tolist() == [0, 3]
-    assert found.of(~wanted).moves[:, 1].tolist() == [2000, 3000]
+    issues, known = plan.places.at([1000, 2000, 3000, 4000]).issues, KnownTurns()
+    turns = known.of(plan.routes, issues, frozenset({0, 3}))
+    assert leaves_of(turns.issues(is_guarded=True)) == [[0, 3]]
+    (first,) = turns.issues(is_guarded=False).values()
+    assert (first.leaves.tolist(), first.moves[:, 1].tolist()) == ([1, 2], [2000, 3000])
+
+
+def test_turns_are_found_once_and_again_for_other_addresses_routes_or_guards():
+    plan, _ = issued(state_of([100, 200]))
+    first, second = (plan.places.at(addresses).issues for addresses in ([1000, 2000], [1000, 5000]))
+    known, guarded = KnownTurns(), frozenset({1})
+    turns = known.of(plan.routes, first, guarded)
+    assert known.of(plan.routes, first, guarded) is turns
+    (moved,) = known.of(plan.routes, second, guarded).issues(is_guarded=True).values()
+    assert moved.moves[:, 1].tolist() == [5000]
+    assert leaves_of(known.of(plan.routes, second, frozenset({0})).issues(is_guarded=True)) == [[0]]
+    assert leaves_of(known.of(plan.routes, second, frozenset()).issues(is_guarded=False)) == [[0, 1]]
+
+
+def route_of(start: int, *leaves: int) -> ChunkRoutes:
+    span = Span(start=start, stop=start + 10, device=torch.device("cpu"), pieces=(), leaves=leaves)
+    return ChunkRoutes(moved=(), issued=(), gathered=(span,), copied=(), converted=())
+
+
+def test_a_span_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
+    known, issues, guarded = KnownTurns(), dict[torch.device, Issues](), frozenset({0, 2, 3, 4})
+    routes = [route_of(0, 0, 1), route_of(100, 2, 3), route_of(200, 4)]
+    assert known.of(routes, issues, guarded).guarded_spans == {100, 200}
+    assert known.of([route_of(50, 0)], issues, guarded).guarded_spans == {50}  # another layout
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (40, 50), (20, 20)])

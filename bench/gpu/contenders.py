@@ -88,6 +88,10 @@ class Saver(ABC):
     def wait(self) -> None:  # noqa: B027
         """Until it says that it is done. Raises what the save failed with."""
 
+    def told(self) -> dict[str, float]:
+        """Seconds from the call of ``save`` that only it can tell, of the save that is done."""
+        return {}
+
     def remove(self) -> None:
         """Delete what was saved; on one rank."""
         for path in self.folder.iterdir():
@@ -141,6 +145,11 @@ class EngineFenced(Saver):
     def wait(self) -> None:
         if self.ticket is not None:
             self.ticket.result(WAIT_SECS)
+
+    def told(self) -> dict[str, float]:
+        assert self.ticket is not None
+        report = self.ticket.result(WAIT_SECS)
+        return {} if report is None else {"synced_secs": report.timings.synced_secs}
 
     def remove(self) -> None:
         for root in self.folder.iterdir():

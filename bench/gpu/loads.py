@@ -11,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor, Shard, zeros
 
 from aio_ckpt.sync import SyncCheckpointEngine
-from bench.gpu.contenders import WAIT_SECS, fsync_tree
+from bench.gpu.contenders import WAIT_SECS, UnavailableError, fsync_tree
 from bench.gpu.train import Ground, Trainer, local_of
 
 __all__ = ["LOADERS", "Loader"]
@@ -31,10 +32,22 @@ class Loader(ABC):
         self.wanted = dict(trainer.state)
         self.ground = ground
         self.folder = folder
-        self.filled: Mapping[str, torch.Tensor] = {name: torch.zeros_like(v) for name, v in self.wanted.items()}
+        self.filled: Mapping[str, torch.Tensor] = {name: self.empty(value) for name, value in self.wanted.items()}
         self.write()
         ground.barrier()
         fsync_tree(folder)
+
+    @classmethod  # noqa: B027 - most run everywhere
+    def check(cls, shape: str, world: int) -> None:
+        """Before anything is built, for a state of ``shape`` on so many ranks.
+
+        Raises:
+            UnavailableError: it cannot run here.
+        """
+
+    def empty(self, wanted: torch.Tensor) -> torch.Tensor:
+        """What a tensor is loaded into."""
+        return torch.zeros_like(wanted)
 
     @abstractmethod
     def write(self) -> None:
@@ -52,13 +65,14 @@ class Loader(ABC):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """A fast load of wrong bytes is no load.
 
         Raises:
             AssertionError: names the first tensor that differs.
         """
-        filled = local_of(self.filled)
+        laid = {name: _laid_as(value, self.wanted[name]) for name, value in self.filled.items()}
+        filled = local_of(laid)
         for name, value in local_of(self.wanted).items():
             if not torch.equal(filled[name], value):
                 raise AssertionError(f"{self.title}: {name} differs from what was saved")
@@ -94,6 +108,36 @@ class DcpLoader(Loader):
         dcp_load(dict(self.filled), checkpoint_id=self.folder / "ckpt")
 
 
+class _ByColumns(Loader):
+    """Into another layout than it was saved in: shards of columns where the state has shards of rows."""
+
+    setting = "by columns"
+
+    @classmethod
+    def check(cls, shape: str, world: int) -> None:
+        if world == 1 or shape != "fsdp2":
+            raise UnavailableError("another layout needs --shape fsdp2 and two ranks")
+
+    def empty(self, wanted: torch.Tensor) -> torch.Tensor:
+        if not isinstance(wanted, DTensor) or wanted.ndim < 2:
+            return super().empty(wanted)
+        return zeros(wanted.shape, dtype=wanted.dtype, device_mesh=wanted.device_mesh, placements=[Shard(1)])
+
+
+class EngineColumns(_ByColumns, EngineLoader):
+    """``engine.load`` by columns."""
+
+
+class DcpColumns(_ByColumns, DcpLoader):
+    """``dcp.load`` by columns."""
+
+
+def _laid_as(value: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, DTensor) and isinstance(wanted, DTensor):
+        return value.redistribute(placements=wanted.placements)
+    return value
+
+
 class TorchLoader(Loader):
     """``torch.load(map_location=device)``: fresh tensors, nothing copied to live ones."""
 
@@ -122,7 +166,9 @@ class TorchMmapLoader(TorchLoader):
 
 LOADERS: Mapping[str, type[Loader]] = {
     "aio": EngineLoader,
+    "aio-columns": EngineColumns,
     "dcp-load": DcpLoader,
+    "dcp-load-columns": DcpColumns,
     "torch-load": TorchLoader,
     "torch-load-mmap": TorchMmapLoader,
 }

@@ -32,7 +32,7 @@ def measure_raw(trainer: Trainer, ground: Ground, folder: Path, trial: Trial) ->
     kind = PlainRead if trial.mode == "load" else PlainWrite
     plain = kind(packed, folder / f"rank{ground.rank}")
     secs: list[float] = []
-    for number in range(3):
+    for number in range(1 + min(2, trial.repeats)):
         _drop(plain.path)
         gc.collect()
         ground.barrier()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from bench.gpu.supervise import Event, Outcome
 from bench.gpu.tables import render
 from bench.report import BENCH, machine, replace_between
 
-__all__ = ["Document", "Row", "row_of", "write_readme"]
+__all__ = ["Document", "Row", "row_of", "shares", "write_readme"]
 
 Figures = dict[str, float]
 
@@ -71,8 +71,8 @@ def _about(contender: str) -> tuple[str, str, str]:
     return kind.title, kind.setting, kind.durability
 
 
-def row_of(contender: str, shape: str, gb: float, ranks: Sequence[Outcome], raw: Mapping[str, float]) -> Row:
-    """The ranks' reports in one row; ``raw``: figures of the limits for the same state, if they were measured."""
+def row_of(contender: str, shape: str, gb: float, ranks: Sequence[Outcome]) -> Row:
+    """The ranks' reports in one row."""
     statuses = {outcome.status for outcome in ranks}
     status = "ok" if statuses == {"ok"} else "failed" if "failed" in statuses else "not run"
     # The rank that failed first says why; the others only that another did.
@@ -92,21 +92,25 @@ def row_of(contender: str, shape: str, gb: float, ranks: Sequence[Outcome], raw:
         nbytes=nbytes,
         status=status,
         error=errors[0] if errors else "",
-        figures=figures | _shares(figures, raw),
+        figures=figures,
         every=_every(ranks),
         ranks=list(ranks),
     )
 
 
-def _shares(figures: Figures, raw: Mapping[str, float]) -> Figures:
-    """Of the raw disk and of one large pinned copy; staged late means a small share of the link."""
-    shares: Figures = {}
+def shares(figures: Figures, raw: Sequence[Figures]) -> Figures:
+    """Of the raw disk and of one large pinned copy; staged late means a small share of the link.
+
+    ``raw``: figures of the limits for the same state, as often as they were measured in the run.
+    """
+    found: Figures = {}
+    limits = {name: statistics.mean(r[name] for r in raw if name in r) for name in {name for r in raw for name in r}}
     moved = figures.get("durable_secs", figures.get("load_secs"))
-    if moved and raw.get("disk_secs"):
-        shares["disk_share"] = raw["disk_secs"] / moved
-    if figures.get("staged_secs") and raw.get("copy_secs"):
-        shares["link_share"] = raw["copy_secs"] / figures["staged_secs"]
-    return shares
+    if moved and limits.get("disk_secs"):
+        found["disk_share"] = limits["disk_secs"] / moved
+    if figures.get("staged_secs") and limits.get("copy_secs"):
+        found["link_share"] = limits["copy_secs"] / figures["staged_secs"]
+    return found
 
 
 def _every(ranks: Sequence[Outcome]) -> list[Figures]:
@@ -141,8 +145,9 @@ def figures_of(outcome: Outcome) -> Figures:
         figures["step_secs"] = ready[0]["step_secs"]
     # Where the time did not suffice for more saves alone, or they would block to the end, those beside training count.
     if later := alone[1:] or beside:
-        for name in ("blocked_secs", "staged_secs", "done_secs", "durable_secs"):
-            figures[name] = statistics.median(event[name] for event in later)
+        for name in ("blocked_secs", "staged_secs", "synced_secs", "done_secs", "durable_secs"):
+            if values := [event[name] for event in later if name in event]:
+                figures[name] = statistics.median(values)
         figures["cpu_secs_per_gb"] = statistics.median(event["cpu_secs"] for event in later) / gigabytes
     figures |= _beside(beside)
     if loads:
@@ -212,10 +217,10 @@ class Document:
         """One more."""
         self._rows.append(row)
 
-    def raw(self, shape: str, gb: float) -> Mapping[str, float]:
-        """Figures of the limits for a state, or none."""
-        rows = [row for row in self._rows if (row.contender, row.shape, row.gb) == (RAW, shape, gb)]
-        return rows[-1].figures if rows else {}
+    def _shared(self, row: Row) -> Row:
+        """With its shares of what the limits were for its state, before it and after."""
+        raw = [one.figures for one in self._rows if (one.contender, one.shape, one.gb) == (RAW, row.shape, row.gb)]
+        return replace(row, figures=row.figures | shares(row.figures, raw))
 
     def as_json(self) -> dict[str, Any]:
         """The whole document."""
@@ -225,7 +230,7 @@ class Document:
             "machine": self._machine,
             "ranks": self._world,
             "settings": self._options.settings(),
-            "rows": [asdict(row) for row in self._rows],
+            "rows": [asdict(self._shared(row)) for row in self._rows],
         }
 
     def render(self) -> str:

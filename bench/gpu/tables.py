@@ -65,8 +65,9 @@ def _cell(row: Line, name: str, scale: float = 1.0, digits: int = 3) -> str:
 
 def _saves(rows: Sequence[Line]) -> list[str]:
     head = [
-        "", "first blocks ms", "blocks ms", "staged ms", "done s", "durable s", "lost a save ms", "worst step ms",
-        "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link", "on disk when done",
+        "", "first blocks ms", "blocks ms", "staged ms", "commit ms", "done s", "durable s", "lost a save ms",
+        "worst step ms", "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link",
+        "on disk when done",
     ]  # fmt: skip
     table = [_save(row) for row in rows if "first_blocked_secs" in row["figures"]]
     return [*_limits(rows), *(_table(head, table) if table else [])]
@@ -78,6 +79,7 @@ def _save(row: Line) -> list[str]:
     return [
         _name(row) + mark,
         *(_cell(row, f"{name}_secs", 1e3) for name in ("first_blocked", "blocked", "staged")),
+        _commit(row),
         *(_cell(row, f"{name}_secs") for name in ("done", "durable")),
         *(_cell(row, f"{name}_secs", 1e3) for name in ("lost", "worst_step")),
         _cell(row, "drain_step_ratio"),
@@ -90,16 +92,22 @@ def _save(row: Line) -> list[str]:
     ]
 
 
+def _commit(row: Line) -> str:
+    """From the slowest rank's data being durable until the checkpoint is visible."""
+    figures = row["figures"]
+    return f"{1e3 * (figures['done_secs'] - figures['synced_secs']):.0f}" if "synced_secs" in figures else NONE
+
+
 def _limits(rows: Sequence[Line]) -> list[str]:
     """What the machine gave in this run."""
-    raw = next((row for row in rows if row["contender"] == "raw"), None)
-    if raw is None or not raw["figures"]:
+    raws = [row for row in rows if row["contender"] == "raw" and row["figures"]]
+    if not raws:
         return []
-    gigabytes, figures, said = raw["nbytes"] / 1e9, raw["figures"], []
-    if "disk_secs" in figures:
-        said.append(f"disk by O_DIRECT {gigabytes / figures['disk_secs']:.2f} GB/s a rank")
-    if "copy_secs" in figures:
-        said.append(f"one pinned copy to the host {gigabytes / figures['copy_secs']:.1f} GB/s a rank")
+    said = []
+    for name, title, digits in (("disk_secs", "disk by O_DIRECT", 2), ("copy_secs", "one pinned copy to the host", 1)):
+        rates = [row["nbytes"] / 1e9 / row["figures"][name] for row in raws if name in row["figures"]]
+        if rates:
+            said.append(f"{title} {' and '.join(f'{rate:.{digits}f}' for rate in rates)} GB/s a rank")
     steps = [row["figures"]["step_secs"] for row in rows if "step_secs" in row["figures"]]
     if steps:
         said.append(f"training step {min(steps) * 1e3:.1f} to {max(steps) * 1e3:.1f} ms")

@@ -123,6 +123,8 @@ def _run(trial: Trial, ground: Ground, events: Events) -> None:
     contenders = SAVERS | GUESTS
     if trial.contender in contenders:
         contenders[trial.contender].check(ground.device)
+    if trial.contender in LOADERS:
+        LOADERS[trial.contender].check(trial.shape, ground.world)
     torch.manual_seed(ground.rank)
     trainer = make_trainer(trial, ground)
     cpu, begin = _tree_cpu_secs(), time.perf_counter()
@@ -234,6 +236,7 @@ def _one_alone(saver: Saver, number: int, ground: Ground) -> dict[str, float]:
         "done_secs": done - begin,
         "durable_secs": done - begin + _fsync_secs(saver),
         "cpu_secs": used,
+        **saver.told(),
     }
 
 
@@ -347,7 +350,7 @@ def _load(kind: type[Loader], trial: Trial, trainer: Trainer, ground: Ground, ev
         secs = time.perf_counter() - begin
         events.write("load", number=number, secs=secs, cpu_secs=_tree_cpu_secs() - cpu)
         longest = max(longest, secs)
-    loader.check()
+    loader.verify()
 
 
 if __name__ == "__main__":
