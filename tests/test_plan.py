@@ -170,6 +170,25 @@ def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
     assert not is_of(describe(before)[0], after)
 
 
+def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])
+    local = torch.ones(2, 2)
+    state = {f"{i}": DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for i in range(5)}
+    state["other"] = DTensor.from_local(local, other, [Shard(0)], run_check=False)
+    read = list[DeviceMesh]()
+
+    def mesh_of(self: DeviceMesh) -> torch.Tensor:
+        read.append(self)
+        return torch.tensor([0, 1] if self is mesh else [1, 0])
+
+    monkeypatch.setattr(DeviceMesh, "mesh", property(mesh_of))
+    shards = describe(state)[0].shards
+    assert read == [mesh, other]
+    assert len({shard[1] for shard in shards.values()}) == 2
+
+
 def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(two_ranks: None):
     cache = PlanCache(rank=0, world_size=2)
     first = resolve(cache, spread([0, 1], Shard(0)))
