@@ -77,9 +77,7 @@ def test_supervisors_agree_through_a_store(monkeypatch: pytest.MonkeyPatch) -> N
         assert decided == [{"left": trial}] * 2
         assert not ranks[0].has_failure()
         ranks[1].tell_failure()
-        assert ranks[
-            1
-        ].has_failure()  # its answer comes behind what this connection set: now the others can see it, too
+        assert ranks[1].has_failure()  # its answer comes behind what this connection set, which all can see then
         assert ranks[0].has_failure()
         assert ranks[1].gather(Outcome(status="failed", error="b")) == []
         assert [outcome.error for outcome in ranks[0].gather(Outcome(status="ok", error="a"))] == ["a", "b"]
