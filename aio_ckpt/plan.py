@@ -99,6 +99,9 @@ class Plan(ImagePlan):
     """Encoded skeleton."""
     stored_names: frozenset[str]
     """Names of the tensor leaves that the layout stores."""
+    source_bytes: list[int]
+    """Storage length of every tensor leaf of the save that made the descriptors: what is freed and allocated again may
+    be shorter at its old address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,6 @@ class PlanCache:
         self._world_size = world_size
         self._gather_bytes = gather_bytes
         self._plan: Plan | None = None
-        self._storage_bytes: list[int] = []  # freed and allocated again, one may be shorter at its old address
         self.hits = 0
         self.misses = 0
 
@@ -164,18 +166,17 @@ class PlanCache:
             return self._miss(flat, leaves, structure)
         tensors = leaves.tensors
         fingerprint = addresses(tensors)
-        if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == self._storage_bytes:
+        if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == cached.source_bytes:
             return self._hit(cached, leaves, fingerprint_hit=True)
-        self._storage_bytes = check_sources(flat, tensors, fingerprint)
+        source_bytes = check_sources(flat, tensors, fingerprint)
         if partition(structure, fingerprint) != cached.aliases:
             return self._miss(flat, leaves, structure)
-        plan = self._plan = replace(cached, descriptors=cached.places.at(fingerprint))
+        plan = self._plan = replace(cached, descriptors=cached.places.at(fingerprint), source_bytes=source_bytes)
         return self._hit(plan, leaves, fingerprint_hit=False)
 
     def adopt(self, plan: Plan) -> None:
         """From now on this rank writes ``plan``, as was agreed: saves that need no other reuse it."""
         self._plan = plan
-        self._storage_bytes = []  # of another save by now, maybe
 
     def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
         self.hits += 1
@@ -192,11 +193,12 @@ class PlanCache:
         if self._world_size == 1:
             check_whole(flat, structure)
         fingerprint = addresses(leaves.tensors)
-        self._storage_bytes = check_sources(flat, leaves.tensors, fingerprint)
+        source_bytes = check_sources(flat, leaves.tensors, fingerprint)
         plan = make_plan(
             flat,
             structure,
             fingerprint,
+            source_bytes,
             rank=self._rank,
             world_size=self._world_size,
             gather_bytes=self._gather_bytes,
@@ -215,6 +217,7 @@ def make_plan(
     flat: tree.FlatState,
     structure: Structure,
     fingerprint: list[int],
+    source_bytes: list[int],
     *,
     rank: int,
     world_size: int,
@@ -236,7 +239,7 @@ def make_plan(
         for spec in (structure.stored_spec(leaf),)
     ]
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
-    plan = _plan_of(image, aliases, object_names)
+    plan = _plan_of(image, aliases, object_names, source_bytes)
     if world_size > 1:
         return replace(plan, local=local_plan(plan.layout.items, structure.shards, object_names, plan.skeleton))
     _, metadata = planner.create_global_plan([local])
@@ -246,7 +249,7 @@ def make_plan(
     return replace(plan, metadata=render_metadata(metadata, object_indices=indices, data_file=data_file_name(rank)))
 
 
-def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]) -> Plan:
+def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...], source_bytes: list[int]) -> Plan:
     structure, layout = image.structure, image.layout
     return Plan(
         **{field.name: getattr(image, field.name) for field in fields(ImagePlan)},
@@ -257,6 +260,7 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
         tensors_static=encode_static([tensor_entry(item) for item in layout.items]),
         skeleton=tree.encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
+        source_bytes=source_bytes,
     )
 
 
@@ -281,7 +285,7 @@ def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
         gather_bytes=plan.gather_bytes,
         chunk_bytes=plan.layout.chunk_bytes,
     )
-    narrowed = _plan_of(image, plan.aliases, share.objects)
+    narrowed = _plan_of(image, plan.aliases, share.objects, plan.source_bytes)
     others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(share.objects)
     return replace(narrowed, local=plan.local, share_id=share_id, elsewhere=others)
 

@@ -23,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aio_ckpt import PerRank, SyncCheckpointEngine, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.plan import Plan, PlanCache, PlannedSave
+from aio_ckpt.plan import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.routes import SMALL_COPY_BYTES
+from aio_ckpt.shares import Share
 from aio_ckpt.structure import Leaves, Structure, addresses, partition
 
 W = torch.arange(8.0)
@@ -196,6 +197,16 @@ def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(tw
     assert not resolve(cache, spread([0, 1], Shard(0))).plan_hit, "not before the ranks have agreed"
     cache.adopt(replace(first.plan, share_id=b"agreed"))
     assert [resolve(cache, spread([0, 1], Shard(0))).plan_hit for _ in range(2)] == [True, True]
+
+
+def test_what_was_agreed_is_saved_again_without_a_new_look_at_each_source() -> None:
+    memory, cache = bytearray(64), PlanCache(rank=0, world_size=2)
+    long, short = (torch.frombuffer(memory, dtype=torch.float32, count=count)[:4] for count in (16, 4))
+    plan = resolve(cache, {"a": long}).plan
+    cache.adopt(narrow(plan, Share(tensors=((0, ()),), objects=()), b"agreed"))
+    assert resolve(cache, {"a": long}).fingerprint_hit
+    assert not resolve(cache, {"a": short}).fingerprint_hit, "its address holds less now"
+    assert resolve(cache, {"a": short}).fingerprint_hit
 
 
 keys = st.sampled_from(["a", "b", 0, 1, True])
