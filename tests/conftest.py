@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from rank_processes import Ranks, ranks
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
@@ -15,6 +16,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # torch's store asks for the host name of every client while all others wait; a name server that does not answer must
 # not take longer than what these tests wait for a rank.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone."""
+    count = torch.cuda.device_count()
+    for item in items:
+        for marker in item.iter_markers("gpu"):
+            needed = marker.args[0] if marker.args else 1
+            if count < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, and this machine has {count}"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from aio_ckpt.config import Staging
@@ -11,8 +10,6 @@ TIMEOUT = 60.0
 """Deadline of every wait in a test; none is reached unless something is wrong."""
 MIB = 1 << 20
 STAGINGS: tuple[Staging, ...] = ("pinned", "shm", "pageable")
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 
 def ones(count: int, nbytes: int, value: float) -> dict[str, torch.Tensor]:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_machine import MIB, STAGINGS, needs_cuda, ones
+from cuda_machine import MIB, STAGINGS, ones
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine, device
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import ConfigError
 
-pytestmark = needs_cuda
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("staging", STAGINGS)

@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGE_MIB = 64 if DEVICE == "cuda" else 4
 RANKS = max(torch.cuda.device_count(), 1) if DEVICE == "cuda" else 2
 warnings.simplefilter("ignore")  # torch's own, in the ranks
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+pytestmark = [pytest.mark.gpu(0), pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")]
 
 
 def state_on(device: str, value: float) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_our_stager_serves_stocks_writer(tmp_path: Path, staging: Any) -> None:
             check_loaded(path, value)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device on this machine")
+@pytest.mark.gpu
 def test_device_memory_is_back_at_its_baseline_after_async_saves(tmp_path: Path) -> None:
     def turn(value: float) -> None:
         dcp.async_save(state_on(DEVICE, value), storage_writer=Writer(tmp_path / "a")).result(TIMEOUT)

@@ -11,7 +11,7 @@ from cuda_machine import MIB, STAGINGS, TIMEOUT
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices on this machine")
+pytestmark = pytest.mark.gpu(2)
 
 DEVICES = ("cuda:0", "cuda:1")
 

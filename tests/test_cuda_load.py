@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cuda_machine import MIB, TIMEOUT, needs_cuda
+from cuda_machine import MIB, TIMEOUT
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, device
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.readplan import bytes_of
 
-pytestmark = needs_cuda
+pytestmark = pytest.mark.gpu
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -124,7 +124,7 @@ def test_any_stream_sees_the_new_values_when_the_load_has_returned(tmp_path: Pat
     check_all(seen, 2.0)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device on this machine")
+@pytest.mark.gpu(2)
 def test_a_state_on_two_devices_comes_back_each_on_its_own(tmp_path: Path) -> None:
     torch.manual_seed(3)
     names = ("cuda:0", "cuda:1")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from child_python import child_environment, python
-from cuda_machine import MIB, STAGINGS, TIMEOUT, needs_cuda
+from cuda_machine import MIB, STAGINGS, TIMEOUT
 from trained_states import KEPT, Training, check_a_save_every_step
 
 from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine, device
@@ -25,7 +25,7 @@ from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.portal import Executor
 from aio_ckpt.segment import Segment
 
-pytestmark = needs_cuda
+pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 MISS, MOVED, SAME = (False, False), (True, False), (True, True)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_machine import MIB, STAGINGS, TIMEOUT, needs_cuda, ones
+from cuda_machine import MIB, STAGINGS, TIMEOUT, ones
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 
-pytestmark = needs_cuda
+pytestmark = pytest.mark.gpu
 
 ROOM = 8 << 30
 

@@ -26,7 +26,8 @@ from aio_ckpt.arena import HUGE_PAGE_BYTES
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
-pinned = pytest.param("pinned", marks=pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device to register memory for"))
+pinned = pytest.param("pinned", marks=pytest.mark.gpu)  # memory that is registered with it
+pytestmark = pytest.mark.gpu(0)
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
         assert_all({name: value for name, value in read(engine, 10).items() if name[0] == "w"}, 1.0, 4)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device on this machine")
+@pytest.mark.gpu
 def test_auto_takes_registered_memory_for_the_device(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(filled(2, 4 * MIB, 1.0)).result(TIMEOUT)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_machine import MIB, TIMEOUT, needs_cuda, ones
+from cuda_machine import MIB, TIMEOUT, ones
 from trace_files import check_apart, check_nested, covered_secs, events_of
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.device import StepClock
 from aio_ckpt.trace import CALLER, COPIES, STAGES
 
-pytestmark = needs_cuda
+pytestmark = pytest.mark.gpu
 
 
 def work(times: int, matrix: torch.Tensor) -> None:
