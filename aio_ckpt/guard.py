@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt.copies import Mark
 from aio_ckpt.device import is_capturing_graph
 from aio_ckpt.errors import ConfigError, EngineClosedError
-from aio_ckpt.structure import addresses
+from aio_ckpt.structure import Structure, addresses
+from aio_ckpt.targets import span_of
 
 __all__ = ["Guards"]
 
@@ -33,7 +34,7 @@ class Guards:
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
         self._marks: tuple[Mark, ...] = ()
-        self._found: tuple[list[int], Sequence[int], frozenset[int]] | None = None  # numbers, no tensor
+        self._found: tuple[list[int], list[int], Sequence[int], frozenset[int]] | None = None  # numbers, no tensor
         self._is_closed = False
 
     def add(self, guarded: object) -> None:
@@ -63,18 +64,28 @@ class Guards:
             ) from error
         self._objects.append(guarded)
 
-    def leaves(self, fingerprint: Sequence[int], devices: Sequence[torch.device]) -> frozenset[int]:
-        """Positions of the tensors on devices that a guarded object alone changes, given where all tensors are."""
+    def leaves(self, fingerprint: Sequence[int], structure: Structure) -> frozenset[int]:
+        """Positions of the tensors on devices that a guarded object alone changes, given where all tensors are.
+
+        A leaf that begins where a guarded tensor does and is longer is none of them, nor is one in the memory of a
+        tensor with gaps: others may change the rest.
+        """
         if not self._objects:
             return frozenset()
-        guarded = [address for known in self._objects for address in addresses(_tensors_of(known))]
-        if self._found is None or guarded != self._found[0] or fingerprint is not self._found[1]:
-            found = {*guarded} - {0}
+        tensors = [tensor for guarded in self._objects for tensor in _tensors_of(guarded)]
+        starts, counts = addresses(tensors), list(map(torch.Tensor.numel, tensors))
+        found = self._found
+        if found is None or starts != found[0] or counts != found[1] or fingerprint is not found[2]:
+            spans = [(*span_of(tensor), tensor.nbytes) for tensor in tensors]
+            lengths = dict(sorted((start, extent) for start, extent, nbytes in spans if extent == nbytes))
             leaves = frozenset(
-                leaf for leaf, address in enumerate(fingerprint) if address in found and devices[leaf].type != "cpu"
+                leaf
+                for leaf, address in enumerate(fingerprint)
+                if structure.devices[leaf].type != "cpu"
+                and 0 < structure.extent_bytes(leaf) <= lengths.get(address, 0)  # of one address the longest stayed
             )
-            self._found = (guarded, fingerprint, leaves)
-        return self._found[2]
+            found = self._found = (starts, counts, fingerprint, leaves)
+        return found[3]
 
     def wait_for(self, marks: Iterable[Mark]) -> None:
         """From now on each ``step`` waits for these as well, until they are reached."""

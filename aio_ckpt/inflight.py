@@ -236,7 +236,7 @@ class InFlight:
                 planned,
                 save.image,
                 self._copiers,
-                guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure.devices),
+                guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
                 on_captured=captured,
                 stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
                 trace=save.call.trace,

@@ -188,9 +188,12 @@ class RootKeeper:
         return self._retention.undeleted
 
     def delete_expired(self, good: int) -> None:
-        """Step ``good`` is committed: begin to delete, in the background, what expires by it."""
+        """Step ``good`` is committed: begin to delete, in the background, what expires by it; without the lock nothing.
+
+        So of several ranks the leader alone deletes, by its own settings.
+        """
         self._passes = [done for done in self._passes if not done.done()]
-        if self._retention.is_enabled:
+        if self._retention.is_enabled and self._lock is not None:
             with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
                 self._passes.append(self._portal.submit(self._enforce, good))
 

@@ -143,6 +143,13 @@ class Structure:
             )
         )
 
+    def extent_bytes(self, leaf: int) -> int:
+        """From the first byte of a tensor leaf to behind its last one; 0 without elements."""
+        if not self.shapes[leaf].numel():
+            return 0
+        steps = zip(self.shapes[leaf], self.strides[leaf], strict=True)
+        return (1 + sum((size - 1) * stride for size, stride in steps)) * self.dtypes[leaf].itemsize
+
     def stored_spec(self, leaf: int) -> TensorSpec:
         """What the item of a tensor leaf is a function of: its stride is that of the stored bytes."""
         shape = tuple(self.shapes[leaf])

@@ -354,6 +354,8 @@ def _tensor_fault(value: Any) -> str | None:
         return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
     if tensor.device.type == "meta":
         return "a meta tensor, which has no values; materialize it first (.to_empty(device=...))"
+    if kind is DTensor and any(placement.is_partial() for placement in value.placements):
+        return "a DTensor with a Partial placement, whose sum no rank holds; give .redistribute() or .full_tensor()"
     if type(tensor) not in _TENSOR_TYPES:
         return f"a DTensor over a {type_name(tensor)}; give a DTensor over a plain tensor"
     return None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt import SyncCheckpointEngine, tree
 from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.guard import Guards
+from aio_ckpt.structure import Leaves, Structure, addresses
 
 
 class Wrapper:
@@ -65,14 +67,43 @@ def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     guards, device, host = Guards(on_step=lambda: None), torch.device("cuda", 0), torch.device("cpu")
     guards.add(optimizer)
+
+    def leaves(fingerprint: list[int], devices: list[torch.device]) -> frozenset[int]:
+        flat = tree.flatten({str(i): torch.ones(4) for i in range(len(devices))}, rank=0)
+        return guards.leaves(fingerprint, replace(Structure.of(flat, Leaves.of(flat)), devices=devices))
+
     fingerprint = [*(parameter.data_ptr() for parameter in parameters), 7]
-    assert guards.leaves(fingerprint, [device, device, host, device]) == {0, 1}
+    assert leaves(fingerprint, [device, device, host, device]) == {0, 1}
     for parameter in parameters:
         parameter.grad = torch.ones(4)
     optimizer.step()  # which makes its state
     buffer = optimizer.state[parameters[0]]["momentum_buffer"]
     longer, devices = [*fingerprint, buffer.data_ptr()], [device, device, host, device, device]
-    assert guards.leaves(longer, devices) == {0, 1, 4}
+    assert leaves(longer, devices) == {0, 1, 4}
     optimizer.param_groups[0]["params"][1] = torch.nn.Parameter(torch.ones(4))
-    assert guards.leaves(longer, devices) == {0, 4}, "the same addresses, another optimizer"
-    assert guards.leaves(fingerprint, devices) == {0}, "the same optimizer, other addresses"
+    assert leaves(longer, devices) == {0, 4}, "the same addresses, another optimizer"
+    assert leaves(fingerprint, devices[:4]) == {0}, "the same optimizer, other addresses"
+
+
+def test_no_leaf_is_guarded_beyond_the_tensor_that_the_optimizer_changes() -> None:
+    memory = torch.zeros(100)
+    short, gapped = torch.nn.Parameter(memory[:10]), torch.nn.Parameter(memory[50::2])
+    guards = Guards(on_step=lambda: None)
+    guards.add(torch.optim.SGD([short, gapped], lr=0.1))
+    views = {
+        "all": memory,
+        "same": memory[:10],
+        "part": memory[:4],
+        "empty": memory[:0],
+        "turned": memory[:10].view(2, 5).t(),
+        "with gaps": memory[50::2],
+        "in gaps": memory[50:70],
+    }
+    flat = tree.flatten(views, rank=0)
+    structure = Structure.of(flat, Leaves.of(flat))
+    structure = replace(structure, devices=[torch.device("cuda")] * len(views))
+    fingerprint = addresses(list(views.values()))
+    guarded = {list(views)[leaf] for leaf in guards.leaves(fingerprint, structure)}
+    assert guarded == {"same", "part", "turned"}
+    short.data = memory[:4]
+    assert {list(views)[leaf] for leaf in guards.leaves(fingerprint, structure)} == {"part"}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -169,6 +169,12 @@ def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
     assert digest_of(before) != digest_of(after)
     assert is_of(describe(before)[0], again)
     assert not is_of(describe(before)[0], after)
+
+
+def test_a_sum_that_no_rank_holds_is_refused_by_name(two_ranks: None) -> None:
+    state = {"grad": DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Partial()], run_check=False)}
+    with pytest.raises(UnsupportedLeafError, match=r"'grad': a DTensor with a Partial placement.*redistribute"):
+        resolve(PlanCache(rank=0, world_size=2), state)
 
 
 def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it(

@@ -173,3 +173,26 @@ def save_without_steps(rank: int, count: int, root: Path) -> list[int]:
 def test_steps_that_nobody_gave_are_the_same_on_all_ranks(two: Ranks, tmp_path: Path) -> None:
     assert two.run(save_without_steps, tmp_path) == [[1, 2, 3, 4, 3]] * 2
     assert two.run(save_without_steps, tmp_path) == [[4, 5, 6, 7, 6]] * 2
+
+
+# -- retention -----------------------------------------------------------------------------------------
+
+
+def save_five(rank: int, count: int, root: Path, keep_last: tuple[int | None, int | None]) -> list[str]:
+    """What this rank renamed under the root."""
+    with acting_engine(root, SECS, keep_last=keep_last[rank]) as (engine, storage):
+        for step in range(1, 6):
+            engine.save(state_at(rank, step), step=step).result(SECS)
+        engine.close_blocking()  # behind the last deletion
+        return [call.path.name for call in storage.begun if call.name == "rename"]
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [((2, 2), [4, 5]), ((None, 1), [1, 2, 3, 4, 5]), ((1, None), [5])])
+def test_the_leader_alone_deletes_what_expires_by_its_own_settings(
+    two: Ranks, tmp_path: Path, keep_last: tuple[int | None, int | None], kept: list[int]
+) -> None:
+    by_leader, by_other = two.run(save_five, tmp_path, keep_last)
+    assert len(by_leader) == 5 + 5 - len(kept)
+    assert by_other == []
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step:09d}" for step in kept]
+    assert not list(tmp_path.glob(".trash*"))
