@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import anyio
 from isal import isal_zlib
@@ -47,7 +47,6 @@ _MAX_SMALL_FILE_BYTES = 4 << 30
 _MANIFESTS_IN_FLIGHT = 8
 _AHEAD_MANIFEST_BYTES = 32 << 10
 """Some 500 tensors. With fewer the template is matched in less time than a read takes to begin."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +160,7 @@ async def open_checkpoint(
             ranks = error  # a fault of .metadata goes before
 
     # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
-    await _run_all(lambda prove: prove(), (prove_metadata, prove_manifests))
+    await _run_all(prove_metadata, prove_manifests)
     opened = _opened(path, data, root, ranks, fault)
     if step is not None and opened.step not in (None, step):
         raise CorruptCheckpointError(
@@ -262,20 +261,16 @@ async def _read_ranks(
         await has_begun.wait()
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
-    works: list[Callable[[], Coroutine[Any, Any, None]]] = [
-        begin,
-        *(functools.partial(read, rank) for rank in range(root.world_size)),
-    ]
-    await _run_all(lambda work: work(), works)
+    await _run_all(begin, *(functools.partial(read, rank) for rank in range(root.world_size)))
     return tuple(found[rank] for rank in range(root.world_size))
 
 
-async def _run_all(run: Callable[[T], Coroutine[Any, Any, None]], arguments: Iterable[T]) -> None:
+async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run all at once; the first error is raised as itself, not as a group."""
     try:
         async with anyio.create_task_group() as group:
-            for argument in arguments:
-                group.start_soon(run, argument)
+            for work in works:
+                group.start_soon(work)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

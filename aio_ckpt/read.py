@@ -109,14 +109,9 @@ async def load_checkpoint(
         found = await run_blocking(executor, match)
         files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
         draft, segments = await _drafted(files, checkpoint, found, executor=executor, readers=readers, trusted=trusted)
-
-        def decode() -> Callable[[], None]:
-            _settle(draft, checkpoint, trusted)
-            return made_ready(checkpoint, state, found, draft.values, rank)
-
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
-            put_back = await run_blocking(executor, decode)
+            put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
     return LoadOutcome(
         missing=found.missing,
@@ -126,6 +121,14 @@ async def load_checkpoint(
         identity=checkpoint.identity,
         put_back=put_back,
     )
+
+
+def _decode(
+    draft: _Draft, checkpoint: Checkpoint, state: object, found: Match, rank: int, trusted: bool
+) -> Callable[[], None]:
+    """See :attr:`LoadOutcome.put_back`."""
+    _settle(draft, checkpoint, trusted)
+    return made_ready(checkpoint, state, found, draft.values, rank)
 
 
 def _free(_: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind, TensorSpec
 from aio_ckpt.likeness import Likeness
 from aio_ckpt.objects import as_tensor
-from aio_ckpt.targets import needed_bytes
+from aio_ckpt.targets import extent_bytes, needed_bytes
 
 __all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
 
@@ -55,8 +55,9 @@ class Leaves:
             for position, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor):
                     mesh = leaf.device_mesh
-                    key = meshes.get(id(mesh)) or meshes.setdefault(id(mesh), _mesh_key(mesh))
-                    shards[position] = (tuple(leaf.shape), key, leaf.placements)
+                    if id(mesh) not in meshes:
+                        meshes[id(mesh)] = _mesh_key(mesh)
+                    shards[position] = (tuple(leaf.shape), meshes[id(mesh)], leaf.placements)
                     tensors[position] = leaf._local_tensor
         return cls(tensors=tensors, types=types, shards=shards, objects=objects)
 
@@ -145,10 +146,7 @@ class Structure:
 
     def extent_bytes(self, leaf: int) -> int:
         """From the first byte of a tensor leaf to behind its last one; 0 without elements."""
-        if not self.shapes[leaf].numel():
-            return 0
-        steps = zip(self.shapes[leaf], self.strides[leaf], strict=True)
-        return (1 + sum((size - 1) * stride for size, stride in steps)) * self.dtypes[leaf].itemsize
+        return extent_bytes(self.shapes[leaf], self.strides[leaf], self.dtypes[leaf].itemsize)
 
     def stored_spec(self, leaf: int) -> TensorSpec:
         """What the item of a tensor leaf is a function of: its stride is that of the stored bytes."""
@@ -180,9 +178,9 @@ class Structure:
 
 def _mesh_key(mesh: DeviceMesh) -> tuple[object, ...]:
     """Equal for equal meshes, short for any number of ranks. 50 us (torch makes ``mesh.mesh`` anew): once a mesh."""
-    ranks = mesh.mesh.to(torch.int64).contiguous()
-    digest = hashlib.blake2b(ranks.numpy().tobytes(), digest_size=16).hexdigest()
-    return (mesh.device_type, tuple(ranks.shape), digest, mesh.mesh_dim_names)
+    ranks = mesh.mesh.to(torch.int64).numpy()
+    digest = hashlib.blake2b(ranks.tobytes(), digest_size=16).hexdigest()
+    return (mesh.device_type, ranks.shape, digest, mesh.mesh_dim_names)
 
 
 def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:

@@ -14,7 +14,16 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt.manifest import IntArray
 
-__all__ = ["are_whole", "has_own_memory", "memory_fault", "memory_of", "needed_bytes", "overlapping", "span_of"]
+__all__ = [
+    "are_whole",
+    "extent_bytes",
+    "has_own_memory",
+    "memory_fault",
+    "memory_of",
+    "needed_bytes",
+    "overlapping",
+    "span_of",
+]
 
 _MAX_WORK = 100_000
 """Of numpy's exact search for a shared byte; what is harder counts as shared."""
@@ -58,8 +67,14 @@ def are_whole(tensors: Sequence[torch.Tensor], addresses: IntArray, nbytes: IntA
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Address and length in bytes of the memory between its first and its last element."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), extent * tensor.element_size() if tensor.numel() else 0
+    return tensor.data_ptr(), extent_bytes(tensor.shape, tensor.stride(), tensor.element_size())
+
+
+def extent_bytes(shape: Sequence[int], stride: Sequence[int], element_bytes: int) -> int:
+    """Length in bytes from the first element to behind the last; 0 without elements."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * element_bytes
 
 
 def needed_bytes(tensor: torch.Tensor) -> int:
