@@ -26,7 +26,7 @@ from aio_ckpt.bounce import BounceRing
 from aio_ckpt.catalog import Checkpoint, is_worth_reading_ahead, open_checkpoint
 from aio_ckpt.contents import Catalog, Chunks, Item, Slot, StoredObject, global_shape
 from aio_ckpt.envelope import is_dense
-from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
+from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.files import Files
 from aio_ckpt.manifest import RootManifest, data_file_name
@@ -318,9 +318,15 @@ class _Draft:
             return
         offsets: Sequence[int] = (0,) * tensor.dim()
         if type(tensor) is DTensor:
-            offsets = _create_chunk_list(tensor)[0].offsets
+            shard = _create_chunk_list(tensor)[0]
+            offsets = shard.offsets
             with torch.no_grad():
                 tensor = tensor.to_local()
+            if tensor.shape != shard.sizes:
+                raise TemplateMismatchError(
+                    f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "
+                    f"{tuple(shard.sizes)}: lay it out with distribute_tensor() or fully_shard()"
+                )
         if not tensor.is_cpu:
             self.devices.add(tensor.device)
         self.plan.add_tensor(items, offsets, tensor)

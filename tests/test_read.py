@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from aio_ckpt import tree
@@ -497,6 +497,22 @@ async def test_a_dtensor_gets_its_own_shard(direct, tmp_path, fake_world, save):
         target = DTensor.from_local(shard, fake_world, [placement], run_check=False, shape=(10, 6), stride=(6, 1))
         await load(direct, tmp_path / "c", {"t": target})
         assert torch.equal(shard, local), placement
+
+
+@pytest.mark.parametrize(
+    ("local", "placement", "message"),
+    [
+        (torch.zeros(10, 6), Partial(), r"'t' has a Partial placement .* give \.redistribute\(\)"),
+        (torch.zeros(4, 6), ShardPlacement(0), r"'t' holds a shard of shape \(4, 6\) .* cuts one of \(3, 6\)"),
+    ],
+)
+async def test_a_dtensor_that_no_shard_fits_is_no_damage(direct, tmp_path, fake_world, local, placement, message):
+    save_state(tmp_path / "c", {"t": torch.randn(10, 6)})
+    target = DTensor.from_local(local, fake_world, [placement], run_check=False, shape=(10, 6), stride=(6, 1))
+    with pytest.raises(TemplateMismatchError, match=message) as caught:
+        await load(direct, tmp_path / "c", {"t": target})
+    assert not caught.value.target_modified
+    assert not local.any()
 
 
 async def test_a_sharded_module_and_its_new_optimizer_read_only_their_shards(direct, tmp_path, fake_world):

@@ -35,6 +35,8 @@ LEAD_STEPS = 2
 """Before the save, so that the device has work when it comes, as in a real loop."""
 MIN_STEPS = 3
 """After a save that is done at once."""
+WARM_UP_STEPS = 4
+"""Not counted: the first ones are slower."""
 
 
 def contender_keys(mode: str) -> tuple[str, ...]:
@@ -128,7 +130,7 @@ def _run(trial: Trial, ground: Ground, events: Events) -> None:
     torch.manual_seed(ground.rank)
     trainer = make_trainer(trial, ground)
     cpu, begin = _tree_cpu_secs(), time.perf_counter()
-    base = train_for(trainer, ground, 1 + trial.base_steps)[1:]
+    base = _bare_steps(trainer, ground, trial)
     cpu_rate = (_tree_cpu_secs() - cpu) / (time.perf_counter() - begin)
     gc.collect()
     if ground.device.type == "cuda":
@@ -173,6 +175,11 @@ def _device_bytes(ground: Ground, *, peak: bool = False) -> int:
 
 def _uuid(device: torch.device) -> str | None:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+
+
+def _bare_steps(trainer: Trainer, ground: Ground, trial: Trial) -> list[float]:
+    """Seconds of steps without a save."""
+    return train_for(trainer, ground, WARM_UP_STEPS + trial.base_steps)[WARM_UP_STEPS:]
 
 
 def _tree_cpu_secs() -> float:
@@ -256,7 +263,7 @@ def _save_beside(saver: Saver, trial: Trial, base: list[float], cpu_rate: float,
             break
         begin = time.perf_counter()
         figures = _one_beside(saver, 1_000 + number, cpu_rate)
-        after = train_for(trainer, ground, 1 + trial.base_steps)[1:]
+        after = _bare_steps(trainer, ground, trial)
         _remove(saver)
         longest = max(longest, time.perf_counter() - begin)
         events.write("beside", base_secs=base + after, **figures)
@@ -316,7 +323,7 @@ def _tokens(saver: Saver, trial: Trial, every: int) -> dict[str, float]:
     room = shutil.disk_usage(trial.folder).free / (local_bytes(trainer) * ground.world)
     wanted = 6 if every < 4 else 3 if every < 40 else 1
     saves = max(1, int(ground.smallest(min(wanted, room - 1))))
-    bare = train_for(trainer, ground, 1 + trial.base_steps)[1:]
+    bare = _bare_steps(trainer, ground, trial)
     _settle(ground)
     clock, begin = StepClock(ground), time.perf_counter()
     for number in range(saves):
