@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -121,11 +121,18 @@ class _Run:
         self._reading = reading
         self._verify = verify
         self._copies = copies
+        self._placed: defaultdict[int, anyio.Event] = defaultdict(anyio.Event)  # by id(segment)
         self.bytes_read = 0
         self.sums_checked = 0
 
     async def segment(self, segment: Segment, buffer: memoryview) -> None:
         """Read one segment and put its pieces where they belong."""
+        try:
+            await self._segment(segment, buffer)
+        finally:  # also of one that failed or never began: who waits for it fails as well, and must not hang
+            self._placed[id(segment)].set()
+
+    async def _segment(self, segment: Segment, buffer: memoryview) -> None:
         view = await self._files.read_already(segment.file, segment.start, segment.stop)
         is_read = view is not None
         if view is None:
@@ -143,6 +150,8 @@ class _Run:
                     _check_length(segment, got)
             finally:
                 self._reading.release()
+            if segment.after is not None:
+                await self._placed[id(segment.after)].wait()
             is_proven = is_read and self._files.is_proven(segment.file)
             self.sums_checked += await run_blocking(
                 self._executor, _place, segment, view, self._verify, is_proven, self._copies
@@ -223,8 +232,9 @@ def _move(moves: IntArray) -> None:
     """Within the host's memory: (target, source, bytes) each."""
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
     copy_near(moves[is_small].astype(np.uint64))
-    for move in moves[~is_small].tolist():
-        _copy(*move)
+    if not is_small.all():
+        for move in _runs(moves[~is_small]).tolist():  # ascending: one may reach over the source of the next
+            _copy(*move)
 
 
 def _runs(moves: IntArray) -> IntArray:

@@ -41,6 +41,8 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
+    are_apart: bool = False
+    """Whether no two of ``small`` and ``tensors`` share a byte."""
     sharded: dict[str, DTensor] = field(default_factory=dict)
     """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
     missing: tuple[str, ...] = ()
@@ -200,8 +202,9 @@ def _match_rest(
 
 
 def _overlaps(checkpoint: Checkpoint, found: Match, template: tree.Template) -> list[str]:
-    """Targets that would be written through each other with other values."""
-    if _are_apart(checkpoint.catalog.small, found):
+    """Targets that would be written through each other with other values. Tells ``found`` whether any share memory."""
+    found.are_apart = _are_apart(checkpoint.catalog.small, found)
+    if found.are_apart:
         return []
     small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
     named = [(name, value) for name, value in zip(template.names, template.values, strict=True) if id(value) in small]

@@ -197,6 +197,8 @@ class Segment:
     """What is in it."""
     target: memoryview | None = None
     """Where the read itself goes, if straight to the tensor; else a bounce buffer, and the pieces are copied."""
+    after: Segment | None = None
+    """What must be placed before this one is: its read, shifted, reaches over bytes of this one's."""
 
 
 def cut_segments(file: str, rows: PieceRows, segment_bytes: int) -> list[Segment]:

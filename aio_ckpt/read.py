@@ -151,7 +151,8 @@ async def _drafted(
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     await files.measure(catalog.small.files_of(found.small), catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, ahead=files.ahead))
+    plan_of_reads = ReadPlan(is_direct=files.is_direct, are_apart=found.are_apart, ahead=files.ahead)
+    draft = _Draft(source=source, plan=plan_of_reads)
     draft.sharded.update(found.sharded)
 
     def plan() -> list[Segment]:
@@ -202,7 +203,7 @@ async def read_state(
     fresh = [name for name in names if name in catalog.tensor_names]
     async with Files(storage, checkpoint.path, readers=readers, ring=ring) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, are_apart=True))
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
         segments = await run_blocking(executor, draft.plan.segments, readers)
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)

@@ -29,6 +29,11 @@ __all__ = ["ReadPlan", "Segment", "bytes_of"]
 # Two pages below, so that a segment whose ends were moved to pages still fits a buffer of whole huge pages.
 _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
 _SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
+_IN_PLACE_BYTES_MIN, _IN_PLACE_BYTES_MAX = 16 << 20, 64 << 20
+_IN_PLACE_A_READER = 4
+"""Wanted at least; each costs the loop's thread 0.4 ms, and here the memory is there already."""
+_SHIFTED_BYTES_MIN = 8 << 20
+"""A tensor with less is read through a buffer, in one read with its neighbours."""
 _SEGMENTS_A_READER = 8
 """Wanted at least: fresh buffers are not free to touch, so a small load gets small ones."""
 
@@ -39,12 +44,14 @@ class ReadPlan:
 
     is_direct: Mapping[str, bool]
     """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
+    are_apart: bool = False
+    """Whether no two targets share a byte, so that each may hold other bytes than its own until all of it is read."""
     ahead: Container[str] = ()
     """Files that are read in any case, so that nothing of them is read in place."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
     """By file."""
-    straight: list[Segment] = field(default_factory=list)
-    """Reads that need no bounce buffer."""
+    in_place: list[_InPlace] = field(default_factory=list)
+    """What is read without a bounce buffer."""
     filled: list[torch.Tensor] = field(default_factory=list)
     """Targets that are written behind torch's back."""
     devices: list[torch.device] = field(default_factory=list)
@@ -121,7 +128,11 @@ class ReadPlan:
         for file, rows in self.pieces.items():
             is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
             found += cut_segments(file, rows, rows.total_bytes() // 2 + BLOCK_BYTES if is_there else size)
-        return sorted([*found, *self.straight], key=lambda segment: (segment.file, segment.start))
+        total += sum(part.item.raw_bytes for part in self.in_place)
+        size = min(max(total // (_IN_PLACE_A_READER * readers), _IN_PLACE_BYTES_MIN), _IN_PLACE_BYTES_MAX)
+        for part in self.in_place:
+            found += part.segments(size)
+        return sorted(found, key=lambda segment: (segment.file, segment.start))
 
     # -- one item -----------------------------------------------------------------------------------
 
@@ -152,28 +163,22 @@ class ReadPlan:
             rows.add(item.raw_offset + at, nbytes, item.sums[number], address + at, item.name, device=device)
 
     def _add_host(self, item: Item, target: torch.Tensor) -> None:
-        """Blocks straight to memory: read in place where alignment allows it, else copied."""
-        address, block = target.data_ptr(), item.block_bytes
-        is_aligned = not (address % PAGE_BYTES or item.raw_offset % PAGE_BYTES)
-        is_straight = (is_aligned or not self.is_direct[item.file]) and item.file not in self.ahead
-        count = item.raw_bytes // block if is_straight else 0
-        self._add_blocks(item, target, range(count, len(item.sums)))
-        view = bytes_of(target).numpy().data if count else memoryview(b"")
-        step = max(_SEGMENT_BYTES_MAX // block, 1)
-        for first in range(0, count, step):
-            last = min(first + step, count)
-            in_place = PieceRows()
-            for number in range(first, last):
-                in_place.add(item.raw_offset + number * block, block, item.sums[number], 0, item.name)
-            self.straight.append(
-                Segment(
-                    file=item.file,
-                    start=item.raw_offset + first * block,
-                    stop=item.raw_offset + last * block,
-                    pieces=in_place.ascending(),
-                    target=view[first * block : last * block],
-                )
-            )
+        """Blocks straight to memory: read in place, as far as alignment allows it, else copied."""
+        block = item.block_bytes
+        is_direct = self.is_direct[item.file]
+        shift = -target.data_ptr() % PAGE_BYTES if is_direct else 0
+        count = (item.raw_bytes - shift) // block
+        if (
+            count <= 0
+            or item.file in self.ahead
+            or (is_direct and item.raw_offset % PAGE_BYTES)
+            or (shift and not (self.are_apart and count * block >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES))
+        ):
+            self._add_blocks(item, target, range(len(item.sums)))
+            return
+        self.in_place.append(_InPlace(item, target, count, shift))
+        if not shift:
+            self._add_blocks(item, target, range(count, len(item.sums)))
 
     def _land_raw(self, item: Item, target: torch.Tensor) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""
@@ -235,6 +240,56 @@ class ReadPlan:
         if found is None:
             found = self.pieces[file] = PieceRows()
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InPlace:
+    """An item that is read into its target itself.
+
+    The memory that is read to is aligned, whatever the target is: it begins up to a page, ``shift``, behind its place,
+    to which the bytes are moved once they are proven.
+    """
+
+    item: Item
+    """What is read; its raw bytes begin on a page if reads are direct."""
+    target: torch.Tensor
+    """Host memory laid out like it."""
+    count: int
+    """Blocks that are read in place: with ``shift``, all that have room; without, all whole ones."""
+    shift: int
+    """Bytes."""
+
+    def segments(self, nbytes: int) -> list[Segment]:
+        """Reads of about ``nbytes``; with ``shift``, the last of them brings the rest through a bounce buffer.
+
+        Each is then placed after the one before, which was read over the first bytes of its place.
+        """
+        view, block, shift = bytes_of(self.target).numpy().data, self.item.block_bytes, self.shift
+        step = max(nbytes // block, 1)
+        found: list[Segment] = []
+        for first in range(0, self.count, step):
+            stop = min(first + step, self.count)
+            target = view[first * block + shift : stop * block + shift]
+            found.append(self._segment(range(first, stop), target, found))
+        if shift:
+            found.append(self._segment(range(self.count, len(self.item.sums)), None, found))
+        return found
+
+    def _segment(self, blocks: range, target: memoryview | None, before: Sequence[Segment]) -> Segment:
+        item, block, rows = self.item, self.item.block_bytes, PieceRows()
+        for number in blocks:
+            at = number * block
+            place = self.target.data_ptr() + at if self.shift else 0
+            rows.add(item.raw_offset + at, min(block, item.raw_bytes - at), item.sums[number], place, item.name)
+        stop = item.raw_offset + min(blocks.stop * block, item.raw_bytes)
+        return Segment(
+            file=item.file,
+            start=item.raw_offset + blocks.start * block,
+            stop=stop if target is not None else align_up(stop, PAGE_BYTES),
+            pieces=rows.ascending(),
+            target=target,
+            after=before[-1] if before and self.shift else None,
+        )
 
 
 def _label(item: Item) -> str:
