@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint
-from aio_ckpt.contents import Chunks, Item, Look, SmallItems, SmallTargets, global_shape
+from aio_ckpt.contents import Chunks, Item, Look, SmallTargets, global_shape
 from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.likeness import looks_like
 from aio_ckpt.manifest import rank_manifest_name
-from aio_ckpt.targets import are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
+from aio_ckpt.targets import are_apart, are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
 __all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
 
@@ -41,8 +41,8 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
-    are_apart: bool = False
-    """Whether no two of ``small`` and ``tensors`` share a byte."""
+    apart: set[int] = field(default_factory=set)
+    """Addresses of those of ``tensors`` that share no byte with another or with one of ``small``."""
     sharded: dict[str, DTensor] = field(default_factory=dict)
     """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
     missing: tuple[str, ...] = ()
@@ -202,9 +202,14 @@ def _match_rest(
 
 
 def _overlaps(checkpoint: Checkpoint, found: Match, template: tree.Template) -> list[str]:
-    """Targets that would be written through each other with other values. Tells ``found`` whether any share memory."""
-    found.are_apart = _are_apart(checkpoint.catalog.small, found)
-    if found.are_apart:
+    """Targets that would be written through each other with other values. Tells ``found`` which share no memory."""
+    spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
+    starts = np.append(found.small.addresses, np.array([start for start, _ in spans], np.int64))
+    nbytes = np.array([nbytes for _, nbytes in spans], np.int64)
+    is_apart = are_apart(starts, np.append(checkpoint.catalog.small.nbytes[found.small.rows], nbytes))
+    others = slice(len(found.small.tensors), None)
+    found.apart.update(starts[others][is_apart[others] & (nbytes > 0)].tolist())
+    if is_apart.all():  # so chunks need not be made
         return []
     small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
     named = [(name, value) for name, value in zip(template.names, template.values, strict=True) if id(value) in small]
@@ -219,16 +224,6 @@ def _overlaps(checkpoint: Checkpoint, found: Match, template: tree.Template) -> 
             and _may_be_equal(chunks[names[later]], chunks[names[before]])
         )
     ]
-
-
-def _are_apart(small: SmallItems, found: Match) -> bool:
-    """Whether no two targets can have a byte in common: all at once, so that chunks need not be made."""
-    others = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
-    starts = np.append(found.small.addresses, np.array([start for start, _ in others], np.int64))
-    lengths = np.append(small.nbytes[found.small.rows], np.array([nbytes for _, nbytes in others], np.int64))
-    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    order = np.argsort(starts)
-    return not (starts[order][1:] < np.maximum.accumulate((starts + lengths)[order])[:-1]).any()
 
 
 def _look(tensor: torch.Tensor) -> tuple[object, ...]:

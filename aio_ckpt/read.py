@@ -35,6 +35,7 @@ from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment
 from aio_ckpt.storage import Storage
+from aio_ckpt.targets import memory_of
 
 __all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state"]
 
@@ -151,8 +152,8 @@ async def _drafted(
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     await files.measure(catalog.small.files_of(found.small), catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    plan_of_reads = ReadPlan(is_direct=files.is_direct, are_apart=found.are_apart, ahead=files.ahead)
-    draft = _Draft(source=source, plan=plan_of_reads)
+    reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, ahead=files.ahead)
+    draft = _Draft(source=source, plan=reads)
     draft.sharded.update(found.sharded)
 
     def plan() -> list[Segment]:
@@ -203,7 +204,7 @@ async def read_state(
     fresh = [name for name in names if name in catalog.tensor_names]
     async with Files(storage, checkpoint.path, readers=readers, ring=ring) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct, are_apart=True))
+        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
         segments = await run_blocking(executor, draft.plan.segments, readers)
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -309,6 +310,7 @@ class _Draft:
             key = (is_shard and id(like), *map(id, chunks))
             if key not in tied:
                 tied[key] = _new_shard(like, chunks) if is_shard and like is not None else _new_tensor(name, chunks)
+                self.plan.apart.add(memory_of(tied[key]).data_ptr())
                 self._add_tensor(name, tied[key])
             self.values[name] = tied[key]
 

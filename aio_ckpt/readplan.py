@@ -44,8 +44,8 @@ class ReadPlan:
 
     is_direct: Mapping[str, bool]
     """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
-    are_apart: bool = False
-    """Whether no two targets share a byte, so that each may hold other bytes than its own until all of it is read."""
+    apart: set[int] = field(default_factory=set)
+    """Addresses of targets that share no byte with another, so that they may hold others than their own meanwhile."""
     ahead: Container[str] = ()
     """Files that are read in any case, so that nothing of them is read in place."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
@@ -164,15 +164,15 @@ class ReadPlan:
 
     def _add_host(self, item: Item, target: torch.Tensor) -> None:
         """Blocks straight to memory: read in place, as far as alignment allows it, else copied."""
-        block = item.block_bytes
+        address, block = target.data_ptr(), item.block_bytes
         is_direct = self.is_direct[item.file]
-        shift = -target.data_ptr() % PAGE_BYTES if is_direct else 0
+        shift = -address % PAGE_BYTES if is_direct else 0
         count = (item.raw_bytes - shift) // block
         if (
             count <= 0
             or item.file in self.ahead
             or (is_direct and item.raw_offset % PAGE_BYTES)
-            or (shift and not (self.are_apart and count * block >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES))
+            or (shift and not (address in self.apart and count * block >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES))
         ):
             self._add_blocks(item, target, range(len(item.sums)))
             return

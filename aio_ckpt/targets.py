@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt.manifest import IntArray
 
 __all__ = [
+    "are_apart",
     "are_whole",
     "extent_bytes",
     "has_own_memory",
@@ -65,6 +66,17 @@ def are_whole(tensors: Sequence[torch.Tensor], addresses: IntArray, nbytes: IntA
     available = np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.int64, count)
     begins = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.int64, count)
     return np.asarray((nbytes == 0) | ((addresses != 0) & (addresses - begins + nbytes <= available)), np.bool_)
+
+
+def are_apart(addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:
+    """For ranges of memory, which of them have no byte in common with any other. Empty ones have none."""
+    found = np.ones(len(addresses), np.bool_)
+    ascending = np.argsort(addresses, kind="stable")
+    ascending = ascending[nbytes[ascending] > 0]
+    begins, ends = addresses[ascending], (addresses + nbytes)[ascending]
+    found[ascending[1:][begins[1:] < np.maximum.accumulate(ends)[:-1]]] = False
+    found[ascending[:-1][begins[1:] < ends[:-1]]] = False
+    return found
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -74,12 +74,12 @@ async def load(storage, path, state, *, verify=True):
     outcome.put_back()
 
 
-async def segments_of(storage, path, target, *, are_apart):
+async def segments_of(storage, path, target, *, is_apart):
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     items = checkpoint.catalog.chunks["t"]
     async with Files(storage, path, readers=READERS) as files:
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
-        plan = ReadPlan(is_direct=files.is_direct, are_apart=are_apart)
+        plan = ReadPlan(is_direct=files.is_direct, apart={target.data_ptr()} if is_apart else set())
         plan.add_tensor(items, (0,), target)
         return plan.segments(READERS), files.is_direct[items[0].file]
 
@@ -102,7 +102,7 @@ async def test_a_target_at_any_address_is_filled_and_nothing_beside_it(storage, 
 async def test_all_but_the_end_is_read_without_a_buffer_and_placed_in_order(storage, tmp_path, lead):
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
     _, target = placed(NBYTES, lead)
-    segments, is_direct = await segments_of(storage, path, target, are_apart=True)
+    segments, is_direct = await segments_of(storage, path, target, is_apart=True)
     if not is_direct:
         pytest.skip("the file system of the temporary folder takes no O_DIRECT")
     *in_place, last = segments
@@ -120,14 +120,16 @@ async def test_all_but_the_end_is_read_without_a_buffer_and_placed_in_order(stor
 async def test_a_target_that_others_share_is_read_through_a_buffer(storage, tmp_path):
     """Two reads of one memory would move each other's bytes."""
     stored = random_bytes(NBYTES)
-    path = save_state(tmp_path / "c", {"t": stored, "tied": stored.clone()})
+    path = save_state(tmp_path / "c", {"t": stored, "tied": stored.clone(), "none": stored[:0]})
     _, target = placed(NBYTES, 64)
-    segments, is_direct = await segments_of(storage, path, target, are_apart=False)
+    segments, is_direct = await segments_of(storage, path, target, is_apart=False)
     assert not is_direct or all(segment.target is None and segment.after is None for segment in segments)
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     options = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False}
-    assert match_template(checkpoint, {"t": target, "tied": target.clone()}, **options).are_apart
-    assert not match_template(checkpoint, {"t": target, "tied": target}, **options).are_apart
+    copy = target.clone()
+    found = match_template(checkpoint, {"t": target, "tied": copy}, **options)
+    assert found.apart == {target.data_ptr(), copy.data_ptr()}
+    assert not match_template(checkpoint, {"t": target, "tied": target, "none": target[:0]}, **options).apart
     await load(storage, path, {"t": target, "tied": target})
     assert torch.equal(target, stored)
 

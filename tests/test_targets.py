@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from gated_storage import TIMEOUT
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import TemplateMismatchError
-from aio_ckpt.targets import overlapping
+from aio_ckpt.targets import are_apart, overlapping
 
 MANY = {f"other.{number}": torch.full((3,), float(number)) for number in range(600)}
 LARGE = 400_000
@@ -104,3 +106,14 @@ def test_every_pair_that_shares_a_byte_is_told_once() -> None:
     found = {tuple(sorted(pair)) for pair in overlapping(tensors)}
     assert found == {(1, 2), (1, 3), (2, 3), (1, 5), (0, 5)}
     assert len(list(overlapping(tensors))) == len(found)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=9))
+def test_ranges_that_share_no_byte_with_any_other_are_told(ranges: list[tuple[int, int]]) -> None:
+    memory = [set(range(start, start + nbytes)) for start, nbytes in ranges]
+    alone = [
+        all(one.isdisjoint(other) for other_number, other in enumerate(memory) if other_number != number)
+        for number, one in enumerate(memory)
+    ]
+    starts, lengths = (np.array(column, np.int64) for column in (zip(*ranges, strict=True) if ranges else ((), ())))
+    assert are_apart(starts, lengths).tolist() == alone
