@@ -1,7 +1,7 @@
 """Read plan: which bytes of which file go where, and how they are proven. Touches no file.
 
-Every tensor is cut into pieces (:mod:`aio_ckpt.pieces`). A piece is copied straight to its target where the target is
-host memory laid out like the stored bytes; all else (a slice, another layout, a device) goes by a landing.
+Every tensor is cut into pieces (:mod:`aio_ckpt.pieces`). Where the target is host memory laid out like the stored
+bytes, a piece is read to it or copied straight to it; all else (a slice, another layout, a device) goes by a landing.
 """
 
 from __future__ import annotations
@@ -168,12 +168,9 @@ class ReadPlan:
         is_direct = self.is_direct[item.file]
         shift = -address % PAGE_BYTES if is_direct else 0
         count = (item.raw_bytes - shift) // block
-        if (
-            count <= 0
-            or item.file in self.ahead
-            or (is_direct and item.raw_offset % PAGE_BYTES)
-            or (shift and not (address in self.apart and count * block >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES))
-        ):
+        may_shift = address in self.apart and block >= BLOCK_BYTES and count * block >= _SHIFTED_BYTES_MIN
+        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
+        if count <= 0 or not is_aligned or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return
         self.in_place.append(_InPlace(item, target, count, shift))
