@@ -129,7 +129,7 @@ class _Run:
         """Read one segment and put its pieces where they belong."""
         try:
             await self._segment(segment, buffer)
-        finally:  # also of one that failed or never began: who waits for it fails as well, and must not hang
+        finally:  # also of one that failed or never began: nobody may wait for ever, and then the load fails anyway
             self._placed[id(segment)].set()
 
     async def _segment(self, segment: Segment, buffer: memoryview) -> None:
@@ -233,7 +233,7 @@ def _move(moves: IntArray) -> None:
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
     copy_near(moves[is_small].astype(np.uint64))
     if not is_small.all():
-        for move in _runs(moves[~is_small]).tolist():  # ascending: one may reach over the source of the next
+        for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
             _copy(*move)
 
 

@@ -64,7 +64,8 @@ def match_template(
     template = tree.read_template(state, rank=rank)
     found = Match()
     missing, faults = _match_leaves(checkpoint, template, found)
-    faults += _overlaps(checkpoint, found, template)
+    found.apart, overlaps = _shared_memory(checkpoint, found, template)
+    faults += overlaps
     missing += _match_stateful(checkpoint, template, found, rank, world_size)
     if missing and not allow_missing:
         raise MissingNameError(
@@ -201,21 +202,21 @@ def _match_rest(
     return missing, faults
 
 
-def _overlaps(checkpoint: Checkpoint, found: Match, template: tree.Template) -> list[str]:
-    """Targets that would be written through each other with other values. Tells ``found`` which share no memory."""
+def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template) -> tuple[set[int], list[str]]:
+    """See :attr:`Match.apart`; and which targets would be written through each other with other values."""
     spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
     starts = np.append(found.small.addresses, np.array([start for start, _ in spans], np.int64))
     nbytes = np.array([nbytes for _, nbytes in spans], np.int64)
     is_apart = are_apart(starts, np.append(checkpoint.catalog.small.nbytes[found.small.rows], nbytes))
     others = slice(len(found.small.tensors), None)
-    found.apart.update(starts[others][is_apart[others] & (nbytes > 0)].tolist())
+    apart = set(starts[others][is_apart[others] & (nbytes > 0)].tolist())
     if is_apart.all():  # so chunks need not be made
-        return []
+        return apart, []
     small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
     named = [(name, value) for name, value in zip(template.names, template.values, strict=True) if id(value) in small]
     named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
     names, tensors = [name for name, _ in named], cast("list[torch.Tensor]", [tensor for _, tensor in named])
-    return [
+    return apart, [
         f"{names[later]!r} shares memory with {names[before]!r} in the template, but the checkpoint holds other values "
         "for it: give it memory of its own, or leave it out"
         for before, later in overlapping(tensors)

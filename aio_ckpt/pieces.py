@@ -183,7 +183,7 @@ def copied_pieces(items: SmallItems, rows: IntArray, addresses: IntArray) -> Pie
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class Segment:
     """One read."""
 

@@ -1,7 +1,7 @@
 """Read: load into a template, or read a nested state without one. Verified, ranged, resharded by DCP's planner.
 
 What is promised: everything that can be known before a byte of data is read is checked before; tensors of the template
-are filled as they are read and proven; objects and ``load_state_dict`` come last, when all was proven.
+are filled as they are read, some before they are proven; objects and ``load_state_dict`` come last, when all was.
 """
 
 from __future__ import annotations

@@ -182,6 +182,22 @@ async def test_tied_names_of_a_template_are_filled_whichever_read_ends_first(exe
     assert torch.equal(target, stored)
 
 
+async def test_memory_that_other_processes_may_have_is_read_to_through_a_buffer(storage, tmp_path):
+    path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
+    target = torch.empty(NBYTES + 1, dtype=torch.uint8).share_memory_()[1:]
+    segments, is_direct = await segments_of(storage, path, target, is_apart=True)
+    assert not is_direct or all(segment.target is None for segment in segments)
+
+
+async def test_a_tensor_below_the_size_that_pays_is_read_through_a_buffer(storage, tmp_path, monkeypatch):
+    path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
+    _, target = placed(NBYTES, 64)
+    for least, is_in_place in ((NBYTES, True), (NBYTES + 1, False)):
+        monkeypatch.setattr(readplan, "_SHIFTED_BYTES_MIN", least)
+        segments, is_direct = await segments_of(storage, path, target, is_apart=True)
+        assert not is_direct or (segments[0].target is not None) is is_in_place
+
+
 @pytest.mark.parametrize("block", [0, 3, 8, 9])
 async def test_damage_is_found_wherever_it_is(storage, tmp_path, block):
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
