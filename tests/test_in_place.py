@@ -265,8 +265,9 @@ async def test_a_load_that_is_cancelled_between_reads_ends(executor, tmp_path):
     storage = LateFirst(executor, 1 << 30)
     _, target = placed(NBYTES, 64)
     task = asyncio.create_task(load(storage, path, {"t": target}))
-    while storage.ended < READERS - 1:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(SECS):
+        while storage.ended < READERS - 1:
+            await asyncio.sleep(0)
     task.cancel()
     await asyncio.sleep(0)
     storage.is_time.set()  # a read that has begun is waited for
