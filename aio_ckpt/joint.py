@@ -21,7 +21,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.frames import Verdict
 from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.pending import Site
-from aio_ckpt.walk import ChangedError, Damage, Walk, candidates, too_many_changes
+from aio_ckpt.walk import ChangedError, Damage, Use, Walk, candidates, too_many_changes
 
 __all__ = ["Loaded", "newest_good_for_all", "refuse_for_all"]
 
@@ -81,7 +81,7 @@ _ORDERS = msgspec.msgpack.Decoder(_Order)
 
 
 async def newest_good_for_all(
-    site: Site, name: str, step: int | None, use: Callable[[commit.Committed], Awaitable[L]], *, fallback: bool
+    site: Site, name: str, step: int | None, use: Use[L], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.walk.newest_good`, for the same call on every rank, which all call ``name``.
 
@@ -128,7 +128,7 @@ def _topic(name: str, turn: int) -> str:
 class _Own(Generic[L]):
     """This rank's side: it does what all are told."""
 
-    def __init__(self, site: Site, use: Callable[[commit.Committed], Awaitable[L]]) -> None:
+    def __init__(self, site: Site, use: Use[L]) -> None:
         self.walk = Walk(site=site)
         self._newest_before = site.peers.newest
         self._use = use

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,16 @@ async def load_checkpoint(
     world_size: int,
     ranks_on_host: int = 1,
     readers: int,
+    in_place: bool = True,
     verify: bool,
     strict: bool,
     allow_missing: bool,
     trusted: bool,
 ) -> LoadOutcome:
-    """Fill the tensors of ``state`` in place from the checkpoint at ``path``. ``readers`` reads are in flight.
+    """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
+    Without ``in_place`` all is proven in buffers, where no other thread of the caller's can change it.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.catalog.open_checkpoint`.
@@ -96,9 +98,10 @@ async def load_checkpoint(
     """
 
     def match() -> Match:
-        return match_template(
+        found = match_template(
             checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
         )
+        return found if in_place else replace(found, apart=set())
 
     async def read_ahead(root: RootManifest, manifest_is_read: Callable[[], Awaitable[object]]) -> None:
         if is_worth_reading_ahead(root, rank=rank, world_size=world_size):

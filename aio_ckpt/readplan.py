@@ -47,7 +47,7 @@ class ReadPlan:
     is_direct: Mapping[str, bool]
     """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
     apart: set[int] = field(default_factory=set)
-    """Addresses of targets that share no byte with another, so that they may hold others than their own meanwhile."""
+    """Addresses of targets that share no byte with another: they alone are read in place."""
     ahead: Container[str] = ()
     """Files that are read in any case, so that nothing of them is read in place."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
@@ -171,9 +171,9 @@ class ReadPlan:
         shift = -address % PAGE_BYTES if is_direct else 0
         count = (item.raw_bytes - shift) // block
         is_large = item.raw_bytes >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES  # blocks that are moved by memmove
-        may_shift = is_large and address in self.apart and not target.untyped_storage().is_shared()  # nor by processes
+        may_shift = is_large and not target.untyped_storage().is_shared()  # nor by processes
         is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
-        if count <= 0 or not is_aligned or item.file in self.ahead:
+        if address not in self.apart or not is_aligned or count <= 0 or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return
         self.in_place.append(_InPlace(item, target, count, shift))

@@ -67,8 +67,8 @@ async def _load(site: Site, state: object, step: object, options: Mapping[str, b
         raise
     fill = functools.partial(_fill, site, state, checked)
 
-    async def fill_and_put_back(candidate: Committed) -> _Filled:
-        filled = await fill(candidate)
+    async def fill_and_put_back(candidate: Committed, again: bool) -> _Filled:
+        filled = await fill(candidate, again)
         await filled.put_back()
         return filled
 
@@ -116,7 +116,7 @@ class _Filled:
         await run_blocking(self.executor, self.outcome.put_back)
 
 
-async def _fill(site: Site, state: object, options: LoadOptions, candidate: Committed) -> _Filled:
+async def _fill(site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool) -> _Filled:
     outcome = await load_checkpoint(
         site.storage,
         candidate.path,
@@ -128,6 +128,7 @@ async def _fill(site: Site, state: object, options: LoadOptions, candidate: Comm
         executor=site.executor,
         ring=site.ring,
         readers=site.config.workers,
+        in_place=not again,
         verify=site.config.verify == "load",
         strict=options.strict,
         allow_missing=options.allow_missing,
@@ -155,7 +156,7 @@ def selection(only: Any) -> list[str] | None:
 async def read_tree(site: Site, step: int | None, only: Collection[str] | None) -> object:
     """The nested state of ``step``, or of the newest checkpoint that verifies."""
 
-    async def read(candidate: Committed) -> object:
+    async def read(candidate: Committed, _: bool) -> object:
         return await read_state(
             site.storage,
             candidate.path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from aio_ckpt import commit
 from aio_ckpt.errors import (
@@ -19,14 +19,16 @@ from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.pending import Site
 from aio_ckpt.quarantine import Condemned
 
-__all__ = ["ChangedError", "Damage", "Walk", "candidates", "newest_good", "too_many_changes"]
+__all__ = ["ChangedError", "Damage", "Use", "Walk", "candidates", "newest_good", "too_many_changes"]
 
 T = TypeVar("T")
+Use: TypeAlias = Callable[[commit.Committed, bool], Awaitable[T]]
+"""Reads a checkpoint; the second time (True) to memory that nobody else has: what does not match then is damage."""
 _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
-    site: Site, step: int | None, use: Callable[[commit.Committed], Awaitable[T]], *, fallback: bool
+    site: Site, step: int | None, use: Use[T], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
@@ -94,28 +96,28 @@ class Walk:
     is_modified: bool = False
     """Whether any reading began to fill the template."""
 
-    async def use(self, candidate: commit.Committed, use: Callable[[commit.Committed], Awaitable[T]]) -> T:
-        """``use`` of a checkpoint, read a second time if it does not match: a bad transfer is no damage on the disk.
+    async def use(self, candidate: commit.Committed, use: Use[T]) -> T:
+        """``use`` of a checkpoint, a second time if it does not match: a bad transfer is no damage on the disk.
 
         Raises:
             CorruptCheckpointError: neither time; noted in ``damaged``.
             ChangedError: it is no longer the one that was found.
         """
         try:
-            return await self._read(candidate, use)
+            return await self._read(candidate, use, again=False)
         except CorruptCheckpointError as error:
             first = error
         _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
         try:
-            return await self._read(candidate, use)
+            return await self._read(candidate, use, again=True)
         except CorruptCheckpointError as error:
             is_proven = isinstance(first, MismatchError) and isinstance(error, MismatchError)
             self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
             raise
 
-    async def _read(self, candidate: commit.Committed, use: Callable[[commit.Committed], Awaitable[T]]) -> T:
+    async def _read(self, candidate: commit.Committed, use: Use[T], *, again: bool) -> T:
         try:
-            return await use(candidate)
+            return await use(candidate, again)
         except (CorruptCheckpointError, CheckpointNotFoundError, ReadError) as error:
             self.is_modified = self.is_modified or error.target_modified
             if not await commit.is_unchanged(self.site.storage, candidate):

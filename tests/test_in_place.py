@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_maker import save_state
 
-from aio_ckpt import readplan
+from aio_ckpt import SyncCheckpointEngine, readplan
 from aio_ckpt.bounce import address_of
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.files import Files
@@ -276,3 +276,40 @@ async def test_a_load_that_is_cancelled_between_reads_ends(executor, tmp_path):
     before = target.clone()
     await asyncio.sleep(0)
     assert torch.equal(target, before)
+
+
+class Scribbled(LocalStorage):
+    """Somebody else writes to the caller's tensors whenever they are read to."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor, "auto")
+        self.target = torch.empty(0)
+        self.times = 0
+
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, shared=shared)
+        inner = file.read_into
+
+        async def read_into(offset: int, view: memoryview) -> int:
+            got = await inner(offset, view)
+            if 0 <= address_of(view) - self.target.data_ptr() < self.target.nbytes:
+                self.times += 1
+                view[:100] = bytes(100)
+            return got
+
+        file.read_into = read_into  # type: ignore[method-assign]
+        return file
+
+
+@pytest.mark.parametrize("lead", [0, 64])
+def test_what_others_write_to_a_target_is_no_damage_of_the_checkpoint(executor, tmp_path, lead):
+    storage, stored = Scribbled(executor), random_bytes(NBYTES)
+    with SyncCheckpointEngine(tmp_path, storage=storage) as engine:
+        engine.save({"t": random_bytes(NBYTES, 1)}, step=1).result(SECS)
+        engine.save({"t": stored}, step=2).result(SECS)
+        storage.target = placed(NBYTES, lead)[1]
+        report = engine.load({"t": storage.target})
+        steps = engine.steps()
+    assert storage.times
+    assert (report.step, report.skipped, steps) == (2, (), [1, 2])
+    assert torch.equal(storage.target, stored)
