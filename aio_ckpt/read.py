@@ -10,7 +10,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ async def load_checkpoint(
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
-    Without ``in_place`` all is proven in buffers, where no other thread of the caller's can change it.
+    Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.catalog.open_checkpoint`.
@@ -98,10 +98,9 @@ async def load_checkpoint(
     """
 
     def match() -> Match:
-        found = match_template(
+        return match_template(
             checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
         )
-        return found if in_place else replace(found, apart=set())
 
     async def read_ahead(root: RootManifest, manifest_is_read: Callable[[], Awaitable[object]]) -> None:
         if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
@@ -112,7 +111,8 @@ async def load_checkpoint(
         files.vouch(manifest.file for manifest in checkpoint.ranks)
         found = await run_blocking(executor, match)
         files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
-        draft, segments = await _drafted(files, checkpoint, found, executor=executor, readers=readers, trusted=trusted)
+        reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
+        draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
             put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)
@@ -147,7 +147,7 @@ def _wants_all(found: Match, catalog: Catalog) -> bool:
 
 
 async def _drafted(
-    files: Files, checkpoint: Checkpoint, found: Match, *, executor: Executor, readers: int, trusted: bool
+    files: Files, checkpoint: Checkpoint, found: Match, reads: ReadPlan, executor: Executor, readers: int, trusted: bool
 ) -> tuple[_Draft, list[Segment]]:
     """What to read for a template, and by which reads."""
     catalog = checkpoint.catalog
@@ -155,9 +155,7 @@ async def _drafted(
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     await files.measure(catalog.small.files_of(found.small), catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, ahead=files.ahead)
-    draft = _Draft(source=source, plan=reads)
-    draft.sharded.update(found.sharded)
+    draft = _Draft(source=source, plan=reads, sharded=found.sharded)
 
     def plan() -> list[Segment]:
         draft.plan.add_small(catalog.small, found.small)

@@ -30,8 +30,8 @@ __all__ = ["ReadPlan", "Segment", "bytes_of"]
 _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
 _SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
 _SHIFTED_BYTES_MIN = 64 << 20
-"""From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB were 7 to 9 % faster
-on two cores, with a quarter less CPU time, 32 MiB as fast, 9 and 16 MiB slower: torch's memory is in small pages."""
+"""From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
+on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
 _IN_PLACE_BYTES_MIN, _IN_PLACE_BYTES_MAX = 16 << 20, 64 << 20
 """Of one read."""
 _IN_PLACE_A_READER = 4
@@ -47,7 +47,9 @@ class ReadPlan:
     is_direct: Mapping[str, bool]
     """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
     apart: set[int] = field(default_factory=set)
-    """Addresses of targets that share no byte with another: they alone are read in place."""
+    """Addresses of targets that share no byte with another, so that they may hold others than their own meanwhile."""
+    may_read_in_place: bool = True
+    """False: everything is proven in a buffer and copied."""
     ahead: Container[str] = ()
     """Files that are read in any case, so that nothing of them is read in place."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
@@ -158,11 +160,7 @@ class ReadPlan:
 
     def _add_blocks(self, item: Item, target: torch.Tensor, numbers: Iterable[int]) -> None:
         """Blocks that are copied to memory."""
-        rows, address, device = self._rows_of(item.file), target.data_ptr(), self._number_of(target)
-        for number in numbers:
-            at = number * item.block_bytes
-            nbytes = min(item.block_bytes, item.raw_bytes - at)
-            rows.add(item.raw_offset + at, nbytes, item.sums[number], address + at, item.name, device=device)
+        _add_rows(self._rows_of(item.file), item, numbers, target.data_ptr(), self._number_of(target))
 
     def _add_host(self, item: Item, target: torch.Tensor) -> None:
         """Blocks straight to memory: read in place, as far as alignment allows it, else copied."""
@@ -171,9 +169,9 @@ class ReadPlan:
         shift = -address % PAGE_BYTES if is_direct else 0
         count = (item.raw_bytes - shift) // block
         is_large = item.raw_bytes >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES  # blocks that are moved by memmove
-        may_shift = is_large and not target.untyped_storage().is_shared()  # nor by processes
+        may_shift = is_large and address in self.apart and not target.untyped_storage().is_shared()  # nor by processes
         is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
-        if address not in self.apart or not is_aligned or count <= 0 or item.file in self.ahead:
+        if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return
         self.in_place.append(_InPlace(item, target, count, shift))
@@ -277,10 +275,7 @@ class _InPlace:
 
     def _segment(self, blocks: range, target: memoryview | None, before: Segment | None) -> Segment:
         item, block, rows = self.item, self.item.block_bytes, PieceRows()
-        for number in blocks:
-            at = number * block
-            place = self.target.data_ptr() + at if self.shift else 0
-            rows.add(item.raw_offset + at, min(block, item.raw_bytes - at), item.sums[number], place, item.name)
+        _add_rows(rows, item, blocks, self.target.data_ptr() if self.shift else 0)
         stop = item.raw_offset + min(blocks.stop * block, item.raw_bytes)
         return Segment(
             file=item.file,
@@ -290,6 +285,14 @@ class _InPlace:
             target=target,
             after=before if self.shift else None,
         )
+
+
+def _add_rows(rows: PieceRows, item: Item, numbers: Iterable[int], address: int, device: int = 0) -> None:
+    """Blocks that are copied to where the target begins at ``address``; 0: they are read in place."""
+    for number in numbers:
+        at = number * item.block_bytes
+        nbytes, place = min(item.block_bytes, item.raw_bytes - at), address and address + at
+        rows.add(item.raw_offset + at, nbytes, item.sums[number], place, item.name, device=device)
 
 
 def _label(item: Item) -> str:

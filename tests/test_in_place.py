@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
 from checkpoint_maker import save_state
+from test_read import flip
 
 from aio_ckpt import SyncCheckpointEngine, readplan
 from aio_ckpt.bounce import address_of
@@ -134,33 +138,44 @@ async def test_a_target_that_others_share_is_read_through_a_buffer(storage, tmp_
     assert torch.equal(target, stored)
 
 
-class Gated(LocalStorage):
-    """Of the reads of two blocks, the first and the third wait for a gate each."""
+Inner: TypeAlias = Callable[[int, memoryview], Awaitable[int]]
+
+
+class OddReads(LocalStorage):
+    """Each read of a data file goes through ``read_into``."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor, "auto")
+
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, shared=shared)
+        file.read_into = functools.partial(self.read_into, file.read_into)  # type: ignore[method-assign]
+        return file
+
+    async def read_into(self, inner: Inner, offset: int, view: memoryview) -> int:
+        raise NotImplementedError
+
+
+class Gated(OddReads):
+    """Of the reads of two blocks, the first and the third wait for a gate each."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
         self.gates = {0: asyncio.Event(), 2: asyncio.Event()}
         self.begun = self.ended = 0
         self.both_ended = asyncio.Event()
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, shared=shared)
-        inner = file.read_into
-
-        async def read_into(offset: int, view: memoryview) -> int:
-            if view.nbytes != 2 * BLOCK_BYTES:
-                return await inner(offset, view)
-            number, self.begun = self.begun, self.begun + 1
-            if number in self.gates:
-                await self.gates[number].wait()
-            got = await inner(offset, view)
-            self.ended += 1
-            if self.ended == 2:
-                self.both_ended.set()
-            return got
-
-        file.read_into = read_into  # type: ignore[method-assign]
-        return file
+    async def read_into(self, inner: Inner, offset: int, view: memoryview) -> int:
+        if view.nbytes != 2 * BLOCK_BYTES:
+            return await inner(offset, view)
+        number, self.begun = self.begun, self.begun + 1
+        if number in self.gates:
+            await self.gates[number].wait()
+        got = await inner(offset, view)
+        self.ended += 1
+        if self.ended == 2:
+            self.both_ended.set()
+        return got
 
 
 async def test_tied_names_of_a_template_are_filled_whichever_read_ends_first(executor, tmp_path):
@@ -203,46 +218,35 @@ async def test_damage_is_found_wherever_it_is(storage, tmp_path, block):
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
     at = checkpoint.ranks[0].tensors[0].raw_offset + block * BLOCK_BYTES + 17
-    with (path / "__0_0.distcp").open("r+b") as file:
-        file.seek(at)
-        (old,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([old ^ 1]))
+    flip(path / "__0_0.distcp", at)
     with pytest.raises(CorruptCheckpointError, match="'t'") as caught:
         await asyncio.wait_for(load(storage, path, {"t": placed(NBYTES, 64)[1]}), SECS)
     assert caught.value.target_modified
 
 
-class LateFirst(LocalStorage):
+class LateFirst(OddReads):
     """The first large read ends once ``others`` large ones have; or fails."""
 
     def __init__(self, executor: Executor, others: int, error: OSError | None = None) -> None:
-        super().__init__(executor, "auto")
+        super().__init__(executor)
         self.others, self.error = others, error
         self.ended = 0
         self.is_time = asyncio.Event()
         self.has_begun = False
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, shared=shared)
-        inner = file.read_into
-
-        async def read_into(offset: int, view: memoryview) -> int:
-            if view.nbytes < 2 * BLOCK_BYTES:
-                return await inner(offset, view)
-            is_first, self.has_begun = not self.has_begun, True
-            if is_first:
-                await self.is_time.wait()
-                if self.error is not None:
-                    raise self.error
-            got = await inner(offset, view)
-            self.ended += 1
-            if self.ended >= self.others:
-                self.is_time.set()
-            return got
-
-        file.read_into = read_into  # type: ignore[method-assign]
-        return file
+    async def read_into(self, inner: Inner, offset: int, view: memoryview) -> int:
+        if view.nbytes < 2 * BLOCK_BYTES:
+            return await inner(offset, view)
+        is_first, self.has_begun = not self.has_begun, True
+        if is_first:
+            await self.is_time.wait()
+            if self.error is not None:
+                raise self.error
+        got = await inner(offset, view)
+        self.ended += 1
+        if self.ended >= self.others:
+            self.is_time.set()
+        return got
 
 
 async def test_a_read_that_ends_behind_later_ones_is_still_placed_before_them(executor, tmp_path):
@@ -278,27 +282,20 @@ async def test_a_load_that_is_cancelled_between_reads_ends(executor, tmp_path):
     assert torch.equal(target, before)
 
 
-class Scribbled(LocalStorage):
+class Scribbled(OddReads):
     """Somebody else writes to the caller's tensors whenever they are read to."""
 
     def __init__(self, executor: Executor) -> None:
-        super().__init__(executor, "auto")
+        super().__init__(executor)
         self.target = torch.empty(0)
         self.times = 0
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, shared=shared)
-        inner = file.read_into
-
-        async def read_into(offset: int, view: memoryview) -> int:
-            got = await inner(offset, view)
-            if 0 <= address_of(view) - self.target.data_ptr() < self.target.nbytes:
-                self.times += 1
-                view[:100] = bytes(100)
-            return got
-
-        file.read_into = read_into  # type: ignore[method-assign]
-        return file
+    async def read_into(self, inner: Inner, offset: int, view: memoryview) -> int:
+        got = await inner(offset, view)
+        if 0 <= address_of(view) - self.target.data_ptr() < self.target.nbytes:
+            self.times += 1
+            view[:100] = bytes(100)
+        return got
 
 
 @pytest.mark.parametrize("lead", [0, 64])
