@@ -1,4 +1,4 @@
-"""Data files on a local file system: concurrent writes and ranged reads, with O_DIRECT where it really works."""
+"""Data files on a local file system: concurrent writes and ranged reads, with O_DIRECT where a file takes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy as np
 from aiofiles.threadpool import wrap
 
+from aio_ckpt.directio import NOT_SUPPORTED, RWF_DONTCACHE, Probe, aligned_span, refusal, takes_direct
 from aio_ckpt.errors import AioCkptError, EngineClosedError, ReadError, WriteError
 from aio_ckpt.items import PAGE_BYTES, WriteMode
 from aio_ckpt.portal import Executor, run_blocking, run_owned, watch_submissions
@@ -29,17 +28,7 @@ if TYPE_CHECKING:
 
     from aio_ckpt.config import DirectIO
 
-__all__ = ["LocalDataFile", "LocalReadFile", "Probe", "create_data_file", "open_data_file"]
-__all__ += ["probe_read", "probe_write", "translated"]
-
-RWF_DONTCACHE = 0x80
-"""Linux 6.14: through the page cache, dropped from it once written. Not in Python's ``os``."""
-
-NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""What file systems answer to an operation they lack."""
-
-Probe = Callable[[int, int], None]
-"""``probe(descriptor, rwf_flags)`` raises OSError unless the file takes such an aligned operation."""
+__all__ = ["LocalDataFile", "LocalReadFile", "create_data_file", "open_data_file", "translated"]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -54,19 +43,6 @@ def translated(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]
     except OSError as error:
         name = error.filename or str(path)
         raise kind(error.errno or errno.EIO, error.strerror or str(error), name, None, error.filename2) from error
-
-
-def probe_write(descriptor: int, rwf_flags: int) -> None:
-    """Write one aligned page of zeros at offset 0: an O_DIRECT open that succeeds proves nothing."""
-    with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
-        if os.pwritev(descriptor, [page], 0, rwf_flags) != PAGE_BYTES:
-            raise OSError(errno.EINVAL, "an aligned write fell short")
-
-
-def probe_read(descriptor: int, rwf_flags: int) -> None:
-    """Read one aligned page at offset 0."""
-    with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
-        os.preadv(descriptor, [page], 0, rwf_flags)
 
 
 # -- descriptors and the threads that use them ----------------------------------------------------
@@ -143,15 +119,6 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
         function()
 
 
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
-def _aligned_span(address: int, offset: int, nbytes: int) -> int:
-    """How many of the next bytes O_DIRECT takes in one call."""
-    return 0 if (address | offset) % PAGE_BYTES else nbytes - nbytes % PAGE_BYTES
-
-
 # -- writing --------------------------------------------------------------------------------------
 
 
@@ -198,7 +165,6 @@ class LocalDataFile:
     async def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``; what falls short is continued."""
         view = data.cast("B") if data.nbytes else data
-        address = _address(view) if view.nbytes else 0
         with translated(WriteError, self.path), self._files.use() as at_end:
             handle = await self._take_handle() if self.mode != "dontcache" else None
             if handle is not None:
@@ -206,9 +172,7 @@ class LocalDataFile:
             done = 0
             while done < view.nbytes:
                 rest = view[done:]
-                span = rest.nbytes
-                if self.mode == "direct":
-                    span = _aligned_span(address + done, offset + done, span)
+                span = aligned_span(rest, offset + done) if self.mode == "direct" else rest.nbytes
                 if handle is not None and span:
                     os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # blocks nowhere: not worth a thread
                     written = await handle.write(rest[:span])
@@ -295,36 +259,9 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> WriteMode:
     """Direct if a real write passes, else uncached, else through the page cache."""
-    if direct_io != "off" and _takes_direct(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
+    if direct_io != "off" and takes_direct(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
         return "direct"
-    return "buffered" if _refusal(probe, base, RWF_DONTCACHE) else "dontcache"
-
-
-def _takes_direct(path: Path, access: int, probe: Probe, *, is_required: bool) -> bool:
-    number = -1
-    try:
-        number = os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
-        refusal = _refusal(probe, number, 0)
-    except OSError as error:
-        if number >= 0 or error.errno not in NOT_SUPPORTED:
-            raise
-        refusal = error
-    finally:
-        if number >= 0:
-            os.close(number)
-    if refusal is not None and is_required:
-        raise OSError(refusal.errno, f'{refusal.strerror}; direct_io="on" refuses to fall back') from refusal
-    return refusal is None
-
-
-def _refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | None:
-    try:
-        probe(descriptor, rwf_flags)
-    except OSError as error:
-        if error.errno not in NOT_SUPPORTED:
-            raise  # no room, a broken disk: no other way of writing mends that
-        return error
-    return None
+    return "buffered" if refusal(probe, base, RWF_DONTCACHE) else "dontcache"
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -341,12 +278,13 @@ class LocalReadFile:
         self._executor = executor
         self._files = _Descriptors(executor, numbers)
 
-    async def read_into(self, offset: int, view: memoryview) -> int:
-        """Fill ``view`` from ``offset``; the bytes read."""
-        if not view.nbytes:
+    async def read_into(self, offset: int, *views: memoryview) -> int:
+        """Fill ``views``, one after the other, from ``offset``; the bytes read."""
+        left = [view.cast("B") for view in views if view.nbytes]
+        if not left:
             return 0
         with translated(ReadError, self.path), self._files.use():
-            return await run_blocking(self._executor, _read_fully, self._numbers, offset, view.cast("B"))
+            return await run_blocking(self._executor, _read_fully, self._numbers, offset, left)
 
     async def close(self) -> None:
         """Close when the last read's thread is done."""
@@ -369,7 +307,7 @@ def _open(path: Path, direct_io: DirectIO, probe: Probe) -> list[int]:
     """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
     numbers = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
     try:
-        if direct_io != "off" and _takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
+        if direct_io != "off" and takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
             numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
         else:
             os.posix_fadvise(numbers[0], 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -379,14 +317,28 @@ def _open(path: Path, direct_io: DirectIO, probe: Probe) -> list[int]:
     return numbers
 
 
-def _read_fully(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
-    address = _address(view)
-    done = 0
-    while done < view.nbytes:
-        rest = view[done:]
-        span = _aligned_span(address + done, offset + done, rest.nbytes) if len(numbers) > 1 else 0
-        count = os.preadv(numbers[1] if span else numbers[0], [rest[:span] if span else rest], offset + done)
+def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+    begin = offset
+    while views:
+        direct = _taken_directly(views, offset) if len(numbers) > 1 else []
+        count = os.preadv(numbers[1] if direct else numbers[0], direct or views, offset)
         if not count:
             break
-        done += count
-    return done
+        offset += count
+        while views and count >= views[0].nbytes:
+            count -= views.pop(0).nbytes
+        if count:
+            views[0] = views[0][count:]
+    return offset - begin
+
+
+def _taken_directly(views: list[memoryview], offset: int) -> list[memoryview]:
+    """What O_DIRECT takes of the next bytes in one call."""
+    taken: list[memoryview] = []
+    for view in views:
+        span = aligned_span(view, offset)
+        taken += [view[:span]] if span else []
+        if span < view.nbytes:
+            break
+        offset += span
+    return taken

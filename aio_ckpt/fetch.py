@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,9 +20,8 @@ from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES
-from aio_ckpt.manifest import IntArray
-from aio_ckpt.moves import copy_near
 from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
+from aio_ckpt.place import finish, place
 from aio_ckpt.portal import Executor, run_blocking
 
 __all__ = [
@@ -39,11 +37,6 @@ __all__ = [
 
 _PLACERS = 2
 """Segments that are proven and copied while as many reads as allowed stay in flight."""
-
-_SMALL_COPY_BYTES = 64 << 10
-"""Up to this size copies are made many at once; beyond, each is one memmove."""
-
-_copy = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.CDLL(None)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +68,7 @@ async def fetch(
         ReadError: the operating system could not read.
     """
     left = iter(segments)
-    bounced = [
-        segment.stop - segment.start
-        for segment in segments
-        if segment.target is None and segment.file not in files.ahead
-    ]
+    bounced = [segment.bounced_bytes for segment in segments if segment.file not in files.ahead]
     buffers = files.buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
 
     async def work(buffer: memoryview) -> None:
@@ -133,10 +122,10 @@ class _Run:
             self._placed[id(segment)].set()
 
     async def _segment(self, segment: Segment, buffer: memoryview) -> None:
-        view = await self._files.read_already(segment.file, segment.start, segment.stop)
-        is_read = view is not None
-        if view is None:
-            view = _room(segment, buffer, self._files)
+        parts = [segment] if segment.rest is None else [segment, segment.rest]
+        ahead = await self._files.read_already(segment.file, segment.start, segment.stop)
+        is_read = ahead is not None
+        views = [_room(part, buffer, self._files) for part in parts] if ahead is None else [ahead]
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         for landing in landings:
             landing.open()
@@ -145,24 +134,24 @@ class _Run:
         with anyio.CancelScope(shield=True):
             try:
                 if not is_read:
-                    got = await self._read(segment, view)
+                    got = await self._read(segment, views)
                     self.bytes_read += got
-                    _check_length(segment, got)
+                    for part in parts:
+                        _check_length(part, segment.start + got)
             finally:
                 self._reading.release()
             if segment.after is not None:
                 await self._placed[id(segment.after)].wait()
             is_proven = is_read and self._files.is_proven(segment.file)
-            self.sums_checked += await run_blocking(
-                self._executor, _place, segment, view, self._verify, is_proven, self._copies
-            )
+            reads = list(zip(parts, views, strict=True))
+            self.sums_checked += await run_blocking(self._executor, place, reads, self._verify, is_proven, self._copies)
             complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
             if complete:
-                self.sums_checked += await run_blocking(self._executor, _finish, complete, self._verify, self._copies)
+                self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
 
-    async def _read(self, segment: Segment, view: memoryview) -> int:
+    async def _read(self, segment: Segment, views: Sequence[memoryview]) -> int:
         async with self._files.use(segment.file) as file:
-            return await file.read_into(segment.start, view)
+            return await file.read_into(segment.start, *views)
 
 
 def _room(segment: Segment, buffer: memoryview, files: Files) -> memoryview:
@@ -179,98 +168,10 @@ def _count_down(landing: Landing, count: int) -> bool:
     return not landing.pieces_left
 
 
-def _finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) -> int:
-    try:
-        combine = isal_zlib.crc32_combine if verify else None
-        return sum(landing.finish(combine, copies[landing.device]) for landing in landings)
-    finally:
-        _wait_for(copies[number] for number in {landing.device for landing in landings})
-
-
-def _wait_for(issued: Iterable[Copies]) -> None:
-    """Until what this thread issued is done: then its sources and targets are free."""
-    for copies in issued:
-        copies.mark().synchronize()
-
-
-def _check_length(segment: Segment, got: int) -> None:
-    beyond = np.flatnonzero(segment.pieces.starts + segment.pieces.nbytes > segment.start + got)
+def _check_length(segment: Segment, end: int) -> None:
+    beyond = np.flatnonzero(segment.pieces.starts + segment.pieces.nbytes > end)
     if len(beyond):
-        label = segment.pieces.labels[beyond[0]]
-        raise MismatchError(f"{segment.file}: ends at byte {segment.start + got}, inside {label}")
-
-
-def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
-    """Prove the pieces of a segment, then copy them; the number of sums that matched. The hot loops: 1 us a piece.
-
-    ``is_proven`` tells that the whole file was.
-    """
-    pieces = segment.pieces
-    begins = pieces.starts - segment.start
-    checked = 0
-    if verify and is_proven and (pieces.crcs >= 0).all():
-        checked = len(pieces.crcs)
-    elif verify:
-        checked = _prove(segment, view, begins)
-    moves = np.stack([pieces.addresses, begins + address_of(view), pieces.nbytes], axis=1)
-    is_moved = pieces.addresses != 0
-    _move(moves[is_moved & (pieces.devices == 0)])
-    numbers = np.unique(pieces.devices[is_moved & (pieces.devices > 0)]).tolist()
-    try:
-        for number in numbers:
-            copies[number].issue(0, _runs(moves[is_moved & (pieces.devices == number)]).astype(np.uint64))
-    finally:  # the view is read into anew afterwards
-        _wait_for(copies[number] for number in numbers)
-    for row, landing in enumerate(pieces.landings.tolist()):
-        if landing is not None and landing.scratch is not None:
-            begin, nbytes = int(begins[row]), int(pieces.nbytes[row])
-            _land(landing, int(pieces.starts[row]) - landing.start, view[begin : begin + nbytes])
-    return checked
-
-
-def _move(moves: IntArray) -> None:
-    """Within the host's memory: (target, source, bytes) each."""
-    is_small = moves[:, 2] <= _SMALL_COPY_BYTES
-    copy_near(moves[is_small].astype(np.uint64))
-    if not is_small.all():
-        for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
-            _copy(*move)
-
-
-def _runs(moves: IntArray) -> IntArray:
-    """The same with those joined that follow each other in both memories: the blocks of a tensor."""
-    stops = moves[:, :2] + moves[:, 2:]
-    first = np.flatnonzero(np.append(True, (moves[1:, :2] != stops[:-1]).any(axis=1)))
-    return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
-
-
-def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
-    pieces, crc32 = segment.pieces, isal_zlib.crc32
-    ends = begins + pieces.nbytes
-    sums = [crc32(view[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-    is_summed = pieces.crcs >= 0
-    bad = np.flatnonzero(is_summed & (pieces.crcs != sums))
-    if len(bad):
-        raise _mismatch(segment, int(bad[0]))
-    for row in np.flatnonzero(~is_summed).tolist():
-        landing = pieces.landings[row]
-        if landing is not None and landing.sums:
-            landing.sums[pieces.positions[row]] = (sums[row], int(pieces.nbytes[row]))
-    return int(np.count_nonzero(is_summed))
-
-
-def _land(landing: Landing, at: int, data: memoryview) -> None:
-    assert landing.scratch is not None
-    _copy(landing.scratch.data_ptr() + at, address_of(data), data.nbytes)
-
-
-def _mismatch(segment: Segment, row: int) -> MismatchError:
-    pieces = segment.pieces
-    start, label = int(pieces.starts[row]), pieces.labels[row]
-    if pieces.landings[row] is None:
-        label = f"{segment.file}: tensor {label!r}"
-    where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
-    return MismatchError(f"{label}: {where} do not match their CRC32")
+        raise MismatchError(f"{segment.file}: ends at byte {end}, inside {segment.pieces.labels[beyond[0]]}")
 
 
 # -- plain DCP: where the raw bytes are -------------------------------------------------------------

@@ -197,8 +197,17 @@ class Segment:
     """What is in it."""
     target: memoryview | None = None
     """Where the read itself goes, if straight to the tensor; else a bounce buffer, and the pieces are copied."""
+    rest: Segment | None = None
+    """What the same read brings behind ``stop``, through a bounce buffer; it is placed after this one."""
     after: Segment | None = None
     """What must be placed before this one is: its read, shifted, reaches over bytes of this one's."""
+
+    @property
+    def bounced_bytes(self) -> int:
+        """Of the bounce buffer it needs."""
+        if self.target is None:
+            return self.stop - self.start
+        return 0 if self.rest is None else self.rest.bounced_bytes
 
 
 def cut_segments(file: str, rows: PieceRows, segment_bytes: int) -> list[Segment]:

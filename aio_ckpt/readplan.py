@@ -7,6 +7,7 @@ bytes, a piece is read to it or copied straight to it; all else (a slice, anothe
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +23,14 @@ from aio_ckpt.device import copies_by_address, is_host
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
-from aio_ckpt.pieces import Landing, PieceRows, Segment, copied_pieces, cut_segments
+from aio_ckpt.pieces import Landing, PieceRows, Pieces, Segment, copied_pieces, cut_segments
 
 __all__ = ["ReadPlan", "Segment", "bytes_of"]
 
 # Two pages below, so that a segment whose ends were moved to pages still fits a buffer of whole huge pages.
 _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
 _SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
-_SHIFTED_BYTES_MIN = 64 << 20
+_SHIFTED_BYTES_MIN = 32 << 20
 """From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
 on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
 _IN_PLACE_BYTES_MIN, _IN_PLACE_BYTES_MAX = 16 << 20, 64 << 20
@@ -175,8 +176,6 @@ class ReadPlan:
             self._add_blocks(item, target, range(len(item.sums)))
             return
         self.in_place.append(_InPlace(item, target, count, shift))
-        if not shift:
-            self._add_blocks(item, target, range(count, len(item.sums)))
 
     def _land_raw(self, item: Item, target: torch.Tensor) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""
@@ -253,38 +252,46 @@ class _InPlace:
     target: torch.Tensor
     """Host memory laid out like it."""
     count: int
-    """Blocks that are read in place: with ``shift``, all that have room; without, all whole ones."""
+    """Blocks that are read in place: all whole ones that have room."""
     shift: int
     """Bytes."""
 
     def segments(self, nbytes: int) -> list[Segment]:
-        """Reads of about ``nbytes``; with ``shift``, the last of them brings the rest through a bounce buffer.
+        """Reads of about ``nbytes``; the last of them also brings what is left, through a bounce buffer.
 
-        Each is then placed after the one before, which was read over the first bytes of its place.
+        With ``shift`` each is placed after the one before, which was read over the first bytes of its place.
         """
-        view, block, shift = bytes_of(self.target).numpy().data, self.item.block_bytes, self.shift
-        step = max(nbytes // block, 1)
+        item, shift = self.item, self.shift
+        view, block = bytes_of(self.target).numpy().data, item.block_bytes
+        begins = [*range(0, self.count, max(nbytes // block, 1)), self.count]
         found: list[Segment] = []
-        for first in range(0, self.count, step):
-            stop = min(first + step, self.count)
-            target = view[first * block + shift : stop * block + shift]
-            found.append(self._segment(range(first, stop), target, found[-1] if first else None))
-        if shift:
-            found.append(self._segment(range(self.count, len(self.item.sums)), None, found[-1]))
+        for first, stop in itertools.pairwise(begins):
+            segment = Segment(
+                file=item.file,
+                start=item.raw_offset + first * block,
+                stop=item.raw_offset + stop * block,
+                pieces=self._pieces(range(first, stop), is_moved=bool(shift)),
+                target=view[first * block + shift : stop * block + shift],
+                rest=self._rest() if stop == self.count else None,
+                after=found[-1] if shift and found else None,
+            )
+            found.append(segment)
         return found
 
-    def _segment(self, blocks: range, target: memoryview | None, before: Segment | None) -> Segment:
-        item, block, rows = self.item, self.item.block_bytes, PieceRows()
-        _add_rows(rows, item, blocks, self.target.data_ptr() if self.shift else 0)
-        stop = item.raw_offset + min(blocks.stop * block, item.raw_bytes)
-        return Segment(
-            file=item.file,
-            start=item.raw_offset + blocks.start * block,
-            stop=stop if target is not None else align_up(stop, PAGE_BYTES),
-            pieces=rows.ascending(),
-            target=target,
-            after=before if self.shift else None,
-        )
+    def _rest(self) -> Segment | None:
+        """The blocks that are not read in place."""
+        item = self.item
+        blocks = range(self.count, len(item.sums))
+        start, stop = item.raw_offset + self.count * item.block_bytes, item.raw_offset + item.raw_bytes
+        if not blocks:
+            return None
+        pieces = self._pieces(blocks, is_moved=True)
+        return Segment(file=item.file, start=start, stop=align_up(stop, PAGE_BYTES), pieces=pieces)
+
+    def _pieces(self, blocks: range, *, is_moved: bool) -> Pieces:
+        rows = PieceRows()
+        _add_rows(rows, self.item, blocks, self.target.data_ptr() if is_moved else 0)
+        return rows.ascending()
 
 
 def _add_rows(rows: PieceRows, item: Item, numbers: Iterable[int], address: int, device: int = 0) -> None:

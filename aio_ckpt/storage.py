@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from aio_ckpt.datafile import Probe, create_data_file, open_data_file, probe_read, probe_write, translated
+from aio_ckpt.datafile import create_data_file, open_data_file, translated
+from aio_ckpt.directio import Probe, probe_read, probe_write
 from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.items import WriteMode
 from aio_ckpt.portal import Executor, run_blocking
@@ -76,10 +77,10 @@ class ReadFile(Protocol):
     def direct(self) -> bool:
         """Whether reads aligned to ``PAGE_BYTES`` (address, offset, length) pass the page cache by."""
 
-    async def read_into(self, offset: int, view: memoryview) -> int:
-        """Fill ``view`` from ``offset``; the bytes read, fewer only at the end of the file.
+    async def read_into(self, offset: int, *views: memoryview) -> int:
+        """Fill ``views``, one after the other, from ``offset``; the bytes read, fewer only at the end of the file.
 
-        ``view`` may be lent to another load as soon as this was cancelled and the thread's futures have resolved
+        They may be lent to another load as soon as this was cancelled and the thread's futures have resolved
         (:func:`aio_ckpt.portal.watch_submissions`): nothing else may write to it then.
 
         Raises:

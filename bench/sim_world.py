@@ -422,13 +422,16 @@ class SimReadFile:
         """Its length."""
         return len(self._file.data)
 
-    async def read_into(self, offset: int, view: memoryview) -> int:
+    async def read_into(self, offset: int, *views: memoryview) -> int:
         """One range."""
 
         def act() -> int:
-            data = self._file.data[offset : offset + len(view)]
-            view[: len(data)] = data
-            return len(data)
+            at = offset
+            for view in views:
+                data = self._file.data[at : at + len(view)]
+                view[: len(data)] = data
+                at += len(data)
+            return at - offset
 
         return await self._storage.run(f"read {offset}", self.path, ReadError, act)
 

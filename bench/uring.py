@@ -27,7 +27,7 @@ import anyio
 import torch
 from isal import isal_zlib
 
-from aio_ckpt.datafile import RWF_DONTCACHE
+from aio_ckpt.directio import RWF_DONTCACHE
 from aio_ckpt.items import WriteMode
 from aio_ckpt.layout import chunk_bytes_for
 from aio_ckpt.portal import Executor

@@ -83,13 +83,13 @@ class Reads:
         self.error: OSError | None = None
         inner = datafile._read_fully
 
-        def counted(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
+        def counted(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
             self.begun.set()
-            self.spans.append((offset, view.nbytes))
+            self.spans.append((offset, sum(view.nbytes for view in views)))
             error, self.error = self.error, None
             if error is not None:
                 raise error
-            return inner(numbers, offset, view)
+            return inner(numbers, offset, views)
 
         monkeypatch.setattr(datafile, "_read_fully", counted)
 

@@ -55,12 +55,12 @@ def test_memory_that_a_thread_of_a_given_up_load_still_reads_to_is_lent_to_no_ot
     begun, goes_on, inner = threading.Event(), threading.Event(), datafile._read_fully
     held: list[memoryview] = []
 
-    def held_once(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
+    def held_once(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
         if not begun.is_set():
-            held.append(view)
+            held.extend(views)
             begun.set()
             assert goes_on.wait(TIMEOUT)
-        return inner(numbers, offset, view)
+        return inner(numbers, offset, views)
 
     monkeypatch.setattr(datafile, "_read_fully", held_once)
     given_up: Future[None] = Future()

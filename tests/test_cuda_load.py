@@ -170,8 +170,8 @@ async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
     begun, goes_on, marks = threading.Event(), threading.Event(), []
     inner, mark = datafile._read_fully, device.CudaUploads.mark
 
-    def held(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
-        got = inner(numbers, offset, view)
+    def held(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+        got = inner(numbers, offset, views)
         begun.set()
         assert goes_on.wait(TIMEOUT)
         return got

@@ -536,9 +536,9 @@ class CountingStorage(LocalStorage):
         file = await super().open_data_file(path, readers=readers, shared=shared)
         read_into = file.read_into
 
-        async def counted(offset: int, view: memoryview) -> int:
-            self.read_bytes += view.nbytes
-            return await read_into(offset, view)
+        async def counted(offset: int, *views: memoryview) -> int:
+            self.read_bytes += sum(view.nbytes for view in views)
+            return await read_into(offset, *views)
 
         file.read_into = counted  # type: ignore[method-assign]
         return file

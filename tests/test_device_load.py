@@ -16,7 +16,7 @@ from gated_storage import TIMEOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, fetch, readplan
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, fetch, place, readplan
 from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import BLOCK_BYTES
@@ -155,11 +155,12 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
     """One worker and a ring of few buffers, so that each is used again and again."""
     inner, seen = datafile._read_fully, []
 
-    def read(numbers: tuple[int, ...], offset: int, view: memoryview) -> int:
+    def read(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+        (view,) = views
         start = bounce.address_of(view)
         seen.append(start)
         assert not any(low < start + view.nbytes and start < high for low, high in list(copies.unmarked))
-        return inner(numbers, offset, view)
+        return inner(numbers, offset, views)
 
     monkeypatch.setattr(datafile, "_read_fully", read)
     monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", 2 * MIB)
@@ -261,7 +262,7 @@ def test_joined_runs_move_the_same_bytes(lengths: list[int], data: Any) -> None:
         target, source = target + skip, source + gap
         moves.append((target, source, nbytes))
         target, source = target + nbytes, source + nbytes
-    runs = fetch._runs(np.array(moves, np.int64)).tolist()
+    runs = place._runs(np.array(moves, np.int64)).tolist()
     assert bytes_moved(runs) == bytes_moved(moves)
     assert len(runs) == 1 + sum(1 for gap in gaps[1:] if any(gap))
 

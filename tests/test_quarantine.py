@@ -293,13 +293,14 @@ class OddFile:
         self._storage, self._inner = storage, inner
         self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
 
-    async def read_into(self, offset: int, view: memoryview) -> int:
+    async def read_into(self, offset: int, *views: memoryview) -> int:
         if self._storage.errors:
             raise self._storage.errors.pop(0)
-        got = await self._inner.read_into(offset, view)
+        got = await self._inner.read_into(offset, *views)
         if self.path.parent.name in self._storage.garbled:
             self._storage.garbled.remove(self.path.parent.name)
-            view[:got] = bytes(got)
+            for view in views:
+                view[:] = bytes(view.nbytes)
         return got
 
     async def close(self) -> None:

@@ -751,7 +751,7 @@ class CountingFile:
         self._owner, self._inner = owner, inner
         self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
 
-    async def read_into(self, offset, view):
+    async def read_into(self, offset, *views):
         owner = self._owner
         owner.in_flight += 1
         owner.most = max(owner.most, owner.in_flight)
@@ -760,7 +760,7 @@ class CountingFile:
         await owner.gate.wait()
         owner.in_flight -= 1
         owner.done += 1
-        return await self._inner.read_into(offset, view)
+        return await self._inner.read_into(offset, *views)
 
     async def close(self):
         self._owner.closed += 1

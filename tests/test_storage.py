@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from warm_python import WarmPython
 
 from aio_ckpt import datafile, storage
-from aio_ckpt.datafile import probe_read, probe_write
+from aio_ckpt.directio import RWF_DONTCACHE, probe_read, probe_write
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
 from aio_ckpt.portal import Executor, Portal, watch_submissions
 from aio_ckpt.storage import DataFile, LocalStorage, RootLock
@@ -114,7 +114,7 @@ def storage_of_mode(executor: Executor, mode: str, path: Path) -> LocalStorage:
         if mode == "direct":
             os.close(os.open(scratch, os.O_RDWR | os.O_DIRECT))
         if mode == "dontcache":
-            probe_write(descriptor, datafile.RWF_DONTCACHE)
+            probe_write(descriptor, RWF_DONTCACHE)
     except OSError as error:
         pytest.skip(f"{path} has no mode {mode}: {error}")
     finally:
@@ -648,6 +648,28 @@ async def test_every_range_reads_as_it_stands_in_the_file(
                 count = await file.read_into(offset, view)
                 assert bytes(view[:count]) == data[offset : offset + length]
                 assert not any(view[count:])
+    await file.close()
+
+
+@pytest.mark.parametrize("most", [1 << 30, 3 * PAGE, 1000], ids=["whole", "pages", "odd"])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("lengths", [(PAGE, 2 * PAGE), (2 * PAGE, 100), (100, PAGE, 0, 3), (5 * PAGE, PAGE), (0, 0)])
+async def test_several_views_are_filled_one_after_the_other(
+    executor: GatedExecutor, tmp_path: Path, monkeypatch, direct: bool, most: int, lengths: tuple[int, ...]
+) -> None:
+    """Whatever the kernel leaves of a read, is read by the next one."""
+    data = numbers(5 * PAGE + 100)
+    (tmp_path / "r").write_bytes(data)
+    file = await LocalStorage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r", readers=2)
+    preadv = os.preadv
+
+    monkeypatch.setattr(os, "preadv", lambda *given: min(preadv(*given), most))
+    for offset in (0, PAGE, 17):
+        views = [aligned(bytes(length)) for length in lengths]
+        count = await file.read_into(offset, *views)
+        assert count == min(sum(lengths), len(data) - offset)
+        assert b"".join(bytes(view) for view in views)[:count] == data[offset : offset + count]
+        assert not any(b"".join(bytes(view) for view in views)[count:])
     await file.close()
 
 

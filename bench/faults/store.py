@@ -252,9 +252,9 @@ class _FaultReadFile:
         """Whether aligned reads are direct."""
         return self._inner.direct
 
-    async def read_into(self, offset: int, view: memoryview) -> int:
+    async def read_into(self, offset: int, *views: memoryview) -> int:
         """Counted."""
-        return await self._storage.run(Call("read_into", self.path), lambda: self._inner.read_into(offset, view))
+        return await self._storage.run(Call("read_into", self.path), lambda: self._inner.read_into(offset, *views))
 
     async def close(self) -> None:
         """Counted; what fails here has closed, as in the system."""

@@ -1,0 +1,119 @@
+"""Place: prove what reads brought, and copy it to where it belongs, in a thread; the loop decides what and when."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from isal import isal_zlib
+
+from aio_ckpt.bounce import address_of
+from aio_ckpt.copies import Copies
+from aio_ckpt.errors import MismatchError
+from aio_ckpt.manifest import IntArray
+from aio_ckpt.moves import copy_near
+from aio_ckpt.pieces import Landing, Segment
+
+__all__ = ["finish", "place"]
+
+_SMALL_COPY_BYTES = 64 << 10
+"""Up to this size copies are made many at once; beyond, each is one memmove."""
+
+_copy = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.CDLL(None)))
+
+
+def place(reads: Sequence[tuple[Segment, memoryview]], verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
+    """Prove the pieces of each segment and put them where they belong; the number of sums that matched.
+
+    ``is_proven`` tells that the whole file was; ``copies`` are those of each number in ``Pieces.devices``.
+
+    Raises:
+        MismatchError: a piece that does not match its CRC32.
+    """
+    return sum(_place(segment, view, verify, is_proven, copies) for segment, view in reads)
+
+
+def finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) -> int:
+    """Finish landings that are full; the number of sums that matched."""
+    try:
+        combine = isal_zlib.crc32_combine if verify else None
+        return sum(landing.finish(combine, copies[landing.device]) for landing in landings)
+    finally:
+        _wait_for(copies[number] for number in {landing.device for landing in landings})
+
+
+def _wait_for(issued: Iterable[Copies]) -> None:
+    """Until what this thread issued is done: then its sources and targets are free."""
+    for copies in issued:
+        copies.mark().synchronize()
+
+
+def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
+    """The hot loops: 1 us a piece."""
+    pieces = segment.pieces
+    begins = pieces.starts - segment.start
+    checked = 0
+    if verify and is_proven and (pieces.crcs >= 0).all():
+        checked = len(pieces.crcs)
+    elif verify:
+        checked = _prove(segment, view, begins)
+    moves = np.stack([pieces.addresses, begins + address_of(view), pieces.nbytes], axis=1)
+    is_moved = pieces.addresses != 0
+    _move(moves[is_moved & (pieces.devices == 0)])
+    numbers = np.unique(pieces.devices[is_moved & (pieces.devices > 0)]).tolist()
+    try:
+        for number in numbers:
+            copies[number].issue(0, _runs(moves[is_moved & (pieces.devices == number)]).astype(np.uint64))
+    finally:  # the view is read into anew afterwards
+        _wait_for(copies[number] for number in numbers)
+    for row, landing in enumerate(pieces.landings.tolist()):
+        if landing is not None and landing.scratch is not None:
+            begin, nbytes = int(begins[row]), int(pieces.nbytes[row])
+            _land(landing, int(pieces.starts[row]) - landing.start, view[begin : begin + nbytes])
+    return checked
+
+
+def _move(moves: IntArray) -> None:
+    """Within the host's memory: (target, source, bytes) each."""
+    is_small = moves[:, 2] <= _SMALL_COPY_BYTES
+    copy_near(moves[is_small].astype(np.uint64))
+    if not is_small.all():
+        for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
+            _copy(*move)
+
+
+def _runs(moves: IntArray) -> IntArray:
+    """The same with those joined that follow each other in both memories: the blocks of a tensor."""
+    stops = moves[:, :2] + moves[:, 2:]
+    first = np.flatnonzero(np.append(True, (moves[1:, :2] != stops[:-1]).any(axis=1)))
+    return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
+
+
+def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
+    pieces, crc32 = segment.pieces, isal_zlib.crc32
+    ends = begins + pieces.nbytes
+    sums = [crc32(view[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    is_summed = pieces.crcs >= 0
+    bad = np.flatnonzero(is_summed & (pieces.crcs != sums))
+    if len(bad):
+        raise _mismatch(segment, int(bad[0]))
+    for row in np.flatnonzero(~is_summed).tolist():
+        landing = pieces.landings[row]
+        if landing is not None and landing.sums:
+            landing.sums[pieces.positions[row]] = (sums[row], int(pieces.nbytes[row]))
+    return int(np.count_nonzero(is_summed))
+
+
+def _land(landing: Landing, at: int, data: memoryview) -> None:
+    assert landing.scratch is not None
+    _copy(landing.scratch.data_ptr() + at, address_of(data), data.nbytes)
+
+
+def _mismatch(segment: Segment, row: int) -> MismatchError:
+    pieces = segment.pieces
+    start, label = int(pieces.starts[row]), pieces.labels[row]
+    if pieces.landings[row] is None:
+        label = f"{segment.file}: tensor {label!r}"
+    where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
+    return MismatchError(f"{label}: {where} do not match their CRC32")
