@@ -1,7 +1,7 @@
 """Write: run an image's chunks: constants, sums, writes. Chunks may complete in any order.
 
-One task prepares the chunks in order (so that a running CRC can pass from one to the next); ``workers`` tasks
-write them, each as soon as it is prepared.
+One task prepares the chunks in order (so that a running CRC can pass from one to the next), as far ahead as
+``workers`` tasks write: writes that end together, as they do on a disk they share, begin anew together.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ async def write_image(
     At most ``workers`` writes are in flight. Every thread that touches the image is reported to its lease. The
     first error cancels the rest and is raised; threads already in the system call keep the lease until they end.
     """
-    sender, receiver = anyio.create_memory_object_stream[Chunk](0)
+    sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
     written: set[int] = set()
 
     async def prepare() -> None:

@@ -25,7 +25,7 @@ from watched_writes import WatchedStorage, Write
 from aio_ckpt import envelope, layout
 from aio_ckpt.arena import POISON
 from aio_ckpt.errors import WriteError
-from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, ImageLayout, TensorSpec, WriteResult, align_up
+from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, Chunk, ImageLayout, TensorSpec, WriteResult, align_up
 from aio_ckpt.layout import Placement, file_chunks, lay_out
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.plan import PlannedSave
@@ -207,6 +207,30 @@ async def test_chunks_may_be_written_in_any_order(
     result = await save_image(planned, image, watched, executor, tmp_path / "data", workers=4)
     assert watched.most_in_flight == 4
     assert_holds(tmp_path / "data", planned, result, state)
+
+
+async def test_as_many_chunks_as_are_written_at_once_are_summed_ahead(
+    tmp_path: Path, executor: Executor, manager: LifetimeManager, watched: WatchedStorage, monkeypatch
+) -> None:
+    """Writes that end together, as on a disk they share, are followed by as many at once."""
+    prepared, prepare, gate = threading.Semaphore(0), ChunkPreparer.prepare, watched.gate()
+
+    def noted(self: ChunkPreparer, chunk: Chunk, view: memoryview) -> None:
+        prepare(self, chunk, view)
+        prepared.release()
+
+    monkeypatch.setattr(ChunkPreparer, "prepare", noted)
+    watched.on_write = lambda write: gate.hold()
+    planned = plan_of(mixed_state())
+    image = image_of(planned, manager)
+    assert len(image.chunks) == 6
+    saving = asyncio.create_task(save_image(planned, image, watched, executor, tmp_path / "data", workers=2))
+    for _ in range(5):  # two are being written, two lie ready, one waits to
+        assert await asyncio.to_thread(prepared.acquire, timeout=TIMEOUT)
+    await asyncio.to_thread(gate.wait_held, 2)
+    assert not prepared.acquire(blocking=False)
+    gate.open()
+    assert_holds(tmp_path / "data", planned, await saving, mixed_state())
 
 
 def leaves(error: BaseException) -> list[BaseException]:
