@@ -17,6 +17,7 @@ from aio_ckpt.storage import Storage
 __all__ = ["SETTLE_SECS", "first_cause", "settle_failure"]
 
 _log = logging.getLogger("aio_ckpt")
+_AGAIN_SECS = 0.05
 SETTLE_SECS = 5.0
 """How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
 
@@ -46,12 +47,24 @@ async def settle_failure(
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
         return
     try:
-        with anyio.move_on_after(SETTLE_SECS):
-            await storage.remove_tree(pending)
+        with anyio.fail_after(SETTLE_SECS):
+            await _remove(storage, pending)
     except (AioCkptError, OSError) as error:
-        if getattr(error, "errno", None) == errno.ENOENT:  # another rank removes it, too
+        _log.warning("step %d: %s stays until it is cleared: %s", step, pending, str(error) or "too slow")
+
+
+async def _remove(storage: Storage, pending: Path) -> None:
+    while True:
+        try:
+            await storage.remove_tree(pending)
+        except OSError as error:
+            if error.errno == errno.ENOENT:  # another rank has removed it
+                return
+            if error.errno != errno.ENOTEMPTY:  # one has just made a file in it
+                raise
+        else:
             return
-        _log.warning("step %d: %s stays: %s", step, pending, error)
+        await anyio.sleep(_AGAIN_SECS)
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -496,6 +497,20 @@ def test_a_rename_that_was_not_durable_is_taken_back_durably_before_its_files_go
         assert listing(root) == []
         names = [(call.name, call.path.name.partition("-")[0]) for call in storage.calls]
         assert names[-3:] == [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", ".pending")]
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ENOTEMPTY, errno.EIO])
+def test_a_directory_that_another_rank_clears_or_still_fills_is_no_leftover(
+    root: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ENOENT: it is gone. ENOTEMPTY: removed once more. Else it stays, and the log says so."""
+    with gated_engine(root) as (engine, storage):
+        storage.fail("create_data_file", "*", broken())
+        storage.fail("remove_tree", ".pending-*", WriteError(code, os.strerror(code), "/x"))
+        with pytest.raises(WriteError, match="the disk is gone"):
+            engine.save(weights(1)).result(TIMEOUT)
+        assert bool(listing(root)) is (code != errno.ENOTEMPTY)
+        assert ("stays until it is cleared" in caplog.text) is (code == errno.EIO)
 
 
 def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) -> None:
