@@ -20,6 +20,7 @@ from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchE
 from aio_ckpt.items import LeafKind
 from aio_ckpt.likeness import looks_like
 from aio_ckpt.manifest import rank_manifest_name
+from aio_ckpt.mappings import are_private, shared_mappings
 from aio_ckpt.targets import are_apart, are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
 __all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
@@ -42,7 +43,8 @@ class Match:
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
     apart: set[int] = field(default_factory=set)
-    """Addresses of those of ``tensors`` that share no byte with another or with one of ``small``."""
+    """Addresses of those of ``tensors`` that nobody else sees: no other of them or of ``small`` has a byte of theirs,
+    and their memory is mapped once."""
     sharded: dict[str, DTensor] = field(default_factory=dict)
     """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
     missing: tuple[str, ...] = ()
@@ -209,7 +211,10 @@ def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template
     nbytes = np.array([nbytes for _, nbytes in spans], np.int64)
     is_apart = are_apart(starts, np.append(checkpoint.catalog.small.nbytes[found.small.rows], nbytes))
     others = slice(len(found.small.tensors), None)
-    apart = set(starts[others][is_apart[others] & (nbytes > 0)].tolist())
+    apart = set[int]()
+    if len(spans):
+        is_own = is_apart[others] & (nbytes > 0) & are_private(starts[others], nbytes, shared_mappings())
+        apart = set(starts[others][is_own].tolist())
     if is_apart.all():  # so chunks need not be made
         return apart, []
     small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
@@ -217,8 +222,8 @@ def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template
     named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
     names, tensors = [name for name, _ in named], cast("list[torch.Tensor]", [tensor for _, tensor in named])
     return apart, [
-        f"{names[later]!r} shares memory with {names[before]!r} in the template, but the checkpoint holds other values "
-        "for it: give it memory of its own, or leave it out"
+        f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or the "
+        "checkpoint holds other values for it: give it memory of its own, or leave it out"
         for before, later in overlapping(tensors)
         if not (
             _look(tensors[later]) == _look(tensors[before])

@@ -48,7 +48,7 @@ class ReadPlan:
     is_direct: Mapping[str, bool]
     """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
     apart: set[int] = field(default_factory=set)
-    """Addresses of targets that share no byte with another, so that they may hold others than their own meanwhile."""
+    """Addresses of targets whose memory nobody else sees, so that it may hold other bytes than theirs meanwhile."""
     may_read_in_place: bool = True
     """False: everything is proven in a buffer and copied."""
     ahead: Container[str] = ()
@@ -170,8 +170,8 @@ class ReadPlan:
         shift = -address % PAGE_BYTES if is_direct else 0
         count = (item.raw_bytes - shift) // block
         is_large = item.raw_bytes >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES  # blocks that are moved by memmove
-        may_shift = is_large and address in self.apart and not target.untyped_storage().is_shared()  # nor by processes
-        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
+        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES)
+        is_aligned &= not shift or (is_large and address in self.apart)
         if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return

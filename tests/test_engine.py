@@ -18,7 +18,7 @@ import torch
 import uvloop
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine, undo
 from aio_ckpt import storage as local_storage
 from aio_ckpt.errors import (
     BusyError,
@@ -511,6 +511,20 @@ def test_a_directory_that_another_rank_clears_or_still_fills_is_no_leftover(
             engine.save(weights(1)).result(TIMEOUT)
         assert bool(listing(root)) is (code != errno.ENOTEMPTY)
         assert ("stays until it is cleared" in caplog.text) is (code == errno.EIO)
+
+
+def test_a_directory_that_is_filled_again_and_again_is_left_to_the_next_engine(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(undo, "SETTLE_SECS", 0.3)
+    with gated_engine(root) as (engine, storage):
+        storage.fail("create_data_file", "*", broken())
+        for _ in range(20):
+            storage.fail("remove_tree", ".pending-*", WriteError(errno.ENOTEMPTY, "full again", "/x"))
+        with pytest.raises(WriteError, match="the disk is gone"):
+            engine.save(weights(1)).result(TIMEOUT)
+        assert "stays until it is cleared: too slow" in caplog.text
+        assert 2 <= [call.name for call in storage.begun].count("remove_tree") <= 10
 
 
 def test_a_commit_that_ends_well_after_the_deadline_is_no_failure(root: Path) -> None:

@@ -38,7 +38,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("match", "read", "verify"), 3),
     **dict.fromkeys(("putback",), 3),
     **dict.fromkeys(("undo", "pending", "concluding", "pipeline", "steps", "inflight", "walk", "joint", "restore"), 4),
-    **dict.fromkeys(("targets",), 2),
+    **dict.fromkeys(("targets", "mappings"), 2),
     **dict.fromkeys(("keeper", "calls", "saver", "closing", "engine"), 4),
     **dict.fromkeys(("sync", "dcp", "cli", "listing", "screen", "__main__", "__init__"), 5),
     **dict.fromkeys(("demo", "demo_disk", "demo_model", "demo_plot", "demo_report", "demo_train"), 5),
