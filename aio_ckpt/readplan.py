@@ -170,8 +170,8 @@ class ReadPlan:
         shift = -address % PAGE_BYTES if is_direct else 0
         count = (item.raw_bytes - shift) // block
         is_large = item.raw_bytes >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES  # blocks that are moved by memmove
-        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES)
-        is_aligned &= not shift or (is_large and address in self.apart)
+        may_shift = is_large and address in self.apart
+        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
         if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return
@@ -282,9 +282,9 @@ class _InPlace:
         """The blocks that are not read in place."""
         item = self.item
         blocks = range(self.count, len(item.sums))
-        start, stop = item.raw_offset + self.count * item.block_bytes, item.raw_offset + item.raw_bytes
         if not blocks:
             return None
+        start, stop = item.raw_offset + self.count * item.block_bytes, item.raw_offset + item.raw_bytes
         pieces = self._pieces(blocks, is_moved=True)
         return Segment(file=item.file, start=start, stop=align_up(stop, PAGE_BYTES), pieces=pieces)
 

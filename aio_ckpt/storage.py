@@ -81,7 +81,7 @@ class ReadFile(Protocol):
         """Fill ``views``, one after the other, from ``offset``; the bytes read, fewer only at the end of the file.
 
         They may be lent to another load as soon as this was cancelled and the thread's futures have resolved
-        (:func:`aio_ckpt.portal.watch_submissions`): nothing else may write to it then.
+        (:func:`aio_ckpt.portal.watch_submissions`): nothing else may write to them then.
 
         Raises:
             ReadError: with errno and path.

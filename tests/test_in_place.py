@@ -33,6 +33,8 @@ from aio_ckpt.storage import LocalStorage, ReadFile
 NBYTES = 9 * BLOCK_BYTES + 12345
 READERS = 4
 SECS = 30.0
+OPTIONS = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False}
+"""What a template is matched with."""
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +75,10 @@ async def load(storage, path, state, *, verify=True):
         state,
         step=None,
         executor=storage._executor,
-        rank=0,
-        world_size=1,
         readers=READERS,
         verify=verify,
-        strict=False,
-        allow_missing=False,
         trusted=False,
+        **OPTIONS,
     )
     outcome.put_back()
 
@@ -91,7 +90,9 @@ async def segments_of(storage, path, target, *, is_apart):
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
         plan = ReadPlan(is_direct=files.is_direct, apart={target.data_ptr()} if is_apart else set())
         plan.add_tensor(items, (0,), target)
-        return plan.segments(READERS), files.is_direct[items[0].file]
+        if not files.is_direct[items[0].file]:
+            pytest.skip("the file system of the temporary folder takes no O_DIRECT")
+        return plan.segments(READERS)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -113,9 +114,7 @@ async def test_all_but_the_end_is_read_without_a_buffer_and_the_end_by_the_last_
     """A read of its own for the end would stand behind large ones and keep one of them from beginning."""
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
     _, target = placed(NBYTES, lead)
-    segments, is_direct = await segments_of(storage, path, target, is_apart=True)
-    if not is_direct:
-        pytest.skip("the file system of the temporary folder takes no O_DIRECT")
+    segments = await segments_of(storage, path, target, is_apart=True)
     assert [segment.after for segment in segments] == ([None, *segments[:-1]] if lead else [None] * len(segments))
     *others, last = segments
     assert [segment.rest for segment in others] == [None] * len(others)
@@ -135,16 +134,13 @@ async def test_a_target_that_others_share_is_read_through_a_buffer(storage, tmp_
     stored = random_bytes(NBYTES)
     path = save_state(tmp_path / "c", {"t": stored, "tied": stored.clone(), "none": stored[:0]})
     _, target = placed(NBYTES, 64)
-    segments, is_direct = await segments_of(storage, path, target, is_apart=False)
-    if not is_direct:
-        pytest.skip("the file system of the temporary folder takes no O_DIRECT")
+    segments = await segments_of(storage, path, target, is_apart=False)
     assert all(segment.target is None and segment.after is None for segment in segments)
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
-    options = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False}
     copy = target.clone()
-    found = match_template(checkpoint, {"t": target, "tied": copy}, **options)
+    found = match_template(checkpoint, {"t": target, "tied": copy}, **OPTIONS)
     assert found.apart == {target.data_ptr(), copy.data_ptr()}
-    assert not match_template(checkpoint, {"t": target, "tied": target, "none": target[:0]}, **options).apart
+    assert not match_template(checkpoint, {"t": target, "tied": target, "none": target[:0]}, **OPTIONS).apart
     await load(storage, path, {"t": target, "tied": target})
     assert torch.equal(target, stored)
 
@@ -223,11 +219,10 @@ async def test_memory_that_may_be_mapped_twice_is_not_moved_in(storage, tmp_path
     """Here or in another process, whoever mapped it."""
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
     checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
-    options = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False}
     mapped = np.memmap(tmp_path / "m", np.uint8, "w+", shape=(NBYTES + 64,))
     for shared in (*twice, torch.empty(NBYTES + 1, dtype=torch.uint8).share_memory_()[1:], np.asarray(mapped)[64:]):
-        assert not match_template(checkpoint, {"t": shared}, **options).apart
-    assert match_template(checkpoint, {"t": np.zeros(NBYTES, np.uint8)}, **options).apart
+        assert not match_template(checkpoint, {"t": shared}, **OPTIONS).apart
+    assert match_template(checkpoint, {"t": np.zeros(NBYTES, np.uint8)}, **OPTIONS).apart
     twice.clear()
 
 
@@ -314,9 +309,7 @@ async def test_a_tensor_below_the_size_that_pays_is_read_through_a_buffer(storag
     _, target = placed(NBYTES, 64)
     for least, is_in_place in ((NBYTES, True), (NBYTES + 1, False)):
         monkeypatch.setattr(readplan, "_SHIFTED_BYTES_MIN", least)
-        segments, is_direct = await segments_of(storage, path, target, is_apart=True)
-        if not is_direct:
-            pytest.skip("the file system of the temporary folder takes no O_DIRECT")
+        segments = await segments_of(storage, path, target, is_apart=True)
         assert (segments[0].target is not None) is is_in_place
 
 
