@@ -33,6 +33,7 @@ from aio_ckpt.storage import Storage
 
 __all__ = [
     "Checkpoint",
+    "check_digest",
     "check_metadata",
     "check_rank",
     "is_worth_reading_ahead",
@@ -106,8 +107,8 @@ def is_worth_reading_ahead(root: RootManifest, *, rank: int, world_size: int) ->
 # -- opening ----------------------------------------------------------------------------------------
 
 
-Beside: TypeAlias = Callable[[RootManifest, Callable[[], Awaitable[object]]], Awaitable[None]]
-"""Given the root manifest and what waits until a rank's was read."""
+Beside: TypeAlias = Callable[[RootManifest, Callable[[], Awaitable[object]]], Coroutine[Any, Any, None]]
+"""Given the root manifest and what waits until ``.metadata`` and a rank's manifest were read."""
 
 
 async def _nothing(_: RootManifest, __: Callable[[], Awaitable[object]]) -> None:
@@ -127,7 +128,7 @@ async def open_checkpoint(
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
     The two may stand under other names, see :func:`aio_ckpt.directory.standing_names`. ``beside`` begins
-    what is read beside the manifests and is then done. If ``step`` is given, a manifest must tell no other.
+    what is read beside them and is then done. If ``step`` is given, a manifest must tell no other.
 
     Raises:
         CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
@@ -146,21 +147,27 @@ async def open_checkpoint(
     data = b""
     fault: str | None = None
     ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
+    metadata_is_read, manifest_is_read = anyio.Event(), anyio.Event()
 
     async def prove_metadata() -> None:
         nonlocal data, fault
         data = await _read_metadata(storage, path / metadata_name)
+        metadata_is_read.set()
         fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
         nonlocal ranks
         try:
-            ranks = await _read_ranks(storage, path, root, beside, executor)
+            ranks = await _read_ranks(storage, path, root, manifest_is_read, executor)
         except CorruptCheckpointError as error:
             ranks = error  # a fault of .metadata goes before
 
+    async def small_files_are_read() -> None:
+        await metadata_is_read.wait()
+        await manifest_is_read.wait()
+
     # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
-    await _run_all(prove_metadata, prove_manifests)
+    await _run_all(prove_manifests, prove_metadata, functools.partial(beside, root, small_files_are_read))
     opened = _opened(path, data, root, ranks, fault)
     if step is not None and opened.step not in (None, step):
         raise CorruptCheckpointError(
@@ -208,11 +215,20 @@ async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX
 
 
 def check_metadata(root: RootManifest, data: bytes) -> str | None:
-    """What is wrong with the bytes of ``.metadata``, or None."""
-    digest = hashlib.blake2b(data, digest_size=len(root.metadata_blake2b) // 2).hexdigest()
-    if _is_exact(root.metadata, data) and digest == root.metadata_blake2b:
+    """What is wrong with the bytes of ``.metadata``, or None. By its CRC32, as all else that a load proves."""
+    if _is_exact(root.metadata, data):
         return None
     return f"{METADATA_FILE}: not the {root.metadata.nbytes} bytes that {ROOT_MANIFEST} vouches for"
+
+
+def check_digest(root: RootManifest, data: bytes) -> None:
+    """Hold the bytes of ``.metadata`` against their BLAKE2b, too: 1 ms a MB, which no load waits for.
+
+    Raises:
+        MismatchError: they are not what was written.
+    """
+    if hashlib.blake2b(data, digest_size=len(root.metadata_blake2b) // 2).hexdigest() != root.metadata_blake2b:
+        raise MismatchError(f"{METADATA_FILE}: not the bytes of which {ROOT_MANIFEST} has the BLAKE2b")
 
 
 def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifest:
@@ -239,29 +255,20 @@ def _is_exact(entry: FileEntry, data: bytes) -> bool:
 
 
 async def _read_ranks(
-    storage: Storage,
-    path: Path,
-    root: RootManifest,
-    beside: Beside,
-    executor: Executor,
+    storage: Storage, path: Path, root: RootManifest, is_read: anyio.Event, executor: Executor
 ) -> tuple[RankManifest, ...]:
-    """No manifest is decoded before ``beside`` is done: it keeps the GIL that a thread needs to begin a read."""
+    """``is_read`` is set once the first of them was."""
     found: dict[int, RankManifest] = {}
-    limit, is_read, has_begun = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT), anyio.Event(), anyio.Event()
-
-    async def begin() -> None:
-        await beside(root, is_read.wait)
-        has_begun.set()
+    limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
     async def read(rank: int) -> None:
         async with limit:
             entry = root.ranks[rank]
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
         is_read.set()
-        await has_begun.wait()
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
-    await _run_all(begin, *(functools.partial(read, rank) for rank in range(root.world_size)))
+    await _run_all(*(functools.partial(read, rank) for rank in range(root.world_size)))
     return tuple(found[rank] for rank in range(root.world_size))
 
 

@@ -105,13 +105,11 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> t
     """What has ``.metadata`` and so is committed, and what is named like a step and has none: it may be anybody's."""
     found: list[Committed] = []
     bare: list[Committed] = []
-    if not await storage.exists(root):
-        return found, bare
     for _ in range(MAX_LOOKS):
         found.clear()
         bare.clear()
         has_vanished = False
-        for name in await storage.list_dir(root):
+        for name in await _names_in(storage, root):
             step = names.step(name)
             if step is None or step > MAX_STEP:
                 continue
@@ -125,6 +123,16 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> t
         if not has_vanished:
             break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
     return found, bare
+
+
+async def _names_in(storage: Storage, root: Path) -> list[str]:
+    """None in a root that nobody has made yet."""
+    try:
+        return await storage.list_dir(root)
+    except ReadError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return []
 
 
 async def is_unchanged(storage: Storage, found: Committed) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.manifest import METADATA_FILE, FileEntry, IntArray, RankManifest, block_sums
+from aio_ckpt.manifest import METADATA_FILE, FileEntry, IntArray, RankManifest, TensorColumns, block_sums
 from aio_ckpt.metadata import DTYPES
 
 __all__ = [
@@ -217,17 +217,15 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
         for entry in manifest.objects:
             found = StoredObject(entry.fqns[0], file.name, entry.offset, entry.nbytes, entry.crc32, False)
             objects.update((name, found) for name in entry.fqns if name not in objects)
-    fqns = [names for manifest, _ in stored for names in manifest.columns.fqns]
-    names = list(itertools.chain.from_iterable(fqns))
-    numbers: Iterable[int] = range(len(fqns))
-    if len(names) > len(fqns):  # tied tensors share an item
-        numbers = itertools.chain.from_iterable(map(itertools.repeat, numbers, map(len, fqns)))
-    rows = dict(zip(names, numbers, strict=True))
-    is_once = len(rows) == len(names)
+    names = [name for manifest, _ in stored for name in manifest.columns.names]
+    tied = list(_tied(manifest.columns for manifest, _ in stored))
+    rows = dict(zip(names, range(len(names)), strict=True))
+    rows.update(tied)
+    is_once = len(rows) == len(names) + len(tied)
     catalog = Catalog(
         tensor_names=rows.keys(),
         make_chunks=functools.partial(_chunks_of_manifests, stored),
-        small=_small_items(stored, rows if is_once else _stored_once(fqns, rows)),
+        small=_small_items(stored, rows if is_once else _stored_once([*names, *(name for name, _ in tied)], rows)),
         objects=objects,
         files={file.name: file.nbytes for _, file in stored},
     )
@@ -237,8 +235,16 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
     return catalog
 
 
-def _stored_once(fqns: Sequence[tuple[str, ...]], rows: Mapping[str, int]) -> Mapping[str, int]:
-    times = Counter(name for names in fqns for name in names)
+def _tied(columns: Iterable[TensorColumns]) -> Iterator[tuple[str, int]]:
+    """Further names of items that tied tensors share, with their rows."""
+    first = 0
+    for part in columns:
+        yield from ((name, first + row) for row, names in part.ties.items() for name in names)
+        first += len(part.names)
+
+
+def _stored_once(names: Sequence[str], rows: Mapping[str, int]) -> Mapping[str, int]:
+    times = Counter(names)
     return {name: row for name, row in rows.items() if times[name] == 1}
 
 
@@ -254,7 +260,7 @@ def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallIte
         rows = {name: row for name, row in rows.items() if kept[row]}
     return SmallItems(
         rows=rows,
-        names=np.array([names[0] for part in columns for names in part.fqns], np.object_),
+        names=np.array([name for part in columns for name in part.names], np.object_),
         look_numbers=[
             first + number for first, part in zip(firsts, columns, strict=False) for number in part.look_numbers
         ],
@@ -278,8 +284,7 @@ def _small_part(manifest: RankManifest, number: int) -> IntArray:
     sums = np.append(np.frombuffer(manifest.sums, "<u4").astype(np.int64), -1)
     crcs = sums[np.cumsum(blocks) - blocks]
     is_small = blocks == 1
-    if any(map(any, set(columns.offsets))):
-        is_small &= ~np.fromiter(map(any, columns.offsets), np.bool_, len(blocks))
+    is_small[list(columns.shards)] = False
     numbers = np.full(len(blocks), number)
     return np.array([numbers, columns.raw_offsets, columns.raw_bytes, crcs, is_small], np.int64)
 

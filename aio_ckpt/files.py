@@ -92,16 +92,16 @@ class Files:
                 raise MismatchError(f"{name}: {self.sizes[name]} bytes long, its manifest says {wanted}")
 
     async def read_ahead(
-        self, name: str, manifest_is_read: Callable[[], Awaitable[object]], *, executor: Executor | None
+        self, name: str, may_begin: Callable[[], Awaitable[object]], *, executor: Executor | None
     ) -> None:
         """Begin to read a whole file, ``readers`` parts at once, and to sum it by ``executor`` (None: not at all).
 
-        It is opened at once, and read behind its manifest, whose own read it would only hold up. A large one is left
-        alone. Returns when the reads wait for threads.
+        It is opened at once, and read once ``may_begin`` says so: smaller reads it would only hold up. A large one is
+        left alone. Returns when the reads wait for threads.
         """
         with suppress(Exception):  # told by whoever wants the file, if anybody does
             await self.measure([name], {})
-            await manifest_is_read()
+            await may_begin()
             if not 0 < self.sizes[name] <= _AHEAD_BYTES:
                 return
             ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers, self.buffers)

@@ -1,7 +1,8 @@
 """Manifests to and from bytes. Pure: no file, no thread.
 
-Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block) and one
-JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest; sealed since 1.1).
+Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block; its tensors
+in columns since 1.2) and one JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest;
+sealed since 1.1).
 DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.metadata`, whose functions are named here too.
 
 Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
@@ -12,18 +13,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from aio_ckpt.columns import (
+    IntArray,
+    Names,
+    Size,
+    StoredColumns,
+    StoredLook,
+    TensorColumns,
+    TensorEntry,
+    columns_fault,
+    columns_of,
+    entries_of,
+    read_columns,
+    stored_columns,
+)
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.items import BLOCK_BYTES
-from aio_ckpt.metadata import DTYPES, MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
+from aio_ckpt.metadata import MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
 from aio_ckpt.seal import is_sealed, seal
 
 __all__ = [
@@ -37,10 +49,12 @@ __all__ = [
     "ObjectEntry",
     "RankManifest",
     "RootManifest",
+    "StaticTensors",
     "StoredLook",
     "TensorColumns",
     "TensorEntry",
     "block_sums",
+    "check_listed",
     "data_file_name",
     "decode_rank",
     "decode_root",
@@ -53,20 +67,14 @@ __all__ = [
 ]
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 ROOT_MANIFEST = "aio_ckpt.json"
 METADATA_FILE = ".metadata"
 
-_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 _Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
-_Dims: TypeAlias = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=64)]
-_Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 _FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
-_Format: TypeAlias = tuple[_Size, _Size]
-StoredLook: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
-"""dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
-IntArray: TypeAlias = npt.NDArray[np.int64]
+_Format: TypeAlias = tuple[Size, Size]
 
 
 def rank_manifest_name(rank: int) -> str:
@@ -87,43 +95,20 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
 
     name: _FileName
     """One path component."""
-    nbytes: _Size
+    nbytes: Size
     """Exact length."""
     crc32: _Crc
     """CRC32 of the whole file."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor item in the rank's data file. Offsets into the file are image offsets."""
-
-    fqns: _Names
-    """Every name stored here; tied tensors share the item."""
-    dtype: str
-    """``str(torch.dtype)`` without ``torch.``."""
-    shape: _Dims
-    """Shape of the shard."""
-    stride: _Dims
-    """Stride of the stored bytes, in elements; dense."""
-    offsets: _Dims
-    """Where the shard begins in the global tensor."""
-    item_offset: _Size
-    """Where the item's header begins."""
-    item_bytes: _Size
-    """Length of header, raw bytes and trailer."""
-    raw_offset: _Size
-    """Where the raw bytes begin."""
-    raw_bytes: _Size
-    """Length of the raw bytes."""
-
-
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A serialized object in the rank's data file."""
 
-    fqns: _Names
+    fqns: Names
     """Every name stored here."""
-    offset: _Size
+    offset: Size
     """Image offset."""
-    nbytes: _Size
+    nbytes: Size
     """Length."""
     crc32: _Crc
     """CRC32 of its bytes."""
@@ -136,9 +121,9 @@ class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
     """(major, minor) of the writer."""
     save_id: str
     """The same in every file of one save."""
-    step: _Size
+    step: Size
     """Step of the checkpoint."""
-    rank: _Size
+    rank: Size
     """Rank that wrote it, below ``world_size``."""
     world_size: _Count
     """Number of ranks that wrote the checkpoint."""
@@ -157,50 +142,35 @@ class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
 class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
     """What one rank stored: every number lies inside ``file`` once decoded."""
 
-    tensors: tuple[TensorEntry, ...]
-    """Tensor items of this rank, in the order of ``sums``."""
+    in_columns: StoredColumns | None = msgspec.field(name="columns", default=None)
+    """Its tensor items, since 1.2; then nothing else tells of them but to :meth:`listed_tensors`."""
+    listed: msgspec.Raw = msgspec.field(name="tensors")
+    """A list of :class:`TensorEntry`: what 1.0 and 1.1 write and read."""
 
     @functools.cached_property
     def columns(self) -> TensorColumns:
-        """``tensors`` by column."""
-        entries = self.tensors
-        looks: dict[StoredLook, int] = {}
-        return TensorColumns(
-            fqns=[entry.fqns for entry in entries],
-            look_numbers=[
-                looks.setdefault((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), len(looks)) for e in entries
-            ],
-            looks=list(looks),
-            offsets=[entry.offsets for entry in entries],
-            item_offsets=np.array([entry.item_offset for entry in entries], np.int64),
-            item_bytes=np.array([entry.item_bytes for entry in entries], np.int64),
-            raw_offsets=np.array([entry.raw_offset for entry in entries], np.int64),
-            raw_bytes=np.array([entry.raw_bytes for entry in entries], np.int64),
-        )
+        """Tensor items of this rank, in the order of ``sums``."""
+        return columns_of(self.listed_tensors()) if self.in_columns is None else read_columns(self.in_columns)
+
+    @functools.cached_property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """``columns``, by tensor."""
+        return entries_of(self.columns)
+
+    def listed_tensors(self) -> tuple[TensorEntry, ...]:
+        """What a reader of 1.1 sees.
+
+        Raises:
+            msgspec.MsgspecError: no such list.
+        """
+        return _ENTRIES.decode(self.listed)
 
 
-class TensorColumns(NamedTuple):
-    """The fields of many :class:`TensorEntry`: checked and searched all at once, where each by itself costs 2 us."""
-
-    fqns: Sequence[tuple[str, ...]]
-    """See :class:`TensorEntry`, as for the others."""
-    look_numbers: Sequence[int]
-    """Position in ``looks``."""
-    looks: Sequence[StoredLook]
-    """A model has few looks and many tensors."""
-    offsets: Sequence[tuple[int, ...]]
-    """``offsets``."""
-    item_offsets: IntArray
-    """``item_offset``."""
-    item_bytes: IntArray
-    """``item_bytes``."""
-    raw_offsets: IntArray
-    """``raw_offset``."""
-    raw_bytes: IntArray
-    """``raw_bytes``."""
+_ENTRIES = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 
 
 class _RankOut(_RankFields, frozen=True, kw_only=True):
+    columns: msgspec.Raw
     tensors: msgspec.Raw
 
 
@@ -208,9 +178,19 @@ class _Head(msgspec.Struct):
     format: _Format
 
 
-def encode_static(tensors: Sequence[TensorEntry]) -> bytes:
+class StaticTensors(NamedTuple):
     """The tensors' part of a rank manifest: a function of the plan alone, so encoded once per plan."""
-    return msgspec.msgpack.encode(tensors)
+
+    columns: bytes
+    """:class:`aio_ckpt.columns.StoredColumns`."""
+    entries: bytes
+    """The same as a list of :class:`TensorEntry`."""
+
+
+def encode_static(tensors: Sequence[TensorEntry]) -> StaticTensors:
+    """The tensors' part of a rank manifest."""
+    encode = msgspec.msgpack.encode
+    return StaticTensors(encode(stored_columns(columns_of(tensors))), encode(tensors))
 
 
 def encode_rank(
@@ -220,7 +200,7 @@ def encode_rank(
     rank: int,
     world_size: int,
     file: FileEntry | None,
-    tensors: bytes,
+    tensors: StaticTensors,
     sums: bytes,
     objects: Sequence[ObjectEntry],
     skeleton: bytes,
@@ -237,7 +217,8 @@ def encode_rank(
         sums=sums,
         objects=tuple(objects),
         skeleton=skeleton,
-        tensors=msgspec.Raw(tensors),
+        columns=msgspec.Raw(tensors.columns),
+        tensors=msgspec.Raw(tensors.entries),
     )
     return msgspec.msgpack.encode(manifest)
 
@@ -250,9 +231,30 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
         CorruptCheckpointError: anything else that is not right; names the file and, where known, the tensor.
     """
     manifest = _decode(data, _RANKS, name)
-    if fault := _rank_fault(manifest):
+    try:
+        fault = _rank_fault(manifest)
+    except _UNREADABLE as exc:
+        fault = str(exc)
+    if fault:
         raise CorruptCheckpointError(f"{name}: {fault}")
     return manifest
+
+
+def check_listed(manifest: RankManifest, *, name: str) -> None:
+    """Hold what readers of 1.1 see of the tensors against the columns. ``name`` is the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: they differ, in number or in the tensor that is named.
+    """
+    try:
+        listed = manifest.listed_tensors()
+    except _UNREADABLE as exc:
+        raise CorruptCheckpointError(f"{name}: its list of tensors: {exc}") from exc
+    if len(listed) != len(manifest.tensors):
+        raise CorruptCheckpointError(f"{name}: {len(listed)} tensors in its list, {len(manifest.tensors)} in columns")
+    for entry, other in zip(listed, manifest.tensors, strict=True):
+        if entry != other:
+            raise CorruptCheckpointError(f"{name}: its list and its columns differ in tensor {other.fqns[0]!r}")
 
 
 def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
@@ -298,48 +300,16 @@ def _rank_fault(manifest: RankManifest) -> str:
     if manifest.rank >= manifest.world_size:
         return f"rank {manifest.rank} of {manifest.world_size}"
     file_bytes = manifest.file.nbytes if manifest.file else 0
-    if manifest.file is None and (manifest.tensors or manifest.objects):
+    if manifest.file is None and (manifest.columns.names or manifest.objects):
         return "lists items but no data file"
     for item in manifest.objects:
         if item.offset + item.nbytes > file_bytes:
             return f"object {item.fqns[0]!r} ends beyond the data file of {file_bytes} bytes"
-    if fault := _columns_fault(manifest.columns, file_bytes):
+    if fault := columns_fault(manifest.columns, file_bytes):
         return fault
     blocks = sum((-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist())  # may exceed 64 bits
     if len(manifest.sums) != 4 * blocks:
         return f"{len(manifest.sums)} bytes of sums for {blocks} blocks"
-    return ""
-
-
-def _columns_fault(columns: TensorColumns, file_bytes: int) -> str:
-    for number, look in enumerate(columns.looks):
-        if fault := _look_fault(*look):
-            return f"tensor {columns.fqns[columns.look_numbers.index(number)][0]!r}: {fault}"
-    # Two of MAX_BYTES add up inside 64 bits only without a sign.
-    item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[4:])
-    raw_stops, item_stops = raw_starts + raw_bytes, item_starts + item_bytes
-    bad = np.flatnonzero((raw_starts < item_starts) | (raw_stops > item_stops) | (item_stops > file_bytes))
-    if len(bad):
-        name = columns.fqns[bad[0]][0]
-        return f"tensor {name!r}: raw bytes, item and data file of {file_bytes} bytes do not lie in each other"
-    return ""
-
-
-def _look_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int) -> str:
-    dtype = DTYPES.get(dtype_name)
-    if dtype is None:
-        return f"unknown dtype {dtype_name!r}"
-    if dims != len(shape):
-        return f"shape {shape} and offsets of {dims} dimensions differ in length"
-    if len(shape) != len(stride):
-        return f"shape {shape} and stride {stride} differ in length"
-    numel = math.prod(shape)
-    if raw_bytes != numel * dtype.itemsize:
-        return f"{raw_bytes} raw bytes for shape {shape} of {dtype_name}"
-    # A reader builds a view with this stride over exactly the raw bytes; a forged one would leave them.
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if numel and extent != numel:
-        return f"stride {stride} is not dense for shape {shape}"
     return ""
 
 
@@ -353,7 +323,7 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """(major, minor) of the writer."""
     save_id: str
     """The same in every file of one save."""
-    step: _Size
+    step: Size
     """Step of the checkpoint."""
     world_size: _Count
     """Number of ranks that wrote it; the length of ``ranks``."""

@@ -153,6 +153,13 @@ class PieceRows:
         """Sum of all lengths."""
         return sum(self.nbytes) + sum(int(block.nbytes.sum()) for block in self.blocks)
 
+    def span_bytes(self) -> int:
+        """From the first to the last, what lies between them included."""
+        starts = [*self.starts, *(int(block.starts.min()) for block in self.blocks)]
+        stops = [start + nbytes for start, nbytes in zip(self.starts, self.nbytes, strict=True)]
+        stops += [int((block.starts + block.nbytes).max()) for block in self.blocks]
+        return max(stops) - min(starts)
+
     def ascending(self) -> Pieces:
         """All of them."""
         single = Pieces(

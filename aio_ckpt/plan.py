@@ -21,7 +21,14 @@ from aio_ckpt.device import copies_by_address, gathered_below_bytes
 from aio_ckpt.globalplan import dcp_plan, local_plan, shard_offsets, storage_data
 from aio_ckpt.items import ImageLayout, LeafKind, TensorItem
 from aio_ckpt.layout import Placement, lay_out
-from aio_ckpt.manifest import MetadataTemplate, TensorEntry, data_file_name, encode_static, render_metadata
+from aio_ckpt.manifest import (
+    MetadataTemplate,
+    StaticTensors,
+    TensorEntry,
+    data_file_name,
+    encode_static,
+    render_metadata,
+)
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
 from aio_ckpt.shares import LocalPlan, Share
 from aio_ckpt.structure import (
@@ -93,7 +100,7 @@ class Plan(ImagePlan):
     """With several ranks: the name of what was agreed that this rank writes; empty before."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the state that other ranks store."""
-    tensors_static: bytes
+    tensors_static: StaticTensors
     """Pre-encoded tensor entries of the rank manifest."""
     skeleton: bytes
     """Encoded skeleton."""

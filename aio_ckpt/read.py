@@ -102,9 +102,9 @@ async def load_checkpoint(
             checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
         )
 
-    async def read_ahead(root: RootManifest, manifest_is_read: Callable[[], Awaitable[object]]) -> None:
+    async def read_ahead(root: RootManifest, small_files_are_read: Callable[[], Awaitable[object]]) -> None:
         if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
-            await files.read_ahead(data_file_name(rank), manifest_is_read, executor=executor if verify else None)
+            await files.read_ahead(data_file_name(rank), small_files_are_read, executor=executor if verify else None)
 
     async with Files(storage, path, readers=readers, ring=ring) as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)

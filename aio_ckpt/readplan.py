@@ -132,7 +132,7 @@ class ReadPlan:
         found: list[Segment] = []
         for file, rows in self.pieces.items():
             is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
-            found += cut_segments(file, rows, rows.total_bytes() // 2 + BLOCK_BYTES if is_there else size)
+            found += cut_segments(file, rows, rows.span_bytes() // 2 + BLOCK_BYTES if is_there else size)
         total += sum(part.item.raw_bytes for part in self.in_place)
         size = min(max(total // (_IN_PLACE_A_READER * readers), _IN_PLACE_BYTES_MIN), _IN_PLACE_BYTES_MAX)
         for part in self.in_place:

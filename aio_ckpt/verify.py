@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt import tree
 from aio_ckpt.bounce import bounce_buffers
-from aio_ckpt.catalog import Checkpoint, check_metadata, check_rank, open_checkpoint, read_small_file
+from aio_ckpt.catalog import (
+    Checkpoint,
+    check_digest,
+    check_metadata,
+    check_rank,
+    open_checkpoint,
+    read_small_file,
+)
 from aio_ckpt.contents import Slot, StoredObject
 from aio_ckpt.envelope import fill_crc, render
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
@@ -31,6 +38,7 @@ from aio_ckpt.manifest import (
     RankManifest,
     TensorEntry,
     block_sums,
+    check_listed,
     decode_root,
     rank_manifest_name,
 )
@@ -157,15 +165,17 @@ class _Verification:
         for manifest in checkpoint.ranks:
             places.update(_places_of(manifest))
             name = rank_manifest_name(manifest.rank)
-            if checkpoint.has_skeleton:
-                with _noting(self.faults, name):
+            with _noting(self.faults, name):
+                check_listed(manifest, name=name)
+                if checkpoint.has_skeleton:
                     tree.decode_skeleton(manifest.skeleton, name=name)
             if manifest.file is not None:
                 with _noting(self.faults, manifest.file.name):
                     await self._data_file(manifest, manifest.file)
-        is_whole = len(checkpoint.ranks) == getattr(checkpoint.root, "world_size", 0)
-        if checkpoint.metadata_bytes and is_whole:
+        root = checkpoint.root
+        if checkpoint.metadata_bytes and root is not None and len(checkpoint.ranks) == root.world_size:
             with _noting(self.faults, METADATA_FILE):
+                check_digest(root, checkpoint.metadata_bytes)
                 self._compare_metadata(checkpoint, places)
 
     async def plain(self, checkpoint: Checkpoint) -> None:

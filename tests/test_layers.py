@@ -18,7 +18,9 @@ PACKAGE = Path(__file__).parents[1] / "aio_ckpt"
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "config", "items", "_version"), 0),
     **dict.fromkeys(("seal", "pickle_guard"), 1),
-    **dict.fromkeys(("tensor_pickle", "envelope", "metadata", "manifest", "objects", "skeleton", "tree", "names"), 1),
+    **dict.fromkeys(
+        ("tensor_pickle", "envelope", "metadata", "columns", "manifest", "objects", "skeleton", "tree", "names"), 1
+    ),
     **dict.fromkeys(("frames", "ranks", "board", "lobby"), 1),
     **dict.fromkeys(("exits", "portal", "ticket", "device", "copies", "moves", "likeness", "batch", "preemption"), 1),
     **dict.fromkeys(("priority", "trace", "ratelimit"), 1),
@@ -55,6 +57,8 @@ SIDEWAYS: set[tuple[str, str]] = {
     # Files that were split because of their length: the face of each pair is named first.
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),
+    ("manifest", "columns"),
+    ("columns", "metadata"),
     ("manifest", "seal"),
     ("metadata", "pickle_guard"),
     ("objects", "pickle_guard"),
