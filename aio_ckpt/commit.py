@@ -129,8 +129,8 @@ async def _names_in(storage: Storage, root: Path) -> list[str]:
     """None in a root that nobody has made yet."""
     try:
         return await storage.list_dir(root)
-    except ReadError as error:
-        if error.errno != errno.ENOENT:
+    except ReadError:
+        if await storage.exists(root):
             raise
         return []
 

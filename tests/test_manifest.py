@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt import manifest, metadata
+from aio_ckpt.columns import StoredColumns
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import (
@@ -21,6 +22,7 @@ from aio_ckpt.manifest import (
     RootManifest,
     TensorEntry,
     block_sums,
+    check_listed,
     data_file_name,
     decode_rank,
     decode_root,
@@ -162,6 +164,86 @@ def test_every_number_of_a_tensor_entry_is_checked(field, value):
     entry = msgspec.structs.replace(TENSOR, **{field: value})
     with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
         decode_rank(encoded_by_1_1(entry, SMALL, EMPTY), name="m.bin")
+
+
+def test_what_1_1_wrote_comes_back_as_it_was():
+    found = decode_rank(encoded_by_1_1(TENSOR, SMALL, EMPTY), name="m")
+    assert found.tensors == (TENSOR, SMALL, EMPTY)
+    assert found.format == (1, 1)
+
+
+def columns(**changes: object) -> bytes:
+    """A manifest whose columns were changed; the list beside them is as it was."""
+    fields = fields_of(encoded())
+    stored = dict(zip(StoredColumns.__struct_fields__, fields["columns"], strict=True)) | changes
+    return msgspec.msgpack.encode(fields | {"columns": list(stored.values())})
+
+
+def i64(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+LOOKS = [
+    ["bfloat16", [3, 1 << 20], [1, 3], 2, 6 << 20],
+    ["int64", [], [], 0, 8],
+    ["float32", [0, 4], [4, 1], 2, 0],
+]
+BAD_COLUMNS = {
+    "names": (("a", "b"), ("a", "b", "c", "d"), ("a", "b", 3), (), None),
+    "ties": ({3: ("x",)}, {-1: ("x",)}, {0: ()}, {0: (1,)}, {"0": ("x",)}, None),
+    "look_numbers": (
+        struct.pack("<3I", 0, 1, 3),
+        struct.pack("<3I", 0, 1, 0xFFFFFFFF),
+        struct.pack("<3I", 1, 0, 2),
+        struct.pack("<2I", 0, 1),
+        struct.pack("<3I", 0, 1, 2)[:-1],
+        b"",
+        [0, 1, 2],
+    ),
+    "looks": (
+        (),
+        LOOKS[:2],
+        *([[name, *LOOKS[0][1:]], *LOOKS[1:]] for name in ("nothing", "float32", 5)),
+        *([["bfloat16", *look], *LOOKS[1:]] for look in ([[3], [1], 1, 6], [[3, 1 << 20], [1, 4], 2, 6 << 20])),
+        *([["bfloat16", [3, 1 << 20], [1, 3], dims, raw], *LOOKS[1:]] for dims, raw in ((1, 6 << 20), (2, 7), (2, -1))),
+        [*LOOKS, ["nothing", [], [], 0, 0]],
+    ),
+    "shards": ({0: (7,)}, {0: (0, -1)}, {0: (0, 1 << 63)}, {3: (0, 1)}, {1: (1,)}),
+    "item_offsets": (i64(-1, 7 << 20, 8 << 20), i64(513, 7 << 20, 8 << 20), i64(1 << 62, 1, 1), i64(0, 1), b"x" * 23),
+    "item_bytes": (i64(512, 600, 600), i64(11 << 20, 600, 600), i64(-(1 << 63), 600, 600), b""),
+    "raw_offsets": (
+        i64(512, -8, (8 << 20) + 512),
+        i64(1025, 7 << 20, 8 << 20),
+        i64((1 << 63) - 1, 1, 1),
+        i64(1, 2, 3, 4),
+    ),
+}
+
+
+def test_unchanged_columns_are_read_as_they_were():
+    assert decode_rank(columns(looks=LOOKS), name="m").tensors == (TENSOR, SMALL, EMPTY)
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in BAD_COLUMNS for value in BAD_COLUMNS[field]])
+def test_every_number_of_the_columns_is_checked(field, value):
+    with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
+        decode_rank(columns(**{field: value}), name="m.bin")
+
+
+def test_the_columns_alone_say_what_is_stored_and_verify_finds_a_list_that_says_otherwise():
+    fields = fields_of(encoded())
+    other = msgspec.structs.replace(SMALL, raw_offset=(7 << 20) + 520)
+    for listed, message in (
+        ([TENSOR, other, EMPTY], "'b'"),
+        ([TENSOR, SMALL], "2 tensors in its list, 3 in columns"),
+        ([1], "its list of tensors"),
+    ):
+        found = decode_rank(msgspec.msgpack.encode(fields | {"tensors": listed}), name="m.bin")
+        assert found.tensors == (TENSOR, SMALL, EMPTY)
+        with pytest.raises(CorruptCheckpointError, match=rf"m\.bin.*{message}"):
+            check_listed(found, name="m.bin")
+    for manifest_data in (encoded(), encoded_by_1_1(TENSOR, SMALL, EMPTY)):
+        check_listed(decode_rank(manifest_data, name="m.bin"), name="m.bin")
 
 
 def test_items_without_a_data_file_are_corrupt_even_if_they_are_empty():

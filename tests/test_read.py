@@ -474,6 +474,26 @@ async def test_a_hole_between_the_shards_is_found(direct, tmp_path):
         await load(direct, tmp_path / "c", {"t": torch.zeros(12, 5, dtype=torch.int64)})
 
 
+async def test_a_shard_that_stands_alone_is_not_taken_for_the_whole_tensor(direct, tmp_path):
+    """A small tensor is read without its chunks if it is all of one item that begins where the tensor begins."""
+    path = save_state(tmp_path / "c", {"t": torch.arange(50.0).reshape(5, 10)})
+    forge(path, offsets=(5, 0))
+    before = torch.full((5, 10), 7.0)
+    template = {"t": before.clone()}
+    with pytest.raises(TemplateMismatchError, match=r"\(5, 10\).*\(10, 10\)"):
+        await load(direct, path, template)
+    assert torch.equal(template["t"], before)
+
+
+async def test_tied_tensors_of_a_later_rank_are_read_from_their_own_item(direct, tmp_path):
+    first, other = torch.arange(6.0), torch.arange(6.0) + 10
+    contents = [content_of({"a": first, "b": first + 1}, 0), content_of({"x": first + 5, "y": other, "z": other}, 1)]
+    path = write_checkpoint(tmp_path / "c", contents)
+    state = {name: torch.zeros(6) for name in "abxyz"}
+    await load(direct, path, state)
+    assert [state[name][0].item() for name in "abxyz"] == [0, 1, 5, 10, 10]
+
+
 @pytest.fixture
 def fake_world(request):
     """A process group of 4 ranks in which this process is rank 1; nothing is sent."""

@@ -44,6 +44,7 @@ def shrunk(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
 UNFIT: dict[str, tuple[Callable[[int], torch.Tensor], str]] = {
     "freed": (lambda n: shrunk(torch.zeros(n), 0), "freed or resized"),
     "short": (lambda n: shrunk(torch.zeros(n), 4), "freed or resized"),
+    "short, behind another": (lambda n: shrunk(torch.zeros(2 * n)[n:], 4 * n), "freed or resized"),
     "freed, not contiguous": (lambda n: shrunk(torch.zeros(2 * n)[::2], 0), "freed or resized"),
     "wrapper": (lambda n: TwoTensor(torch.zeros(n), torch.zeros(n)), "TwoTensor.*plain tensor"),
     "expanded": (lambda n: torch.zeros(1).expand(n), "shares memory with itself"),
