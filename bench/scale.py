@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from aio_ckpt import tree
 from aio_ckpt.agreement import Assigned, Book, Planned, Written, decode_report, spans_crc32
 from aio_ckpt.frames import Frame, pack, unpack
+from aio_ckpt.holdings import Holding, LocalPlan, Look
 from aio_ckpt.manifest import FileEntry, rank_manifest_name
 from aio_ckpt.record import render_metadata_file, render_root
-from aio_ckpt.shares import Holding, LocalPlan
 from bench.measure import Spread
 from bench.options import log, parse
 from bench.report import FigureRow, Goal, Report, publish
@@ -162,19 +163,19 @@ def _gather(book: Book, data: bytes) -> list[Written]:
 def _planned(rank: int, ranks: int, items: int) -> Planned:
     """One rank of a model whose every tensor is sharded by rows."""
     holdings = tuple(
-        Holding((f"model.layers.{number}.weight",), (4 * rank, 0), (4, 64), (4 * ranks, 64), "bfloat16")
+        Holding((f"model.layers.{number}.weight",), (4 * rank, 0), Look((4, 64), (4 * ranks, 64), "bfloat16"))
         for number in range(items)
     )
     state = {"model": {"layers": {str(number): {"weight": 0} for number in range(items)}}}
     skeleton = tree.encode_skeleton(tree.flatten(state, rank=rank).skeleton)
     objects = tuple(f"rng.rank{rank}.{number}" for number in range(_OBJECTS))
-    return Planned(1, LocalPlan(holdings, objects, skeleton), struct.pack(f"<{items}I", *range(items)))
+    return Planned(1, LocalPlan.of(holdings, objects, skeleton), struct.pack(f"<{items}I", *range(items)))
 
 
 def _written(word: Assigned, items: int, *, is_first: bool) -> Written:
     spans = tuple((items * 1500 + 3000 * number, 3000) for number in range(_OBJECTS))
     moved = tuple((number, *span) for number, span in enumerate(spans)) if is_first else ()
-    places = tuple((1500 * number, 1500) for number in range(items)) if is_first else None
+    places = np.array([(1500 * number, 1500) for number in range(items)], "<i8").tobytes() if is_first else None
     secs = (0.001234, 0.123456, 1.234567)
     return Written(123_456, word.share_id, 40 * items, 0xFFFFFFFF, secs, moved, spans_crc32(spans), places)
 
