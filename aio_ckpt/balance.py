@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aio_ckpt.holdings import Flags, Held, Ints
+from aio_ckpt.holdings import Flags, Held, Ints, SmallInts
 
-__all__ = ["Writers", "spread"]
+__all__ = ["Candidates", "Writers", "spread"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,101 +55,93 @@ class Writers:
         return load
 
 
-def spread(
-    held: Held,
-    writers: Writers,
-    boxes: Ints,
-    free: Ints,
-    begins: Ints,
-    counts: Ints,
-    *,
-    came_first: Ints,
-    is_open: Flags,
-) -> None:
-    """Give each of ``boxes`` to one of the ranks that captured it.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """Which rows may be written, box by box."""
 
-    The rows of box b that a rank may write are ``free[begins[b] :][: counts[b]]``, by rank. Largest first, of equals
-    the one that came last (``came_first``: the first row of each of ``boxes``); ``is_open``: nobody wrote it before.
+    rows: Ints
+    """Rows in the order of boxes, those of one box by rank."""
+    counts: Ints
+    """Per box, how many."""
+    begins: Ints
+    """Per box, where its rows begin in ``rows``."""
+
+    def of_boxes(self, boxes: Ints) -> tuple[Ints, Ints]:
+        """(all rows of ``boxes``, in that order; how many each has)."""
+        counts = self.counts[boxes]
+        return self.rows[_ranges(self.begins[boxes], counts)], counts
+
+
+def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first: Ints, is_open: Flags) -> None:
+    """Give each of ``boxes`` to one of its candidates.
+
+    Largest first, of equals the one that came last (``came_first``: the first row of each of ``boxes``);
+    ``is_open``: nobody was to write the box before this save.
     """
-    nbytes = held.nbytes[held.look[free[begins[boxes]]]]
+    held = writers.held
+    nbytes = held.nbytes[held.look[candidates.rows[candidates.begins[boxes]]]]
     order = np.lexsort((came_first, nbytes))[::-1]
     boxes, nbytes = boxes[order], nbytes[order]
     load = writers.load_bytes()
-    ends = np.flatnonzero(np.append(nbytes[1:] != nbytes[:-1], True)) + 1
-    for start, stop in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
-        equals = boxes[start:stop]
-        equals = equals[~writers.is_taken[equals]]  # tied to one that was placed before
-        _spread_equals(held, writers, equals, free, begins, counts, load=load, is_open=is_open)
+    for equals in np.split(boxes, np.flatnonzero(np.diff(nbytes)) + 1):
+        left = equals[~writers.is_taken[equals]]  # the others are tied to one that was placed before
+        if len(left):
+            _spread_equals(writers, *candidates.of_boxes(left), load=load, is_open=is_open)
 
 
-def _spread_equals(
-    held: Held, writers: Writers, boxes: Ints, free: Ints, begins: Ints, counts: Ints, *, load: Ints, is_open: Flags
-) -> None:
-    """The same for boxes of equal length, in this order.
+def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints, is_open: Flags) -> None:
+    """The same for boxes of equal length, with so many of ``rows`` each.
 
-    Each waits for those before it that one of its ranks holds too. Where all ranks of a box come to it as their k-th
-    (a model over a mesh), the k-th of all ranks are one step: 5,000 pairs of ranks take no more steps than one pair.
+    A box waits for those before it that one of its ranks holds too. Where all ranks of each box come to it as their
+    k-th (a model over a mesh), all k-th boxes are one step: 5,000 pairs of ranks take no more steps than one pair.
     """
-    rows = _ragged(free, begins[boxes], counts[boxes])
-    lengths = counts[boxes]
-    starts = np.cumsum(lengths) - lengths
-    turn = _turns(held.rank[rows].astype(np.int64))
-    is_even = (
-        bool((np.minimum.reduceat(turn, starts) == np.maximum.reduceat(turn, starts)).all()) if len(rows) else True
-    )
+    held, begins = writers.held, np.cumsum(counts) - counts
+    turn = _turns(held.rank[rows])
+    is_even = (np.minimum.reduceat(turn, begins) == np.maximum.reduceat(turn, begins)).all()
     if held.is_tied[rows].any() or not is_even:
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            _place_one(held, writers, rows[start : start + length], load=load, is_open=is_open)
+        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+            _place_one(writers, rows[begin : begin + count], load=load, is_open=is_open)
         return
-    by_turn = np.argsort(turn[starts], kind="stable")
-    rows = _ragged(rows, starts[by_turn], lengths[by_turn])
-    lengths = lengths[by_turn]
-    ends = np.cumsum(lengths)
-    steps = np.flatnonzero(np.diff(turn[starts][by_turn], prepend=-1))
-    for first, last in zip(steps.tolist(), [*steps[1:].tolist(), len(lengths)], strict=True):
-        begin = int(ends[first - 1]) if first else 0
-        _place_at_once(
-            held, writers, rows[begin : ends[last - 1]], ends[first:last] - begin - lengths[first:last], load
-        )
+    order = np.argsort(turn[begins], kind="stable")
+    for step in np.split(order, np.flatnonzero(np.diff(turn[begins][order])) + 1):
+        _place_at_once(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
 
 
-def _place_at_once(held: Held, writers: Writers, rows: Ints, starts: Ints, load: Ints) -> None:
-    """Boxes that no two share a rank: each to the lowest rank of those that have least to write."""
-    rank = held.rank[rows]
-    mine = load[rank]
-    least = np.minimum.reduceat(mine, starts)
-    is_least = mine == np.repeat(least, np.diff(np.append(starts, len(rows))))
-    candidates = np.flatnonzero(is_least)
-    chosen = rows[candidates[np.searchsorted(candidates, starts)]]
+def _place_at_once(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) -> None:
+    """Boxes of which no two share a rank: each to the lowest of those ranks that have least to write."""
+    held, begins = writers.held, np.cumsum(counts) - counts
+    mine = load[held.rank[rows]]
+    least = np.flatnonzero(mine == np.repeat(np.minimum.reduceat(mine, begins), counts))
+    chosen = rows[least[np.searchsorted(least, begins)]]
     writers.take(chosen)
     load[held.rank[chosen]] += held.nbytes[held.look[chosen]]
 
 
-def _place_one(held: Held, writers: Writers, rows: Ints, *, load: Ints, is_open: Flags) -> None:
+def _place_one(writers: Writers, rows: Ints, *, load: Ints, is_open: Flags) -> None:
     """One box, and what is tied to it on the rank that gets it."""
     if writers.is_taken[writers.box[rows[0]]]:
         return
+    held = writers.held
     row = int(rows[load[held.rank[rows]].argmin()])  # the first of equals: the lowest rank
-    start, stop = held.starts[held.rank[row] : held.rank[row] + 2]
-    item = start + np.searchsorted(held.item[start:stop], held.item[row] + np.arange(2))
-    tied = np.arange(*item)
+    rank = int(held.rank[row])
+    start, stop = held.starts[rank : rank + 2]
+    first, end = np.searchsorted(held.item[start:stop], held.item[row] + np.arange(2))
+    tied = np.arange(start + first, start + end)
     if not writers.is_written[tied].any():
-        load[held.rank[row]] += held.nbytes[held.look[row]]
+        load[rank] += held.nbytes[held.look[row]]
     writers.take(tied[is_open[writers.box[tied]]])
 
 
-def _turns(rank: Ints) -> Ints:
+def _turns(rank: SmallInts) -> Ints:
     """Per entry, how many before it are of the same rank."""
     order = np.argsort(rank, kind="stable")
-    ordered = rank[order]
-    is_new = np.append(True, ordered[1:] != ordered[:-1])[: len(rank)]
-    begins = np.flatnonzero(is_new)
+    counts = np.bincount(rank)
     turn = np.empty(len(rank), np.int64)
-    turn[order] = np.arange(len(rank)) - begins[np.cumsum(is_new) - 1]
+    turn[order] = _ranges(np.zeros(len(counts), np.int64), counts)
     return turn
 
 
-def _ragged(values: Ints, begins: Ints, lengths: Ints) -> Ints:
-    """``values[begins[i] :][: lengths[i]]`` of every i, one after the other."""
-    shift = np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
-    return values[shift + np.arange(len(shift))]
+def _ranges(begins: Ints, counts: Ints) -> Ints:
+    """``begins[i]`` and the ``counts[i] - 1`` numbers behind it, of every i, one after the other."""
+    found: Ints = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    return found

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.metadata import DTYPES, MAX_BYTES
 
-__all__ = ["Flags", "Held", "Holding", "Ints", "LocalPlan", "Look", "malformed", "one_of_equals"]
+__all__ = ["Flags", "Held", "Holding", "Ints", "LocalPlan", "Look", "SmallInts", "malformed", "one_of_equals"]
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 SmallInts: TypeAlias = "npt.NDArray[np.int32]"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from aio_ckpt.balance import Writers, spread
+from aio_ckpt.balance import Candidates, Writers, spread
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.holdings import Flags, Held, Ints, malformed
 
@@ -107,10 +107,10 @@ class Boxes:
         of[order] = number
         return cls(order=order, of=of, count=int(number[-1]) + 1 if len(number) else 0)
 
-    def begins(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Per box (how many of these rows, where they begin); ``rows`` are in the order of boxes."""
+    def candidates(self, rows: Ints) -> Candidates:
+        """These rows, in the order of boxes, as those that may be written."""
         counts = np.bincount(self.of[rows], minlength=self.count)
-        return counts, np.cumsum(counts) - counts
+        return Candidates(rows=rows, counts=counts, begins=np.cumsum(counts) - counts)
 
 
 def _keys(held: Held) -> Ints:
@@ -161,18 +161,18 @@ def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) 
         writers.take(start + share.rows(stop - start))
         is_kept[rank] = True
     free = boxes.order[~(is_kept[held.rank] | writers.is_taken[boxes.of])[boxes.order]]
-    counts, begins = boxes.begins(free)
-    is_lost = ~writers.is_taken & (counts == 0)
-    if is_lost.any():
-        lost = np.unique(held.name[is_lost[boxes.of]])
-        raise _not_captured(held.names[name] for name in lost)
+    candidates = boxes.candidates(free)
     is_open = ~writers.is_taken
-    is_single = is_open & ((counts == 1) | unequal)
+    is_lost = is_open & (candidates.counts == 0)
+    if is_lost.any():
+        raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
+    is_single = is_open & ((candidates.counts == 1) | unequal)
+    writers.take(free[candidates.begins[is_single]])
     several = np.flatnonzero(is_open & ~is_single)
-    writers.take(np.sort(free[begins[is_single]]))
     if len(several):
-        starts = boxes.begins(boxes.order)[1]
-        spread(held, writers, several, free, begins, counts, came_first=boxes.order[starts[several]], is_open=is_open)
+        all_rows = boxes.candidates(boxes.order)
+        came_first = boxes.order[all_rows.begins[several]]
+        spread(writers, several, candidates, came_first=came_first, is_open=is_open)
     starts, objects = held.starts.tolist(), _assign_objects(held, kept)
     shares = [
         Share.of(writers.is_written[start:stop], own)
