@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import pickle
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from aio_ckpt import PerRank, tree
+from aio_ckpt import PerRank, metadata_pickle, tree
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.globalplan import Stored, render_global
 from aio_ckpt.holdings import Held, Holding, LocalPlan, Look
@@ -230,6 +232,75 @@ def test_metadata_from_columns_is_in_every_field_what_dcps_planner_makes(plans: 
     assert pickle.loads(found) == wanted
 
 
+def rows_of(rank: int, ranks: int, names: int) -> LocalPlan:
+    """A model whose every tensor is sharded by rows."""
+    looks = [Look((2, 3), (2 * ranks, 3), "float32"), Look((1,), (ranks,), "int8")]
+    items = [Holding((f"t{n}",), (2 * rank, 0) if n % 2 else (rank,), looks[1 - n % 2]) for n in range(names)]
+    state = {f"t{n}": 0 for n in range(names)} | {"own": PerRank({"x": 1})}
+    return LocalPlan.of(items, (f"own.rank{rank}.x",), tree.encode_skeleton(tree.flatten(state, rank=rank).skeleton))
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(300, 220), (2, 1100)])
+def test_more_shards_files_and_names_than_are_rendered_at_once_are_as_few(ranks: int, names: int) -> None:
+    """Beyond what one batch, one byte of memo index and one dict's batch hold, it is still DCP's plan."""
+    assert max(ranks * names / metadata_pickle._ROWS_AT_ONCE, names / metadata_pickle._NAMES_AT_ONCE) > 1
+    stores = stored([rows_of(rank, ranks, names) for rank in range(ranks)])
+    spans = [(8 * rank, 8) for rank in range(ranks)]
+    found = filled(render_global(stores), spans)
+    wanted = pickle.loads(pickle.dumps(by_dcp(stores, spans)))
+    assert every_field(parse_metadata(found, name="m")) == every_field(wanted)
+    assert len(found) < 235 * ranks * names
+
+
+@pytest.mark.parametrize("rows", [(1 << 31) - 1, 1 << 31, (1 << 62) // 3])
+def test_numbers_beyond_32_bits_are_as_dcp_writes_them(rows: int) -> None:
+    """Shapes and offsets on both sides of what BININT holds come back as they were."""
+    looks = [Look((rows - 1, 3), (rows, 3), "int8"), Look((1, 3), (rows, 3), "int8")]
+    skeleton = tree.encode_skeleton(tree.flatten({"w": 0}, rank=0).skeleton)
+    plans = [
+        LocalPlan.of([Holding(("w",), offsets, look)], (), skeleton)
+        for offsets, look in zip(((0, 0), (rows - 1, 0)), looks, strict=True)
+    ]
+    ranks = stored(plans)
+    wanted = pickle.loads(pickle.dumps(by_dcp(ranks, ())))
+    assert every_field(parse_metadata(filled(render_global(ranks)), name="m")) == every_field(wanted)
+
+
+@dataclasses.dataclass
+class Later:
+    """As a later torch might write an entry: more fields, of all kinds."""
+
+    fqn: str
+    offset: int
+    more: Any = None
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers(-300, 300) | st.text(max_size=3), st.lists, max_leaves=5))
+def test_a_field_that_a_later_torch_adds_is_written_as_pickle_would(more: Any) -> None:
+    """What is no hole of an instance stands in every entry as pickle writes it, hole by hole the rest."""
+    memo, instance = metadata_pickle._Memo(), Later(metadata_pickle._NAME, metadata_pickle._AT, [more, {"x": more}])
+    stencil = metadata_pickle._Stencil(metadata_pickle._tokens(instance, memo), frozenset())
+    names = memo.reserve(2)
+    head = b"".join(memo.head(["a", "b"], names))
+    columns = {metadata_pickle._NAME: names + np.arange(2), metadata_pickle._AT: np.array([5, 6])}
+    found = pickle.loads(head + b"](" + stencil.rows(columns, 2).tobytes() + b"e.")
+    assert found == [Later("a", 5, [more, {"x": more}]), Later("b", 6, [more, {"x": more}])]
+
+
+def test_what_later_saves_change_is_not_in_the_part_that_they_share() -> None:
+    """The first part is the same for all spans and ids, its sums are of it, and without objects it ends at the id."""
+    for objects in ((), ("own.rank0.x",)):
+        local = msgspec.structs.replace(rows_of(0, 1, 3), objects=msgspec.msgpack.encode(objects))
+        template = render_global(stored([local]))
+        spans = [(at, 7) for at, _ in enumerate(objects)]
+        parts = [template.fill(spans, checkpoint_id=name, save_id=name * 2) for name in ("c", "other")]
+        assert parts[0][0] is parts[1][0] is template.fixed
+        assert template.fixed_crc32 == zlib.crc32(template.fixed)
+        assert template.fixed_blake2b.digest() == hashlib.blake2b(template.fixed, digest_size=32).digest()
+        assert len(template.head) < 200 * len(objects) + 1
+        assert [pickle.loads(b"".join(part)).storage_meta.save_id for part in parts] == ["cc", "otherother"]
+
+
 # -- tensors that are not whole ---------------------------------------------------------------------
 
 
@@ -277,7 +348,7 @@ def test_what_dcps_planner_would_refuse_is_refused_and_nothing_else(cut_up: tupl
     assume(len(boxes) > 1)  # of one rank alone DCP takes whatever it has
     ranks = by_hand(boxes, size)
     if dcp_refuses(ranks):
-        with pytest.raises(PlanChangedError):
+        with pytest.raises(PlanChangedError, match=r"do not hold whole tensors|begins at"):
             render_global(ranks)
     else:
         render_global(ranks)

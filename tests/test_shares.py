@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aio_ckpt.agreement import Book, Planned, Written, spans_crc32
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.holdings import Held, Holding, LocalPlan, Look
+from aio_ckpt.holdings import Held, Holding, LocalPlan, Look, one_of_equals
 from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
 
 Key = tuple[str, tuple[int, ...]]
@@ -257,6 +257,15 @@ def test_a_name_that_is_a_tensor_and_an_object_is_an_error() -> None:
         Held.of([both])
     with pytest.raises(DuplicateNameError, match=r"'o' is object on rank 0 and .* on rank 1"):
         Held.of([GOOD, LocalPlan.of([Holding(("o",), (0,), Look((1,), (1,), "int8"))], (), b"")])
+
+
+def test_what_equal_ranks_tell_is_kept_once() -> None:
+    """Of ranks that name and cut their tensors alike, the leader keeps one copy of the names and the looks."""
+    copies = [msgspec.msgpack.Decoder(LocalPlan).decode(pack(GOOD)) for _ in range(3)]
+    assert copies[0].names is not copies[1].names
+    kept = one_of_equals(copies)
+    assert kept == copies
+    assert all(plan.names is kept[0].names and plan.looks is kept[0].looks for plan in kept)
 
 
 @pytest.mark.parametrize("sums", [b"1", b"12345678"])
