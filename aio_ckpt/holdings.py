@@ -322,6 +322,7 @@ def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]
     names = tuple(reader.names)
     first: dict[str, tuple[int, int | None]] = {}
     seen: set[int] = set()
+    are_objects: set[str] = set()
 
     def check(name: str, rank: int, look: int | None) -> None:
         other, known_as = first.setdefault(name, (rank, look))
@@ -336,8 +337,9 @@ def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]
             for number, look in zip(outline.name.tolist(), outline.look.tolist(), strict=True):
                 check(names[number], rank, look)
         if id(own) not in seen:
-            for name in own:
+            for name in [name for name in own if name not in are_objects]:
                 check(name, rank, None)
+                are_objects.add(name)
         seen |= {id(outline), id(own)}
     return np.array([first[name][1] for name in names], np.int32)
 

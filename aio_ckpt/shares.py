@@ -184,17 +184,21 @@ def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) 
 def _assign_objects(held: Held, kept: Mapping[int, Share]) -> list[list[bool]]:
     """Per rank and object, whether the rank writes it."""
     writers = {name: rank for rank, share in kept.items() for name in share.object_names(held.objects[rank])}
-    free = [() if rank in kept else names for rank, names in enumerate(held.objects)]
-    seen: set[int] = set()
-    for rank, names in enumerate(free):
-        if id(names) not in seen:  # equal names are one tuple: all of them have their writers
+    seen: set[int] = set()  # equal names are one tuple: of such ranks the first decides
+    for rank, names in enumerate(held.objects):
+        if rank not in kept and id(names) not in seen:
             seen.add(id(names))
             for name in names:
                 writers.setdefault(name, rank)
-    lost = [name for names in held.objects for name in names if name not in writers]
+    distinct = {id(names): names for names in held.objects}
+    lost = [name for names in distinct.values() for name in names if name not in writers]
     if lost:
         raise _not_captured(lost)
-    return [[writers[name] == rank for name in names] for rank, names in enumerate(held.objects)]
+    writing = set(writers.values())
+    return [
+        [writers[name] == rank for name in names] if rank in writing else [False] * len(names)
+        for rank, names in enumerate(held.objects)
+    ]
 
 
 def _not_captured(names: Iterable[str]) -> PlanChangedError:
