@@ -72,11 +72,10 @@ class Candidates:
         return self.rows[_ranges(self.begins[boxes], counts)], counts
 
 
-def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first: Ints, is_open: Flags) -> None:
+def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first: Ints) -> None:
     """Give each of ``boxes`` to one of its candidates.
 
-    Largest first, of equals the one that came last (``came_first``: the first row of each of ``boxes``);
-    ``is_open``: nobody was to write the box before this save.
+    Largest first, of equals the one that came last (``came_first``: the first row of each of ``boxes``).
     """
     held = writers.held
     nbytes = held.nbytes[held.look[candidates.rows[candidates.begins[boxes]]]]
@@ -86,10 +85,10 @@ def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first:
     for equals in np.split(boxes, np.flatnonzero(np.diff(nbytes)) + 1):
         left = equals[~writers.is_taken[equals]]  # the others are tied to one that was placed before
         if len(left):
-            _spread_equals(writers, *candidates.of_boxes(left), load=load, is_open=is_open)
+            _spread_equals(writers, *candidates.of_boxes(left), load=load)
 
 
-def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints, is_open: Flags) -> None:
+def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) -> None:
     """The same for boxes of equal length, with so many of ``rows`` each.
 
     A box waits for those before it that one of its ranks holds too. Where all ranks of each box come to it as their
@@ -100,7 +99,7 @@ def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints, is
     is_even = (np.minimum.reduceat(turn, begins) == np.maximum.reduceat(turn, begins)).all()
     if held.is_tied[rows].any() or not is_even:
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-            _place_one(writers, rows[begin : begin + count], load=load, is_open=is_open)
+            _place_one(writers, rows[begin : begin + count], load=load)
         return
     order = np.argsort(turn[begins], kind="stable")
     for step in np.split(order, np.flatnonzero(np.diff(turn[begins][order])) + 1):
@@ -117,7 +116,7 @@ def _place_at_once(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) ->
     load[held.rank[chosen]] += held.nbytes[held.look[chosen]]
 
 
-def _place_one(writers: Writers, rows: Ints, *, load: Ints, is_open: Flags) -> None:
+def _place_one(writers: Writers, rows: Ints, *, load: Ints) -> None:
     """One box, and what is tied to it on the rank that gets it."""
     if writers.is_taken[writers.box[rows[0]]]:
         return
@@ -129,7 +128,7 @@ def _place_one(writers: Writers, rows: Ints, *, load: Ints, is_open: Flags) -> N
     tied = np.arange(start + first, start + end)
     if not writers.is_written[tied].any():
         load[rank] += held.nbytes[held.look[row]]
-    writers.take(tied[is_open[writers.box[tied]]])
+    writers.take(tied)
 
 
 def _turns(rank: SmallInts) -> Ints:

@@ -174,46 +174,44 @@ def _put(index: int) -> bytes:
     return b"r" + _U32.pack(index)
 
 
-def _tokens(instance: object, memo: _Memo) -> list[bytes | Hole]:
-    """The pickle of ``instance``: opcodes, and between them the holes."""
+def _tokens(instance: object, memo: _Memo, *holes: Hole) -> list[bytes | Hole]:
+    """The pickle of ``instance``: opcodes, and between them the holes.
+
+    Raises:
+        NotImplementedError: not each of ``holes`` occurs once.
+    """
     data = _plain(instance) + b"."
     found: list[bytes | Hole] = [b""]
     operations = [(opcode.name, value, at) for opcode, value, at in pickletools.genops(data)]
     for (name, value, at), (_, _, stop) in itertools.pairwise(operations):
-        literal: bytes | Hole = data[at:stop]
+        if isinstance(value, str | int) and value in holes:
+            found += [value, b""]
+            continue
         if "PUT" in name or "GET" in name or name == "MEMOIZE":
-            raise NotImplementedError(
-                f"this torch and Python pickle a {type(instance).__name__} with a memo of its own"
-            )
-        if (isinstance(value, str) and value.startswith("\0")) or (type(value) is int and value >= 1 << 40):
-            literal = value
-        elif name in ("GLOBAL", "BINUNICODE"):
-            literal = memo.reference(data[at:stop])
-        last = found[-1]
-        if isinstance(literal, bytes) and isinstance(last, bytes):
-            found[-1] = last + literal
-        else:
-            found.append(literal)
+            raise NotImplementedError("this Python pickles with a memo where it was told not to")
+        opcodes = memo.reference(data[at:stop]) if name in ("GLOBAL", "BINUNICODE") else data[at:stop]
+        found[-1] = _joined(found[-1], opcodes)
+    if sorted(map(str, found[1::2])) != sorted(map(str, holes)):
+        raise NotImplementedError(
+            f"this torch pickles a {type(instance).__name__} without a field that it had, or twice"
+        )
     return found
+
+
+def _joined(*tokens: bytes | Hole) -> bytes:
+    return b"".join(token for token in tokens if isinstance(token, bytes))
 
 
 def _whole(memo: _Memo) -> list[bytes]:
     """What stands before, between and behind the parts of the whole."""
-    parts = [f"\0{number}" for number in range(5)]
-    described, paths, places, checkpoint_id, save_id = (_hole(part) for part in parts)
+    parts: list[Any] = [f"\0{number}" for number in range(5)]
+    described, paths, places, checkpoint_id, save_id = parts
     meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
-    tokens = _tokens(
-        Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places, storage_meta=meta), memo
-    )
-    literals = [token for token in tokens if isinstance(token, bytes)]
-    if [token for token in tokens if not isinstance(token, bytes)] != parts or len(literals) != len(parts) + 1:
+    whole = Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places, storage_meta=meta)
+    tokens = _tokens(whole, memo, *parts)
+    if tokens[1::2] != parts:
         raise NotImplementedError("this torch pickles the parts of Metadata in another order")
-    return [*literals[:-1], literals[-1] + b"."]
-
-
-def _hole(text: str) -> Any:
-    """A text where DCP's classes want something else."""
-    return text
+    return [_joined(token) for token in tokens[:-1:2]] + [_joined(tokens[-1], b".")]
 
 
 class _Stencil:
@@ -267,32 +265,33 @@ class _Stencils:
         wide: set[Hole] = {hole(dim) for hole in (_offset, _side) for dim in range(64) if longest >= 1 << 31}
         wide |= {_AT, _LENGTH} if furthest >= 1 << 31 else set()
         widths = frozenset(wide)
-        place = _tokens(_StorageInfo(_FILE, _AT, _LENGTH), memo)
+        place = _tokens(_StorageInfo(_FILE, _AT, _LENGTH), memo, _FILE, _AT, _LENGTH)
         self.chunk: dict[int, _Stencil] = {}
         """By dimensions: a chunk of a tensor."""
         self.place: dict[int, _Stencil] = {}
         """By dimensions: the index of a shard and its place."""
         for dims in dims_of:
-            offsets = torch.Size([_offset(dim) for dim in range(dims)])
-            sides = torch.Size([_side(dim) for dim in range(dims)])
-            self.chunk[dims] = _Stencil(_tokens(ChunkStorageMetadata(offsets, sides), memo), widths)
-            index = _tokens(MetadataIndex(_NAME, offsets, _HINT), memo)
-            self.place[dims] = _Stencil([*index, *place], widths)
+            begins, sides = [_offset(dim) for dim in range(dims)], [_side(dim) for dim in range(dims)]
+            chunk = ChunkStorageMetadata(torch.Size(begins), torch.Size(sides))
+            self.chunk[dims] = _Stencil(_tokens(chunk, memo, *begins, *sides), widths)
+            index = MetadataIndex(_NAME, torch.Size(begins), _HINT)
+            self.place[dims] = _Stencil([*_tokens(index, memo, _NAME, *begins, _HINT), *place], widths)
         self.tensor = {
             kind: _tensor_tokens(*kind, memo)
             for kind in {(dtype, len(size)) for dtype, size in zip(table.dtypes, table.sizes, strict=True)}
         }
         """By dtype and dimensions: a tensor."""
-        self.object_place = _Stencil([*_tokens(MetadataIndex(_NAME), memo), *place], frozenset((_AT, _LENGTH)))
+        self.object_place = _Stencil([*_tokens(MetadataIndex(_NAME), memo, _NAME), *place], frozenset((_AT, _LENGTH)))
         """The index of an object and its place."""
-        self.an_object = b"".join(token for token in _tokens(BytesStorageMetadata(), memo) if isinstance(token, bytes))
+        self.an_object = _joined(*_tokens(BytesStorageMetadata(), memo))
         """The description of an object."""
 
 
 def _tensor_tokens(dtype: str, dims: int, memo: _Memo) -> list[bytes | Hole]:
-    size = torch.Size([_side(dim) for dim in range(dims)])
+    sides = [_side(dim) for dim in range(dims)]
     chunks: list[Any] = [_CHUNKS, _END]  # of two, as of many
-    return _tokens(TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), size, chunks), memo)
+    tensor = TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), torch.Size(sides), chunks)
+    return _tokens(tensor, memo, *sides, *chunks)
 
 
 # -- the entries ------------------------------------------------------------------------------------

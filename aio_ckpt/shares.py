@@ -171,8 +171,7 @@ def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) 
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):
         all_rows = boxes.candidates(boxes.order)
-        came_first = boxes.order[all_rows.begins[several]]
-        spread(writers, several, candidates, came_first=came_first, is_open=is_open)
+        spread(writers, several, candidates, came_first=boxes.order[all_rows.begins[several]])
     starts, objects = held.starts.tolist(), _assign_objects(held, kept)
     shares = [
         Share.of(writers.is_written[start:stop], own)

@@ -279,12 +279,20 @@ class Later:
 def test_a_field_that_a_later_torch_adds_is_written_as_pickle_would(more: Any) -> None:
     """What is no hole of an instance stands in every entry as pickle writes it, hole by hole the rest."""
     memo, instance = metadata_pickle._Memo(), Later(metadata_pickle._NAME, metadata_pickle._AT, [more, {"x": more}])
-    stencil = metadata_pickle._Stencil(metadata_pickle._tokens(instance, memo), frozenset())
+    holes = metadata_pickle._NAME, metadata_pickle._AT
+    stencil = metadata_pickle._Stencil(metadata_pickle._tokens(instance, memo, *holes), frozenset())
     names = memo.reserve(2)
     head = b"".join(memo.head(["a", "b"], names))
     columns = {metadata_pickle._NAME: names + np.arange(2), metadata_pickle._AT: np.array([5, 6])}
     found = pickle.loads(head + b"](" + stencil.rows(columns, 2).tobytes() + b"e.")
     assert found == [Later("a", 5, [more, {"x": more}]), Later("b", 6, [more, {"x": more}])]
+
+
+@pytest.mark.parametrize("instance", [Later("f", 7), Later("f", 7, 7), Later("f", 8, "f")])
+def test_a_field_that_a_later_torch_drops_or_says_twice_is_refused(instance: Later) -> None:
+    """Each value has one place in an entry, or nothing is rendered: never a metadata with a value that is not ours."""
+    with pytest.raises(NotImplementedError, match="Later"):
+        metadata_pickle._tokens(instance, metadata_pickle._Memo(), "f", 7, 8)
 
 
 def test_what_later_saves_change_is_not_in_the_part_that_they_share() -> None:
