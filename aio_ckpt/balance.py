@@ -83,9 +83,7 @@ def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first:
     boxes, nbytes = boxes[order], nbytes[order]
     load = writers.load_bytes()
     for equals in np.split(boxes, np.flatnonzero(np.diff(nbytes)) + 1):
-        left = equals[~writers.is_taken[equals]]  # the others are tied to one that was placed before
-        if len(left):
-            _spread_equals(writers, *candidates.of_boxes(left), load=load)
+        _spread_equals(writers, *candidates.of_boxes(equals), load=load)
 
 
 def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) -> None:
@@ -119,7 +117,7 @@ def _place_at_once(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) ->
 def _place_one(writers: Writers, rows: Ints, *, load: Ints) -> None:
     """One box, and what is tied to it on the rank that gets it."""
     if writers.is_taken[writers.box[rows[0]]]:
-        return
+        return  # tied to one that was placed before
     held = writers.held
     row = int(rows[load[held.rank[rows]].argmin()])  # the first of equals: the lowest rank
     rank = int(held.rank[row])
