@@ -200,7 +200,7 @@ class Book:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)
                 kept[rank] = known.share
-        plans = one_of_equals(plans)
+        plans = one_of_equals(plans, (known.local for shares in self._ranks for known in shares.values()))
         held = Held.of(plans)
         boxes = Boxes.of_rows(held)
         unequal = unequal_replicas(held, boxes, sums)
@@ -238,9 +238,11 @@ class Book:
             if report.places is not None:
                 known.places = report.places
                 known.spans = [(0, 0)] * known.share.count_objects()
-            for number, offset, nbytes in report.moved:
-                known.spans[number] = (offset, nbytes)
             is_whole = len(known.places) == 16 * known.items and (report.places is None or _are_places(report.places))
+            for number, offset, nbytes in report.moved:
+                is_whole = is_whole and number < len(known.spans) and min(number, offset, nbytes) >= 0
+                if is_whole:
+                    known.spans[number] = (offset, nbytes)
             if not is_whole or spans_crc32(known.spans) != report.spans_crc32:
                 raise PlanChangedError(f"rank {rank} lost count of what stands where; the next save plans anew")
             spans += known.spans

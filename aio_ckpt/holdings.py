@@ -8,7 +8,7 @@ not (offsets): nothing is done in Python but per rank, per distinct name and per
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -87,17 +87,22 @@ _LOOKS: msgspec.msgpack.Decoder[tuple[tuple[Look, ...], tuple[int, ...]]] = msgs
 _OBJECTS: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tuple[str, ...])
 
 
-def one_of_equals(plans: Sequence[LocalPlan]) -> list[LocalPlan]:
-    """The same plans, of whose equal bytes one is kept: 10,000 ranks of one model name its tensors once."""
+def one_of_equals(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[LocalPlan]:
+    """The same plans in the bytes of ``known``, where equal, and else one copy of what several of them tell.
+
+    10,000 ranks of one model name its tensors once, and a rank that plans the same anew takes no more memory.
+    """
     seen: dict[bytes, bytes] = {}
 
     def kept(data: bytes) -> bytes:
         return seen.setdefault(data, data)
 
-    return [
-        LocalPlan(kept(plan.names), kept(plan.looks), plan.offsets, kept(plan.objects), kept(plan.skeleton))
-        for plan in plans
-    ]
+    def of_kept(plan: LocalPlan) -> LocalPlan:
+        return LocalPlan(*map(kept, (plan.names, plan.looks, plan.offsets, plan.objects, plan.skeleton)))
+
+    for plan in known:
+        of_kept(plan)
+    return [of_kept(plan) for plan in plans]
 
 
 def malformed(rank: int, what: object) -> PeerFailedError:

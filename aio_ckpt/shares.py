@@ -160,7 +160,7 @@ def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) 
         start, stop = held.starts[rank : rank + 2]
         writers.take(start + share.rows(stop - start))
         is_kept[rank] = True
-    free = boxes.order[~(is_kept[held.rank] | writers.is_taken[boxes.of])[boxes.order]]
+    free = boxes.order[~is_kept[held.rank[boxes.order]]]
     candidates = boxes.candidates(free)
     is_open = ~writers.is_taken
     is_lost = is_open & (candidates.counts == 0)

@@ -360,3 +360,12 @@ def test_what_dcps_planner_would_refuse_is_refused_and_nothing_else(cut_up: tupl
             render_global(ranks)
     else:
         render_global(ranks)
+
+
+@pytest.mark.parametrize("size", [(), (3,)])
+def test_a_tensor_that_nobody_writes_is_refused(size: tuple[int, ...]) -> None:
+    """What ranks hold and no share contains never goes missing without a word, one element or many."""
+    held = by_hand([((0,) * len(size), size)] * 2, size)
+    nobody = [dataclasses.replace(rank, share=Share.of([False], []), places=b"") for rank in held]
+    with pytest.raises(PlanChangedError, match="'w' has"):
+        render_global(nobody)

@@ -266,6 +266,8 @@ def test_what_equal_ranks_tell_is_kept_once() -> None:
     kept = one_of_equals(copies)
     assert kept == copies
     assert all(plan.names is kept[0].names and plan.looks is kept[0].looks for plan in kept)
+    (again,) = one_of_equals(copies[1:2], kept)
+    assert again.offsets is kept[0].offsets, "a rank that plans the same anew"
 
 
 @pytest.mark.parametrize("sums", [b"1", b"12345678"])
@@ -273,6 +275,15 @@ def test_sums_of_another_number_of_items_are_an_error(sums: bytes) -> None:
     """A rank's sums are four bytes an item."""
     with pytest.raises(PeerFailedError, match="bytes of sums"):
         Book(2).assign([Planned(1, GOOD, b"1234"), Planned(1, GOOD, sums)])
+
+
+@pytest.mark.parametrize("moved", [(1, 5, 6), (-1, 5, 6), (0, -5, 6), (0, 5, -6)])
+def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, int]) -> None:
+    """A rank that tells of an object that it does not write, or of a place before its file, makes the save fail."""
+    book, places = Book(1), struct.pack("<2q", 0, 900)
+    (word,) = book.assign([Planned(1, GOOD, b"")])
+    with pytest.raises(PlanChangedError, match="rank 0 lost count"):
+        book.learn([Written(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), spans_crc32([moved[1:]]), places)])
 
 
 @pytest.mark.parametrize(
