@@ -63,7 +63,7 @@ class ShardTable:
     starts: Ints
     """Per name its first shard, then the number of shards."""
     offsets: Ints
-    """Per shard, where it begins; columns behind its tensor's dimensions mean nothing."""
+    """Per shard, where it begins; zeros behind its tensor's own dimensions."""
     shapes: Ints
     """Per shard, its shape, likewise."""
     file: Ints
