@@ -257,6 +257,19 @@ def test_a_name_that_is_a_tensor_and_an_object_is_an_error() -> None:
         Held.of([both])
     with pytest.raises(DuplicateNameError, match=r"'o' is object on rank 0 and .* on rank 1"):
         Held.of([GOOD, LocalPlan.of([Holding(("o",), (0,), Look((1,), (1,), "int8"))], (), b"")])
+    with pytest.raises(DuplicateNameError, match=r"'a' is .* on rank 0 and object on rank 1"):
+        Held.of([GOOD, LocalPlan.of([], ("x", "a"), b"")])
+
+
+def test_an_object_that_no_rank_captured_is_an_error() -> None:
+    """What a kept share leaves out and no other rank has is missed by name; what another has is written there."""
+    kept = {0: Share.of([], [True, False])}
+    held = Held.of([LocalPlan.of([], ("x", "y"), b""), LocalPlan.of([], ("x",), b"")])
+    with pytest.raises(PlanChangedError, match=r"no rank captured \['y'\]"):
+        assign(held, Boxes.of_rows(held), kept, np.zeros(0, np.bool_))
+    held = Held.of([LocalPlan.of([], ("x", "y"), b"")] * 2)
+    shares, _ = assign(held, Boxes.of_rows(held), kept, np.zeros(0, np.bool_))
+    assert [share.object_names(("x", "y")) for share in shares] == [("x",), ("y",)]
 
 
 def test_what_equal_ranks_tell_is_kept_once() -> None:
