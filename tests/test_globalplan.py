@@ -255,15 +255,21 @@ def test_more_shards_files_and_names_than_are_rendered_at_once_are_as_few(ranks:
 @pytest.mark.parametrize("rows", [(1 << 31) - 1, 1 << 31, (1 << 62) // 3])
 def test_numbers_beyond_32_bits_are_as_dcp_writes_them(rows: int) -> None:
     """Shapes and offsets on both sides of what BININT holds come back as they were."""
-    looks = [Look((rows - 1, 3), (rows, 3), "int8"), Look((1, 3), (rows, 3), "int8")]
-    skeleton = tree.encode_skeleton(tree.flatten({"w": 0}, rank=0).skeleton)
-    plans = [
-        LocalPlan.of([Holding(("w",), offsets, look)], (), skeleton)
-        for offsets, look in zip(((0, 0), (rows - 1, 0)), looks, strict=True)
-    ]
-    ranks = stored(plans)
-    wanted = pickle.loads(pickle.dumps(by_dcp(ranks, ())))
-    assert every_field(parse_metadata(filled(render_global(ranks)), name="m")) == every_field(wanted)
+    for boxes in (
+        [((0, 0), (rows - 1, 2)), ((rows - 1, 0), (1, 2))],
+        [((0, 0), (rows, 1)), ((0, 1), (rows, 1))],
+    ):
+        ranks = by_hand(boxes, (rows, 2))
+        wanted = pickle.loads(pickle.dumps(by_dcp(ranks, ())))
+        assert every_field(parse_metadata(filled(render_global(ranks)), name="m")) == every_field(wanted)
+
+
+def test_more_classes_and_fields_than_a_byte_counts_are_referred_to() -> None:
+    """The 300th entry of the memo is found as the first is."""
+    memo = metadata_pickle._Memo()
+    found = b"".join(memo.reference(metadata_pickle._plain(str(number))) for number in range(300))
+    head = b"".join(memo.head([], memo.reserve(0)))
+    assert pickle.loads(head + b"(" + found + b"t.") == tuple(map(str, range(300)))
 
 
 @dataclasses.dataclass
@@ -369,3 +375,14 @@ def test_a_tensor_that_nobody_writes_is_refused(size: tuple[int, ...]) -> None:
     nobody = [dataclasses.replace(rank, share=Share.of([False], []), places=b"") for rank in held]
     with pytest.raises(PlanChangedError, match="'w' has"):
         render_global(nobody)
+
+
+def test_of_two_paths_for_one_name_the_highest_ranks_stands() -> None:
+    """Ranks that nest a name differently are merged as DCP merges them, rank after rank."""
+    states = [{"w": {"x": 0}}, {"w.x": 0}, {"w": {"x": 0}}]
+    for order in ((0, 1, 2), (1, 0, 1)):
+        skeletons = [tree.encode_skeleton(tree.flatten(states[number], rank=0).skeleton) for number in order]
+        item = Holding(("w.x",), (0,), Look((2,), (2,), "int8"))
+        ranks = stored([LocalPlan.of([item], (), skeleton) for skeleton in skeletons])
+        wanted = pickle.loads(pickle.dumps(by_dcp(ranks, ())))
+        assert every_field(pickle.loads(filled(render_global(ranks)))) == every_field(wanted)
