@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
+import numpy as np
 from isal import isal_zlib
 
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
 from aio_ckpt.globalplan import Stored, render_global
+from aio_ckpt.holdings import Flags, Held, LocalPlan, one_of_equals
 from aio_ckpt.manifest import MetadataTemplate
-from aio_ckpt.shares import LocalPlan, Share, assign, unequal_replicas
+from aio_ckpt.metadata import MAX_BYTES
+from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
 
 __all__ = [
     "Assigned",
@@ -70,8 +73,8 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """(number, offset, length) of objects that do not stand where they stood in the save before."""
     spans_crc32: int
     """CRC32 over the places of all objects, after ``moved``."""
-    places: tuple[Span, ...] | None = None
-    """The first time that this share is written: (offset, length) of every item."""
+    places: bytes | None = None
+    """The first time that this share is written: offset and length of every item, int64, little-endian."""
 
 
 _REPORTS: msgspec.msgpack.Decoder[Planned | Written] = msgspec.msgpack.Decoder(Planned | Written)
@@ -120,7 +123,7 @@ class Assigned(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     share_id: bytes
     """Its name; that of the share which the rank has, if it keeps it."""
     share: Share | None
-    """None: the rank keeps what it has. No names stand for all names of an item."""
+    """None: the rank keeps what it has."""
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, tag="C"):
@@ -149,7 +152,9 @@ class _Known:
     """All that the rank held."""
     share: Share
     """What of it the rank writes."""
-    places: tuple[Span, ...] = ()
+    items: int
+    """How many tensor items that are."""
+    places: bytes = b""
     """Where its items stand; empty until it was written once."""
     spans: list[Span] = field(default_factory=list)
     """Where its objects stand."""
@@ -190,28 +195,27 @@ class Book:
             if isinstance(report, Planned):
                 plans.append(report.local)
                 if report.sums:
-                    sums[rank] = struct.unpack(f"<{len(report.sums) // 4}I", report.sums)
+                    sums[rank] = report.sums
             else:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)
                 kept[rank] = known.share
-        unequal = unequal_replicas(plans, sums)
-        if unequal:
-            _log.warning(
-                "%d tensors differ between ranks that hold the same part of them, %s for example: the lowest rank's "
-                "are saved; PerRank(value) saves one for each rank",
-                len(unequal),
-                sorted({name for name, _ in unequal})[:_SHOWN],
-            )
+        plans = one_of_equals(plans, (known.local for shares in self._ranks for known in shares.values()))
+        held = Held.of(plans)
+        boxes = Boxes.of_rows(held)
+        unequal = unequal_replicas(held, boxes, sums)
+        if unequal.any():
+            _warn(held, boxes, unequal)
+        shares, items = assign(held, boxes, kept, unequal)
         words = []
-        for rank, share in enumerate(assign(plans, kept, unequal)):
+        for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
             if isinstance(report, Written):
                 words.append(Assigned(report.share_id, None))
                 continue
             self._shares += 1
-            words.append(Assigned(self._shares.to_bytes(4, "little"), _shortened(share, plans[rank])))
-            self._remember(rank, words[-1].share_id, _Known(local=plans[rank], share=share))
+            words.append(Assigned(self._shares.to_bytes(4, "little"), share))
+            self._remember(rank, words[-1].share_id, _Known(local=plans[rank], share=share, items=count))
         return words
 
     def _remember(self, rank: int, share_id: bytes, known: _Known) -> None:
@@ -233,10 +237,12 @@ class Book:
                 raise PlanChangedError(f"rank {rank} wrote what was not agreed; the next save plans anew on all ranks")
             if report.places is not None:
                 known.places = report.places
-                known.spans = [(0, 0)] * len(known.share.objects)
+                known.spans = [(0, 0)] * known.share.count_objects()
+            is_whole = len(known.places) == 16 * known.items and (report.places is None or _are_places(report.places))
             for number, offset, nbytes in report.moved:
-                known.spans[number] = (offset, nbytes)
-            is_whole = len(known.places) == len(known.share.tensors)
+                is_whole = is_whole and number < len(known.spans) and min(number, offset, nbytes) >= 0
+                if is_whole:
+                    known.spans[number] = (offset, nbytes)
             if not is_whole or spans_crc32(known.spans) != report.spans_crc32:
                 raise PlanChangedError(f"rank {rank} lost count of what stands where; the next save plans anew")
             spans += known.spans
@@ -267,8 +273,16 @@ def slowest_ranks(written: Sequence[Written]) -> Mapping[str, int]:
     }
 
 
-def _shortened(share: Share, plan: LocalPlan) -> Share:
-    return Share(
-        tuple((index, () if names == plan.tensors[index].fqns else names) for index, names in share.tensors),
-        share.objects,
+def _are_places(places: bytes) -> bool:
+    numbers = np.frombuffer(places, "<i8")
+    return bool(((numbers >= 0) & (numbers <= MAX_BYTES)).all())
+
+
+def _warn(held: Held, boxes: Boxes, unequal: Flags) -> None:
+    names = sorted({held.names[name] for name in held.name[unequal[boxes.of]].tolist()})
+    _log.warning(
+        "%d tensors differ between ranks that hold the same part of them, %s for example: the lowest rank's are saved; "
+        "PerRank(value) saves one for each rank",
+        int(unequal.sum()),
+        names[:_SHOWN],
     )

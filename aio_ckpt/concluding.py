@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 from isal import isal_zlib
 
 from aio_ckpt import commit
@@ -49,7 +50,7 @@ async def narrow_save(site: Site, save: PendingSave) -> None:
     share = word.share
     assert share is not None  # a rank that planned anew has nothing to keep
     save.plan = await run_blocking(site.executor, narrow, whole, share, word.share_id)
-    save.objects = narrowed_objects(save.objects, whole.object_names, frozenset(share.objects))
+    save.objects = narrowed_objects(save.objects, whole.object_names, frozenset(save.plan.object_names))
     region = len(save.objects.region)
     save.image = await run_blocking(
         site.executor, narrowed_image, save.image, whole.layout, share, save.plan.layout, region
@@ -106,8 +107,9 @@ async def conclude(
     return word.slowest if peers.are_several else {}
 
 
-def _places(plan: Plan) -> tuple[tuple[int, int], ...]:
-    return tuple((item.item_offset, item.envelope.item_bytes) for item in plan.layout.items)
+def _places(plan: Plan) -> bytes:
+    places = [(item.item_offset, item.envelope.item_bytes) for item in plan.layout.items]
+    return np.array(places, "<i8").tobytes()
 
 
 async def _earlier(save: PendingSave) -> None:

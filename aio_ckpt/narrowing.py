@@ -32,7 +32,7 @@ def narrowed_image(image: Image, before: ImageLayout, share: Share, after: Image
     they began: moved in their order, none overwrites another that is still to move.
     """
     base = image.lease.arena.address
-    for (index, _), item in zip(share.tensors, after.items, strict=True):
+    for (index, _), item in zip(share.items([item.fqns for item in before.items]), after.items, strict=True):
         source = before.items[index].raw_offset
         if source != item.raw_offset:
             ctypes.memmove(base + item.raw_offset, base + source, item.raw_bytes)

@@ -19,6 +19,7 @@ from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.descriptors import CopyDescriptors, Places
 from aio_ckpt.device import copies_by_address, gathered_below_bytes
 from aio_ckpt.globalplan import dcp_plan, local_plan, shard_offsets, storage_data
+from aio_ckpt.holdings import LocalPlan
 from aio_ckpt.items import ImageLayout, LeafKind, TensorItem
 from aio_ckpt.layout import Placement, lay_out
 from aio_ckpt.manifest import (
@@ -30,7 +31,7 @@ from aio_ckpt.manifest import (
     render_metadata,
 )
 from aio_ckpt.routes import ChunkRoutes, choose_routes, image_order
-from aio_ckpt.shares import LocalPlan, Share
+from aio_ckpt.shares import Share
 from aio_ckpt.structure import (
     Leaves,
     Structure,
@@ -277,12 +278,13 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
 def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
     """The plan of what this rank writes of all that it holds. No item begins behind where it began in ``plan``.
 
-    No names in ``share`` stand for all names of an item.
+    Raises:
+        PlanChangedError: ``share`` is of another plan.
     """
     items = plan.layout.items
     placements = [
-        Placement(item.leaf, names or item.fqns, item.offsets, item.spec, item.envelope)
-        for index, names in share.tensors
+        Placement(item.leaf, names, item.offsets, item.spec, item.envelope)
+        for index, names in share.items([item.fqns for item in items])
         for item in (items[index],)
     ]
     image = plan_image(
@@ -292,8 +294,9 @@ def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
         gather_bytes=plan.gather_bytes,
         chunk_bytes=plan.layout.chunk_bytes,
     )
-    narrowed = _plan_of(image, plan.aliases, share.objects, plan.source_bytes)
-    others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(share.objects)
+    objects = share.object_names(plan.object_names)
+    narrowed = _plan_of(image, plan.aliases, objects, plan.source_bytes)
+    others = frozenset(plan.structure.names) - narrowed.stored_names - frozenset(objects)
     return replace(narrowed, local=plan.local, share_id=share_id, elsewhere=others)
 
 

@@ -9,171 +9,199 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
-from aio_ckpt.errors import DuplicateNameError, PlanChangedError
-from aio_ckpt.metadata import DTYPES
+from aio_ckpt.balance import Candidates, Writers, spread
+from aio_ckpt.errors import PlanChangedError
+from aio_ckpt.holdings import Flags, Held, Ints, malformed
 
-__all__ = ["Holding", "LocalPlan", "Share", "assign", "unequal_replicas"]
+__all__ = ["Boxes", "Share", "assign", "unequal_replicas"]
 
 _SHOWN = 5
-_Key: TypeAlias = "tuple[str, tuple[int, ...]]"
-"""A box of a global tensor: name and offsets."""
-
-
-class Holding(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor item that one rank holds."""
-
-    fqns: tuple[str, ...]
-    """Every name of it; tied leaves share it."""
-    offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
-    shape: tuple[int, ...]
-    """Shape of the shard."""
-    size: tuple[int, ...]
-    """Shape of the global tensor."""
-    dtype: str
-    """``str(torch.dtype)`` without ``torch.``."""
-
-    @property
-    def nbytes(self) -> int:
-        """Raw bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
-    """All that one rank holds."""
-
-    tensors: tuple[Holding, ...]
-    """Tensor items, in the order of its image."""
-    objects: tuple[str, ...]
-    """Names of the leaves stored as objects, in order."""
-    skeleton: bytes
-    """Containers of its state, encoded."""
-
-    def boxes(self) -> Iterator[tuple[_Key, int]]:
-        """Every box with the item that holds it."""
-        for index, item in enumerate(self.tensors):
-            for name in item.fqns:
-                yield (name, item.offsets), index
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank writes of what it holds."""
+    """What one rank writes of what it holds: one bit each, the lowest of a byte first."""
 
-    tensors: tuple[tuple[int, tuple[str, ...]], ...]
-    """(item, the names of it that this rank writes), ascending."""
-    objects: tuple[str, ...]
-    """Names, in the order of its plan."""
+    tensors: bytes
+    """For each name of each tensor item of its plan."""
+    objects: bytes
+    """For each of its objects."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[bool] | Flags, objects: Sequence[bool]) -> Share:
+        """The share of those that are True."""
+        return cls(_packed(tensors), _packed(objects))
+
+    def items(self, items: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
+        """(item, the names of it that are written), ascending, of a plan with these names of its items.
+
+        Raises:
+            PlanChangedError: the share is of another plan.
+        """
+        is_written = iter(_bits(self.tensors, sum(map(len, items))).tolist())
+        named = ((index, tuple(name for name in fqns if next(is_written))) for index, fqns in enumerate(items))
+        return [(index, names) for index, names in named if names]
+
+    def object_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the objects of a plan that are written.
+
+        Raises:
+            PlanChangedError: the share is of another plan.
+        """
+        is_written = _bits(self.objects, len(names)).tolist()
+        return tuple(name for name, written in zip(names, is_written, strict=True) if written)
+
+    def count_objects(self) -> int:
+        """How many objects are written."""
+        return int.from_bytes(self.objects, "little").bit_count()
+
+    def rows(self, count: int) -> Ints:
+        """Which of ``count`` names of items are written.
+
+        Raises:
+            PlanChangedError: the share is of another plan.
+        """
+        return np.flatnonzero(_bits(self.tensors, count))
 
 
-def assign(
-    plans: Sequence[LocalPlan], kept: Mapping[int, Share], unequal: frozenset[_Key] = frozenset()
-) -> list[Share]:
-    """The share of every rank. ``kept``: ranks that captured only the share that they have.
+def _packed(flags: Sequence[bool] | Flags) -> bytes:
+    return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
+
+
+def _bits(packed: bytes, count: int) -> Flags:
+    if len(packed) != -(-count // 8):
+        raise PlanChangedError(f"a share of {8 * len(packed)} names of a plan of {count}; the next save plans anew")
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count, bitorder="little").astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Boxes:
+    """The parts of tensors that are held: a box is a name and where in that tensor a shard begins."""
+
+    order: Ints
+    """Rows by box, those of one box by rank."""
+    of: Ints
+    """Per row, its box."""
+    count: int
+    """Number of boxes."""
+
+    @classmethod
+    def of_rows(cls, held: Held) -> Boxes:
+        """Sort what is held.
+
+        Raises:
+            PlanChangedError: the tensors together have more than 2**63 elements.
+        """
+        key = _keys(held)
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        is_new = np.ones(len(order), np.bool_)
+        np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+        number = np.cumsum(is_new) - 1
+        of = np.empty(len(order), np.int64)
+        of[order] = number
+        return cls(order=order, of=of, count=int(number[-1]) + 1 if len(number) else 0)
+
+    def candidates(self, rows: Ints) -> Candidates:
+        """These rows, in the order of boxes, as those that may be written."""
+        counts = np.bincount(self.of[rows], minlength=self.count)
+        return Candidates(rows=rows, counts=counts, begins=np.cumsum(counts) - counts)
+
+
+def _keys(held: Held) -> Ints:
+    """A number for every row, equal for equal boxes: the place of the shard's first element among all tensors'."""
+    of_look = [math.prod(side + 1 for side in look.size) for look in held.looks]  # a shard may begin at the very end
+    volumes = [of_look[look] for look in held.look_of_name.tolist()]
+    if sum(volumes) >= 1 << 63:
+        raise PlanChangedError(f"the tensors of all ranks have {sum(volumes)} elements, more than can be numbered")
+    key: Ints = (np.cumsum([0, *volumes], dtype=np.int64)[:-1])[held.name]
+    stride = np.ones(len(held.looks), np.int64)
+    for dim in reversed(range(held.offsets.shape[1])):
+        key += held.offsets[:, dim] * stride[held.look]
+        stride *= held.sizes[:, dim] + 1
+    return key
+
+
+def unequal_replicas(held: Held, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
+    """Per box, whether its bytes differ between ranks, by the CRC32 of every item of those ranks that captured all.
 
     Raises:
-        DuplicateNameError: two ranks give one name to things of different kind, dtype or shape.
+        PeerFailedError: not one CRC32, 4 little-endian bytes, for each item of a rank.
+    """
+    unequal = np.zeros(boxes.count, np.bool_)
+    crc32, is_summed = np.zeros(len(held.name), np.uint32), np.zeros(len(held.name), np.bool_)
+    for rank, found in sums.items():
+        mine = slice(held.starts[rank], held.starts[rank + 1])
+        item = held.item[mine]
+        if len(found) != 4 * (item[-1] + 1 if len(item) else 0):
+            raise malformed(rank, f"{len(found)} bytes of sums")
+        crc32[mine], is_summed[mine] = np.frombuffer(found, "<u4")[item], True
+    rows = boxes.order[is_summed[boxes.order]]
+    box = boxes.of[rows]
+    differs = (box[1:] == box[:-1]) & (crc32[rows[1:]] != crc32[rows[:-1]])
+    unequal[box[1:][differs]] = True
+    return unequal
+
+
+def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) -> tuple[list[Share], list[int]]:
+    """The share of every rank, and how many items it has. ``kept``: ranks that captured only the share that they have.
+
+    Raises:
         PlanChangedError: nobody captured something that a rank holds; every rank has to plan anew.
     """
-    _check_names(plans)
-    writers = _Writers(len(plans))
-    holders: dict[_Key, list[tuple[int, int]]] = {}
-    for rank, plan in enumerate(plans):
-        for key, index in plan.boxes():
-            holders.setdefault(key, []).append((rank, index))
+    writers = Writers.of(held, boxes.of, boxes.count)
+    is_kept = np.zeros(held.ranks, np.bool_)
     for rank, share in kept.items():
-        for index, names in share.tensors:
-            writers.take(rank, index, plans[rank].tensors[index], names)
-    open_boxes = [key for key in holders if key not in writers.taken]
-    free = {key: [place for place in holders[key] if place[0] not in kept] for key in open_boxes}
-    _check_captured([key[0] for key, places in free.items() if not places])
-    sizes = {key: plans[places[0][0]].tensors[places[0][1]].nbytes for key, places in free.items()}
-    single = [key for key in open_boxes if len(free[key]) == 1 or key in unequal]
-    several = sorted((key for key in open_boxes if len(free[key]) > 1 and key not in unequal), key=sizes.__getitem__)
-    for key in single:
-        rank, index = free[key][0]
-        writers.take(rank, index, plans[rank].tensors[index], (key[0],))
-    for key in reversed(several):
-        if key not in writers.taken:  # tied to one that was placed before
-            rank, index = min(free[key], key=lambda place: (writers.load_bytes[place[0]], place[0]))
-            item = plans[rank].tensors[index]
-            tied = tuple(name for name in item.fqns if (name, item.offsets) in free and name != key[0])
-            writers.take(rank, index, item, (key[0], *tied))
-    objects = _assign_objects(plans, kept)
+        start, stop = held.starts[rank : rank + 2]
+        writers.take(start + share.rows(stop - start))
+        is_kept[rank] = True
+    free = boxes.order[~is_kept[held.rank[boxes.order]]]
+    candidates = boxes.candidates(free)
+    is_open = ~writers.is_taken
+    is_lost = is_open & (candidates.counts == 0)
+    if is_lost.any():
+        raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
+    is_single = is_open & ((candidates.counts == 1) | unequal)
+    writers.take(free[candidates.begins[is_single]])
+    several = np.flatnonzero(is_open & ~is_single)
+    if len(several):
+        all_rows = boxes.candidates(boxes.order)
+        spread(writers, several, candidates, came_first=boxes.order[all_rows.begins[several]])
+    starts, objects = held.starts.tolist(), _assign_objects(held, kept)
+    shares = [
+        Share.of(writers.is_written[start:stop], own)
+        for start, stop, own in zip(starts[:-1], starts[1:], objects, strict=True)
+    ]
+    return shares, writers.items().tolist()
+
+
+def _assign_objects(held: Held, kept: Mapping[int, Share]) -> list[list[bool]]:
+    """Per rank and object, whether the rank writes it."""
+    writers = {name: rank for rank, share in kept.items() for name in share.object_names(held.objects[rank])}
+    seen: set[int] = set()  # equal names are one tuple: of such ranks the first decides
+    for rank, names in enumerate(held.objects):
+        if rank not in kept and id(names) not in seen:
+            seen.add(id(names))
+            for name in names:
+                writers.setdefault(name, rank)
+    distinct = {id(names): names for names in held.objects}
+    lost = [name for names in distinct.values() for name in names if name not in writers]
+    if lost:
+        raise _not_captured(lost)
+    writing = set(writers.values())
     return [
-        Share(
-            tuple((index, _in_order(names, plan.tensors[index])) for index, names in sorted(mine.items())),
-            tuple(name for name in plan.objects if objects[name] == rank),
-        )
-        for rank, (plan, mine) in enumerate(zip(plans, writers.items, strict=True))
+        [writers[name] == rank for name in names] if rank in writing else [False] * len(names)
+        for rank, names in enumerate(held.objects)
     ]
 
 
-def unequal_replicas(plans: Sequence[LocalPlan], sums: Mapping[int, Sequence[int]]) -> frozenset[_Key]:
-    """Boxes whose bytes differ between ranks, by the CRC32 of every item of those ranks that captured all."""
-    first: dict[_Key, int] = {}
-    return frozenset(
-        key
-        for rank, found in sums.items()
-        for key, index in plans[rank].boxes()
-        if first.setdefault(key, found[index]) != found[index]
+def _not_captured(names: Iterable[str]) -> PlanChangedError:
+    return PlanChangedError(
+        f"no rank captured {heapq.nsmallest(_SHOWN, set(names))} for this save: the rank that used to write it no "
+        "longer holds it; nothing was committed and the next save plans anew on all ranks"
     )
-
-
-class _Writers:
-    """Who writes each box so far."""
-
-    def __init__(self, ranks: int) -> None:
-        self.taken: set[_Key] = set()
-        self.items: list[dict[int, list[str]]] = [{} for _ in range(ranks)]
-        self.load_bytes = [0] * ranks
-
-    def take(self, rank: int, index: int, item: Holding, names: Sequence[str]) -> None:
-        """``rank`` writes these names of an item of its own, those apart that another writes already."""
-        new = [name for name in names if (name, item.offsets) not in self.taken]
-        if new:
-            if index not in self.items[rank]:
-                self.load_bytes[rank] += item.nbytes
-            self.items[rank].setdefault(index, []).extend(new)
-            self.taken.update((name, item.offsets) for name in new)
-
-
-def _in_order(names: Sequence[str], item: Holding) -> tuple[str, ...]:
-    return tuple(name for name in item.fqns if name in names)
-
-
-def _assign_objects(plans: Sequence[LocalPlan], kept: Mapping[int, Share]) -> dict[str, int]:
-    writers = {name: rank for rank, share in kept.items() for name in share.objects}
-    for rank, plan in enumerate(plans):
-        if rank not in kept:
-            for name in plan.objects:
-                writers.setdefault(name, rank)
-    _check_captured([name for plan in plans for name in plan.objects if name not in writers])
-    return writers
-
-
-def _check_captured(lost: Sequence[str]) -> None:
-    if lost:
-        raise PlanChangedError(
-            f"no rank captured {heapq.nsmallest(_SHOWN, set(lost))} for this save: the rank that used to write it no "
-            "longer holds it; nothing was committed and the next save plans anew on all ranks"
-        )
-
-
-def _check_names(plans: Sequence[LocalPlan]) -> None:
-    known: dict[str, tuple[int, object]] = {}
-    for rank, plan in enumerate(plans):
-        described: Iterator[tuple[str, object]] = (
-            (name, (item.dtype, item.size)) for item in plan.tensors for name in item.fqns
-        )
-        for name, what in (*described, *((name, "object") for name in plan.objects)):
-            other, known_as = known.setdefault(name, (rank, what))
-            if known_as != what:
-                raise DuplicateNameError(
-                    f"{name!r} is {known_as} on rank {other} and {what} on rank {rank}: name them apart, or wrap "
-                    "values of each rank's own in PerRank"
-                )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeAlias
@@ -138,14 +138,17 @@ def is_below(name: str, prefix: str) -> bool:
 
 def skeleton_names(skeleton: Skeleton, *, rank: int) -> list[str]:
     """Names of the leaves, in the order of ``flatten``."""
-    return [name for name, _ in _leaf_paths(skeleton, "", (), rank)]
+    return [name for name, _ in _leaf_paths(skeleton, "", (), (rank,))]
 
 
-def dcp_paths(skeleton: Skeleton, *, rank: int) -> dict[str, tuple[str | int, ...]]:
-    """Name -> path as DCP's ``planner_data`` has it: mapping keys as str, list and tuple indices as int."""
+def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> dict[str, tuple[str | int, ...]]:
+    """Name -> path as DCP's ``planner_data`` has it: mapping keys as str, list and tuple indices as int.
+
+    ``others``: ranks with the same skeleton, whose PerRank values are named too.
+    """
     return {
         name: tuple(part if is_index else str(part) for is_index, part in path)
-        for name, path in _leaf_paths(skeleton, "", (), rank)
+        for name, path in _leaf_paths(skeleton, "", (), (rank, *others))
     }
 
 
@@ -158,7 +161,7 @@ def check_names(names: list[str], skeleton: Skeleton, *, rank: int) -> None:
     if len(set(names)) == len(names):
         return
     seen: dict[str, str] = {}
-    for name, path in _leaf_paths(skeleton, "", (), rank):
+    for name, path in _leaf_paths(skeleton, "", (), (rank,)):
         place = "state" + "".join(f"[{part!r}]" for _, part in path)
         if name in seen:
             raise DuplicateNameError(f"{seen[name]} and {place} are both named {name!r}: rename one of the keys")
@@ -168,13 +171,16 @@ def check_names(names: list[str], skeleton: Skeleton, *, rank: int) -> None:
 _Path: TypeAlias = "tuple[tuple[bool, Any], ...]"
 
 
-def _leaf_paths(node: Skeleton, prefix: str, path: _Path, rank: int) -> Iterator[tuple[str, _Path]]:
-    """(name, path of (whether it is an index, key)) of every leaf."""
+def _leaf_paths(node: Skeleton, prefix: str, path: _Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, _Path]]:
+    """(name, path of (whether it is an index, key)) of every leaf of these ranks."""
     if isinstance(node, int):
         yield prefix[:-1], path
         return
-    for part, text, child in _children(node, rank):
-        yield from _leaf_paths(child, f"{prefix}{text}.", (*path, (node[0] in _INDEXED, part)), rank)
+    is_own = node[0] == Container.PER_RANK
+    for rank in ranks if is_own else ranks[:1]:
+        below = (rank,) if is_own else ranks
+        for part, text, child in _children(node, rank):
+            yield from _leaf_paths(child, f"{prefix}{text}.", (*path, (node[0] in _INDEXED, part)), below)
 
 
 def _children(

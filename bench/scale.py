@@ -1,26 +1,28 @@
-"""``python -m bench.scale``: what the leader does for thousands of ranks, by the constants of hundreds measured here.
+"""``python -m bench.scale``: what the leader does for thousands of ranks.
 
-No processes: the leader's own code is given the messages that so many ranks would send. Its costs are sums over ranks,
-items and objects; two sizes give the cost of each, a third tells how far off the sum is.
+No processes: the leader's own code is given the messages that so many ranks would send, in a model whose every tensor
+is sharded by rows. Three small sizes give the cost of a rank and of an item on every rank, their sum is the model; the
+whole size is measured too, at once, and tells how far off the model is.
 """
 
 from __future__ import annotations
 
-import struct
+import resource
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
-from aio_ckpt import tree
-from aio_ckpt.agreement import Assigned, Book, Planned, Written, decode_report, spans_crc32
+from aio_ckpt import PerRank, tree
+from aio_ckpt.agreement import Assigned, Book, Planned, Span, Written, decode_report, decode_word, spans_crc32
 from aio_ckpt.frames import Frame, pack, unpack
-from aio_ckpt.manifest import FileEntry, rank_manifest_name
-from aio_ckpt.record import render_metadata_file, render_root
-from aio_ckpt.shares import Holding, LocalPlan
+from aio_ckpt.holdings import Holding, LocalPlan, Look
+from aio_ckpt.manifest import FileEntry, MetadataTemplate, rank_manifest_name
+from aio_ckpt.record import MetadataFile, render_metadata_file, render_root
 from bench.measure import Spread
 from bench.options import log, parse
 from bench.report import FigureRow, Goal, Report, publish
@@ -41,10 +43,16 @@ class Leader:
     """Ranks."""
     items: int
     """Tensor items of each."""
+    planned_secs: float
+    """First save: what the ranks hold, taken apart and checked."""
     assign_secs: float
     """First save: who writes what."""
+    words_secs: float
+    """First save: the word to each rank."""
+    written_secs: float
+    """First save: what the ranks wrote and where, taken apart, checked and learned."""
     render_secs: float
-    """First save: ``.metadata``, by DCP's planner."""
+    """First save: ``.metadata``, rendered, filled and summed."""
     gather_secs: float
     """A later save: the messages, taken apart and checked."""
     metadata_secs: float
@@ -60,43 +68,80 @@ class Leader:
     memory_bytes: int
     """A later save: most memory taken beside what the leader keeps."""
 
+    @property
+    def first_secs(self) -> float:
+        """First save: all of it, the root manifest included."""
+        parts = (self.planned_secs, self.assign_secs, self.words_secs, self.written_secs, self.render_secs)
+        return sum(parts) + self.root_secs
+
+    @property
+    def later_secs(self) -> float:
+        """A later save: all of it."""
+        return self.gather_secs + self.metadata_secs + self.root_secs
+
 
 def main() -> None:
     """Run the bench."""
     options = parse("scale", __doc__ or "")
-    sizes = ((8, 20), (16, 20), (8, 40)) if options.quick else ((50, 200), (200, 200), (50, 800), (1_000, 20))
+    sizes = ((8, 20), (32, 20), (8, 80)) if options.quick else ((200, 250), (1_000, 250), (200, 1_000))
+    _measure(*sizes[0])  # imports and caches
     leaders = []
     for ranks, items in sizes:
         log(f"{ranks} ranks of {items} items")
         leaders.append(_measure(ranks, items))
+    few, many, wide = leaders
     figures = [row for leader in leaders for row in _rows(leader)]
-    few, many, wide = leaders[:3]
-    a_rank = (few.gather_secs / few.ranks, many.root_secs / many.ranks, wide.metadata_secs / wide.ranks)
-    an_item = _slope(few, wide, lambda leader: leader.render_secs + leader.assign_secs) / few.ranks
-    memory_bytes = wide.memory_bytes / wide.ranks * _RANKS
     metadata_bytes = wide.metadata_bytes / (wide.ranks * wide.items) * _RANKS * _ITEMS
     figures.append(_figure(f"{_RANKS} ranks x {_ITEMS} items, modelled: .metadata, kept", metadata_bytes / 1e6, "MB"))
-    title = f"{_RANKS:,} ranks x {_ITEMS:,} items, modelled"
-    goals = [
-        Goal(text=f"{title}: a later save costs the leader", figure=sum(a_rank) * _RANKS, bound=1.0, unit="s"),
-        Goal(text=f"{title}: it receives", figure=many.message_bytes * _RANKS / 1e6, bound=2.0, unit="MB"),
-        Goal(text=f"{title}: memory that it takes", figure=memory_bytes / (1 << 20), bound=64.0, unit="MiB"),
-        Goal(text=f"{title}: a first save costs the leader", figure=an_item * _RANKS * _ITEMS, bound=30.0, unit="s"),
-    ]
+    title = f"{_RANKS:,} ranks x {_ITEMS:,} items"
+    first_secs, later_secs = (_modelled(few, many, wide, cost) for cost in (_first_secs, _later_secs))
+    received, memory_bytes = many.message_bytes * _RANKS / 1e6, many.memory_bytes / many.ranks * _RANKS
+    goals = _goals(f"{title}, modelled", first_secs, later_secs, received, memory_bytes)
+    if not options.quick:
+        log(f"{_RANKS} ranks of {_ITEMS} items")
+        whole = _measure(_RANKS, _ITEMS)
+        figures += _rows(whole)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        figures.append(_figure(f"{title}: most memory of the process, all messages included", peak, "MiB"))
+        received = whole.message_bytes * _RANKS / 1e6
+        goals += _goals(f"{title}, measured", whole.first_secs, whole.later_secs, received, whole.memory_bytes)
     report = Report(bench="scale", settings=options.settings(), figures=figures, goals=goals)
     log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
 
 
-def _slope(few: Leader, wide: Leader, cost: Callable[[Leader], float]) -> float:
-    """Seconds of one more item on every rank."""
-    return (cost(wide) - cost(few)) / (wide.items - few.items)
+def _goals(title: str, first_secs: float, later_secs: float, received_mb: float, memory_bytes: float) -> list[Goal]:
+    return [
+        Goal(text=f"{title}: a later save costs the leader", figure=later_secs, bound=1.0, unit="s"),
+        Goal(text=f"{title}: it receives", figure=received_mb, bound=2.0, unit="MB"),
+        Goal(text=f"{title}: memory that it takes", figure=memory_bytes / (1 << 20), bound=64.0, unit="MiB"),
+        Goal(text=f"{title}: a first save costs the leader", figure=first_secs, bound=30.0, unit="s"),
+    ]
+
+
+def _modelled(few: Leader, many: Leader, wide: Leader, cost: Callable[[Leader], float]) -> float:
+    """Seconds of the whole size: so much a rank, and so much an item of each rank."""
+    an_item = (cost(wide) - cost(few)) / (wide.items - few.items) / few.ranks
+    a_rank = (cost(many) - cost(few)) / (many.ranks - few.ranks) - an_item * few.items
+    return max(a_rank, 0.0) * _RANKS + max(an_item, 0.0) * _RANKS * _ITEMS
+
+
+def _first_secs(leader: Leader) -> float:
+    return leader.first_secs
+
+
+def _later_secs(leader: Leader) -> float:
+    return leader.later_secs
 
 
 def _rows(leader: Leader) -> list[FigureRow]:
     at = f"{leader.ranks} ranks x {leader.items} items: "
     values = [
+        ("first save, plans taken apart", leader.planned_secs * 1e3, "ms"),
         ("first save, who writes what", leader.assign_secs * 1e3, "ms"),
-        ("first save, .metadata by DCP's planner", leader.render_secs * 1e3, "ms"),
+        ("first save, words to the ranks", leader.words_secs * 1e3, "ms"),
+        ("first save, what was written, taken apart", leader.written_secs * 1e3, "ms"),
+        ("first save, .metadata rendered and summed", leader.render_secs * 1e3, "ms"),
+        ("first save, of one item of one rank", leader.first_secs / (leader.ranks * leader.items) * 1e6, "us"),
         ("first save, message of a rank", leader.plan_bytes, "bytes"),
         ("later save, messages taken apart", leader.gather_secs * 1e3, "ms"),
         ("later save, .metadata filled and summed", leader.metadata_secs * 1e3, "ms"),
@@ -114,33 +159,35 @@ def _figure(text: str, value: float, unit: str) -> FigureRow:
 
 def _measure(ranks: int, items: int) -> Leader:
     book = Book(ranks)
-    reports: list[Planned | Written] = [_planned(rank, ranks, items) for rank in range(ranks)]
-    plan_bytes = sum(len(pack(Frame(0, msgspec.msgpack.encode(report)))) for report in reports) / ranks
+    data = _sent(_planned(ranks, items))
+    reports, planned_secs = _timed(lambda: _received(book, data))
+    plan_bytes, data = len(data) / ranks, b""
     words, assign_secs = _timed(lambda: book.assign(reports))
-    firsts = [_written(word, items, is_first=True) for word in words]
-    book.learn(firsts)
+    encoded, words_secs = _timed(lambda: [msgspec.msgpack.encode(word) for word in words])
+    reports, told = [], [decode_word(word) for word in encoded]
+    shares = [word.share_id for word in told if isinstance(word, Assigned)]
+    data = _sent(_written(share_id, items, is_first=True) for share_id in shares)
+    (firsts, spans), written_secs = _timed(lambda: _gather(book, data))
+    data = b""
     template, render_secs = _timed(lambda: book.template(firsts))
-    data = b"".join(
-        pack(Frame(rank, msgspec.msgpack.encode(_written(word, items, is_first=False))))
-        for rank, word in enumerate(words)
-    )
-    later, gather_secs = _timed(lambda: _gather(book, data))
+    _, fill_secs = _timed(lambda: _filled(template, spans))
+    data = _sent(_written(share_id, items, is_first=False) for share_id in shares)
+    (later, _), gather_secs = _timed(lambda: _gather(book, data))
     tracemalloc.start()
-    metadata, metadata_secs = _timed(
-        lambda: render_metadata_file(template, book.learn(later), checkpoint_id="root/step_000000001", save_id="s-1")
-    )
+    metadata = _filled(template, book.learn(later))
     entries = [FileEntry(rank_manifest_name(rank), 1000, rank) for rank in range(ranks)]
     _, root_secs = _timed(lambda: render_root(metadata, entries, step=1, save_id="s-1", created_unix=1.0, metrics={}))
     memory_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    _, metadata_secs = _timed(
-        lambda: render_metadata_file(template, book.learn(later), checkpoint_id="root/step_000000001", save_id="s-1")
-    )
+    _, metadata_secs = _timed(lambda: _filled(template, book.learn(later)))
     return Leader(
         ranks=ranks,
         items=items,
+        planned_secs=planned_secs,
         assign_secs=assign_secs,
-        render_secs=render_secs,
+        words_secs=words_secs,
+        written_secs=written_secs,
+        render_secs=render_secs + fill_secs,
         gather_secs=gather_secs,
         metadata_secs=metadata_secs,
         root_secs=root_secs,
@@ -151,32 +198,47 @@ def _measure(ranks: int, items: int) -> Leader:
     )
 
 
-def _gather(book: Book, data: bytes) -> list[Written]:
+def _filled(template: MetadataTemplate, spans: list[Span]) -> MetadataFile:
+    return render_metadata_file(template, spans, checkpoint_id="root/step_000000001", save_id="s-1")
+
+
+def _sent(reports: Iterable[Planned | Written]) -> bytes:
+    """The messages of all ranks, as they stand in the store."""
+    return b"".join(pack(Frame(rank, msgspec.msgpack.encode(report))) for rank, report in enumerate(reports))
+
+
+def _received(book: Book, data: bytes) -> list[Planned | Written]:
     reports = [decode_report(frame.body) for frame in unpack(data)]
     book.check(reports)
-    written = [report for report in reports if isinstance(report, Written)]
-    book.learn(written)
-    return written
+    return reports
 
 
-def _planned(rank: int, ranks: int, items: int) -> Planned:
-    """One rank of a model whose every tensor is sharded by rows."""
-    holdings = tuple(
-        Holding((f"model.layers.{number}.weight",), (4 * rank, 0), (4, 64), (4 * ranks, 64), "bfloat16")
-        for number in range(items)
-    )
+def _gather(book: Book, data: bytes) -> tuple[list[Written], list[Span]]:
+    written = [report for report in _received(book, data) if isinstance(report, Written)]
+    return written, book.learn(written)
+
+
+def _planned(ranks: int, items: int) -> Iterator[Planned]:
+    """The ranks of a model whose every tensor is sharded by rows."""
+    look = Look((4, 64), (4 * ranks, 64), "bfloat16")
+    holdings = [Holding((f"model.layers.{number}.weight",), (0, 0), look) for number in range(items)]
     state = {"model": {"layers": {str(number): {"weight": 0} for number in range(items)}}}
-    skeleton = tree.encode_skeleton(tree.flatten(state, rank=rank).skeleton)
-    objects = tuple(f"rng.rank{rank}.{number}" for number in range(_OBJECTS))
-    return Planned(1, LocalPlan(holdings, objects, skeleton), struct.pack(f"<{items}I", *range(items)))
+    state["rng"] = PerRank({str(number): 0 for number in range(_OBJECTS)})  # type: ignore[assignment]
+    skeleton = tree.encode_skeleton(tree.flatten(state, rank=0).skeleton)
+    plan = LocalPlan.of(holdings, (), skeleton)
+    sums = np.arange(items, dtype="<u4").tobytes()
+    for rank in range(ranks):
+        offsets = np.tile(np.array([4 * rank, 0], "<i8"), items).tobytes()
+        objects = msgspec.msgpack.encode([f"rng.rank{rank}.{number}" for number in range(_OBJECTS)])
+        yield Planned(1, LocalPlan(plan.names, plan.looks, offsets, objects, plan.skeleton), sums)
 
 
-def _written(word: Assigned, items: int, *, is_first: bool) -> Written:
+def _written(share_id: bytes, items: int, *, is_first: bool) -> Written:
     spans = tuple((items * 1500 + 3000 * number, 3000) for number in range(_OBJECTS))
     moved = tuple((number, *span) for number, span in enumerate(spans)) if is_first else ()
-    places = tuple((1500 * number, 1500) for number in range(items)) if is_first else None
+    places = np.array([(1500 * number, 1500) for number in range(items)], "<i8").tobytes() if is_first else None
     secs = (0.001234, 0.123456, 1.234567)
-    return Written(123_456, word.share_id, 40 * items, 0xFFFFFFFF, secs, moved, spans_crc32(spans), places)
+    return Written(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, spans_crc32(spans), places)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,8 @@ from test_ranks_failing import acting_engine
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.shares import Holding, LocalPlan, Share, assign, unequal_replicas
+from aio_ckpt.holdings import Held, Holding, LocalPlan, Look
+from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
 
 SECS = 30.0
 
@@ -25,38 +28,56 @@ SECS = 30.0
 
 
 def holding(*names: str, rows: int = 4, at: int = 0, of: int | None = None) -> Holding:
-    return Holding(names, (at, 0), (rows, 8), (of or rows, 8), "float32")
+    return Holding(names, (at, 0), Look((rows, 8), (of or rows, 8), "float32"))
 
 
 def plan(*tensors: Holding, objects: tuple[str, ...] = ()) -> LocalPlan:
-    return LocalPlan(tensors, objects, b"")
+    return LocalPlan.of(tensors, objects, b"")
 
 
-def names_of(share: Share) -> list[str]:
-    return [name for _, names in share.tensors for name in names]
+Shared = tuple[list[tuple[int, tuple[str, ...]]], tuple[str, ...]]
+"""(item, the names of it that are written), objects."""
+
+
+def assigned(
+    plans: list[LocalPlan], kept: dict[int, Share] | None = None, sums: dict[int, list[int]] | None = None
+) -> list[Shared]:
+    """What each rank writes."""
+    held = Held.of(plans)
+    boxes = Boxes.of_rows(held)
+    packed = {rank: struct.pack(f"<{len(found)}I", *found) for rank, found in (sums or {}).items()}
+    shares, _ = assign(held, boxes, kept or {}, unequal_replicas(held, boxes, packed))
+    items = [msgspec.msgpack.decode(plan.names) for plan in plans]
+    return [
+        ([(item, tuple(names)) for item, names in share.items(fqns)], share.object_names(own))
+        for share, fqns, own in zip(shares, items, held.objects, strict=True)
+    ]
+
+
+def names_of(shared: Shared) -> list[str]:
+    return [name for _, names in shared[0] for name in names]
 
 
 def test_every_box_is_written_once_and_replicas_are_spread() -> None:
     tensors = [holding(f"t{number}", rows=1 + number % 7) for number in range(40)]
-    shares = assign([plan(*tensors) for _ in range(4)], {})
+    shares = assigned([plan(*tensors) for _ in range(4)])
     written = [name for share in shares for name in names_of(share)]
     assert sorted(written) == sorted(f"t{number}" for number in range(40))
-    loads = [sum(tensors[index].nbytes for index, _ in share.tensors) for share in shares]
+    loads = [sum(32 * tensors[index].look.shape[0] for index, _ in items) for items, _ in shares]
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
 def test_tied_names_stay_together_and_objects_go_to_the_lowest_rank() -> None:
     first = plan(holding("a", "b"), holding("c"), objects=("n",))
     second = plan(holding("a", "b"), holding("c"), objects=("n", "m"))
-    shares = assign([first, second], {})
-    assert sorted(names for share in shares for _, names in share.tensors) == [("a", "b"), ("c",)]
-    assert [share.objects for share in shares] == [("n",), ("m",)]
+    shares = assigned([first, second])
+    assert sorted(names for items, _ in shares for _, names in items) == [("a", "b"), ("c",)]
+    assert [objects for _, objects in shares] == [("n",), ("m",)]
 
 
 def test_a_rank_that_kept_its_plan_is_given_nothing_that_it_did_not_capture() -> None:
     plans = [plan(holding("a"), holding("b")), plan(holding("a"), holding("b"), holding("new"))]
-    kept = {0: Share(((0, ("a",)),), ())}
-    zero, one = assign(plans, kept)
+    zero, one = assigned(plans, {0: Share.of([True, False], [])})
     assert names_of(zero) == ["a"]
     assert names_of(one) == ["b", "new"]
 
@@ -64,21 +85,22 @@ def test_a_rank_that_kept_its_plan_is_given_nothing_that_it_did_not_capture() ->
 def test_what_nobody_captured_is_an_error() -> None:
     plans = [plan(holding("a"), holding("b")), plan(holding("b"))]
     with pytest.raises(PlanChangedError, match="'a'"):
-        assign(plans, {0: Share(((1, ("b",)),), ())})
+        assigned(plans, {0: Share.of([False, True], [])})
 
 
 def test_one_name_for_two_things_is_an_error() -> None:
     for other in (plan(holding("a", rows=5)), plan(objects=("a",))):
         with pytest.raises(DuplicateNameError, match="rank 1"):
-            assign([plan(holding("a")), other], {})
+            assigned([plan(holding("a")), other])
 
 
 def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None:
     plans = [plan(holding("a"), holding("b")), plan(holding("a"), holding("b"))]
-    unequal = unequal_replicas(plans, {0: [1, 2], 1: [1, 3]})
-    assert {name for name, _ in unequal} == {"b"}
-    shares = assign(plans, {}, unequal)
-    assert "b" in names_of(shares[0])
+    held = Held.of(plans)
+    boxes = Boxes.of_rows(held)
+    unequal = unequal_replicas(held, boxes, {0: struct.pack("<2I", 1, 2), 1: struct.pack("<2I", 1, 3)})
+    assert {held.names[name] for name in held.name[unequal[boxes.of]]} == {"b"}
+    assert "b" in names_of(assigned(plans, sums={0: [1, 2], 1: [1, 3]})[0])
 
 
 # -- and with real ranks -----------------------------------------------------------------------------

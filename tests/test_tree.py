@@ -123,6 +123,17 @@ def test_the_paths_of_tuples_and_per_rank_values_are_ones_dcp_can_unflatten():
     assert tree.unflatten_dcp(paths, leaves) == {"a": [t, {"b": 2}], "rng": {"rank3": {"x": 1}}}
 
 
+def test_the_paths_of_ranks_with_one_skeleton_are_those_of_each():
+    """Read at once for several ranks, a skeleton gives the names and paths of all of them, and no other."""
+    state = {"a": [1, PerRank({"x": 1, "y": PerRank(2)})], "rng": PerRank(4), "b": {"c": 5}}
+    skeleton = tree.flatten(state, rank=0).skeleton
+    each = {}
+    for rank in (2, 0, 7):
+        each |= tree.dcp_paths(skeleton, rank=rank)
+    assert tree.dcp_paths(skeleton, rank=2, others=[0, 7]) == each
+    assert len(each) == 2 + 3 * 3
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
