@@ -242,8 +242,6 @@ class InFlight:
                 trace=save.call.trace,
             )
             self._finish(save, work)
-            if work.untold:  # last: the loop that it wakes takes the GIL
-                captured(work.untold)
         except BaseException as error:
             if work is not None:
                 work.finish()  # the arena goes back: no copy may still be under way

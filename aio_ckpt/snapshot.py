@@ -144,8 +144,6 @@ class Capture:
         """Behind every copy, once all are issued."""
         self.source_marks: tuple[Mark, ...] = ()
         """What must be reached before a guarded source may change."""
-        self.untold: list[CapturedRun] = []
-        """From devices, and nobody was told of them yet: to wake the engine's loop costs its caller the GIL."""
         self._trace = trace
         self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
 
@@ -316,34 +314,32 @@ def capture(
     """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
 
     When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
-    those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot. ``on_captured`` was
-    told of each run from the host, and of those from devices before it; of the others the caller tells.
+    those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
 
     Raises:
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
     work = Capture(planned, image, copiers, guarded, trace)
-
-    def tell() -> None:
-        told, work.untold = work.untold, []
-        if told:
-            on_captured(told)
-
+    untold: list[CapturedRun] = []  # from devices: to wake the engine's loop earlier would cost the GIL and win nothing
     try:
         try:
             work.issue_first()
             for run, is_issued in _cut_runs(image, planned.plan):
-                if not is_issued:
-                    tell()
+                if untold and not is_issued:
+                    on_captured(untold)
+                    untold = []
                 _await_slot(image, run[0], stall_timeout_secs)
-                work.untold.append(work.capture_run(run, is_issued=is_issued))
+                untold.append(work.capture_run(run, is_issued=is_issued))
                 if not is_issued:
-                    tell()
+                    on_captured(untold)
+                    untold = []
         except (RuntimeError, OSError):
             work.check_sources()  # why torch or the system refused to copy
             raise
         work.check_sources()
+        if untold:
+            on_captured(untold)
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
         work.end()

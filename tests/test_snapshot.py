@@ -55,7 +55,6 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         stall_timeout_secs=stall_timeout_secs,
         trace=NO_TRACE,
     )
-    told += [index for indices, _ in work.untold for index in indices]
     work.finish()
     return told
 

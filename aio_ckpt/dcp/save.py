@@ -184,7 +184,6 @@ def _capture_and_write(
             trace=NO_TRACE,
         )
         try:
-            runtime.portal.post(progress.tell, work.untold)
             manifest = _outcome(writing, progress, limit_secs, directory)
         finally:
             work.finish()  # the arena goes back: no copy may still be under way
@@ -194,8 +193,10 @@ def _capture_and_write(
             ended.result(_SETTLE_SECS)
         tell_stage(error, "write")
         raise
-    places = sources.places(save.data_file).items()
-    results = [WriteResult(index=index, size_in_bytes=place.length, storage_data=place) for index, place in places]
+    results = [
+        WriteResult(index=index, size_in_bytes=place.length, storage_data=place)
+        for index, place in sources.places(save.data_file).items()
+    ]
     return [*results, manifest]
 
 
