@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import resource
 import statistics
 import time
@@ -147,11 +148,15 @@ def sample(contender: Contender) -> Sample:
 def interleave(
     contenders: Sequence[Contender], rounds: int, *, log: Callable[[str], None]
 ) -> tuple[Mapping[str, Sample], Mapping[str, list[Sample]]]:
-    """A B C A B C ...: the first round apart (it warms up), then ``rounds`` samples of each."""
+    """A B C, B C A, A C B, ...: the first round apart (it warms up), then ``rounds`` samples of each.
+
+    Each round has an order of its own, the same in every run: what one leaves behind on a disk that caches, or that
+    others share, is not paid for by the same other in each round.
+    """
     first: dict[str, Sample] = {}
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for number in range(rounds + 1):
-        for contender in contenders:
+        for contender in random.Random(number).sample(contenders, len(contenders)):
             taken = sample(contender)
             if number:
                 samples[contender.name].append(taken)
