@@ -14,7 +14,7 @@ from isal import isal_zlib
 
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
 from aio_ckpt.globalplan import Stored, render_global
-from aio_ckpt.holdings import Flags, Held, LocalPlan, one_of_equals
+from aio_ckpt.holdings import Flags, Held, LocalPlan, malformed, one_of_equals
 from aio_ckpt.manifest import MetadataTemplate
 from aio_ckpt.metadata import MAX_BYTES
 from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
@@ -80,9 +80,16 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="W"):
 _REPORTS: msgspec.msgpack.Decoder[Planned | Written] = msgspec.msgpack.Decoder(Planned | Written)
 
 
-def decode_report(data: bytes) -> Planned | Written:
-    """What a rank told."""
-    return _REPORTS.decode(data)
+def decode_report(data: bytes, *, rank: int) -> Planned | Written:
+    """What ``rank`` told.
+
+    Raises:
+        PeerFailedError: nothing that a rank of this version tells.
+    """
+    try:
+        return _REPORTS.decode(data)
+    except msgspec.MsgspecError as error:
+        raise malformed(rank, error) from error
 
 
 class SentSpans:

@@ -39,6 +39,8 @@ _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
 StoredLook: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
 """dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
+_QUANTIZED = ("qint", "quint")
+"""Beginnings of names of dtypes that no item holds: their tensors are more than their bytes."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -199,6 +201,10 @@ def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
     for number, look in enumerate(columns.looks):
         if fault := _look_fault(*look):
             return f"tensor {_named(columns, number)}: {fault}"
+    for row, offsets in columns.shards.items():
+        _, shape, *_ = columns.looks[columns.look_numbers[row]]
+        if any(start + size > MAX_BYTES for start, size in zip(offsets, shape, strict=True)):
+            return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets}, beyond what a tensor has"
     # Two of MAX_BYTES add up inside 64 bits only without a sign.
     item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[5:])
     raw_stops, item_stops = raw_starts + raw_bytes, item_starts + item_bytes
@@ -215,7 +221,7 @@ def _named(columns: TensorColumns, look: int) -> str:
 
 def _look_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int) -> str:
     dtype = DTYPES.get(dtype_name)
-    if dtype is None:
+    if dtype is None or dtype_name.startswith(_QUANTIZED):
         return f"unknown dtype {dtype_name!r}"
     if dims != len(shape):
         return f"shape {shape} and offsets of {dims} dimensions differ in length"

@@ -290,7 +290,7 @@ def _small_part(manifest: RankManifest, number: int) -> IntArray:
 
 
 def _chunks_of_manifests(stored: Sequence[_Stored]) -> dict[str, Chunks]:
-    chunks: dict[str, Chunks] = {}
+    chunks: dict[str, list[Item]] = {}
     for manifest, file in stored:
         for entry, sums in zip(manifest.tensors, block_sums(manifest), strict=True):
             item = Item(
@@ -308,8 +308,8 @@ def _chunks_of_manifests(stored: Sequence[_Stored]) -> dict[str, Chunks]:
                 None,
             )
             for name in entry.fqns:
-                chunks[name] = (*chunks[name], item) if name in chunks else (item,)
-    return chunks
+                chunks.setdefault(name, []).append(item)
+    return {name: tuple(found) for name, found in chunks.items()}
 
 
 # -- plain DCP --------------------------------------------------------------------------------------

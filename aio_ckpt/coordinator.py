@@ -14,7 +14,7 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
@@ -46,6 +46,8 @@ __all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verd
 T = TypeVar("T")
 
 _LEAVE_SECS = 5.0
+_GIVE_UP_SECS = 4.0
+"""Together less than what an engine gives its coordinator to leave."""
 _OPEN = "the opening"
 
 
@@ -76,7 +78,8 @@ class StoreCoordinator(Presence):
         """Kept: its address is the name of the process group until the engine has met the others."""
         self._enlisted: Future[Store] | None = None
         self._lobby: Lobby | None = None
-        self._is_leaving = False
+        self._giving_up: set[anyio.Event] = set()
+        """What this rank gives up and has not yet heard of."""
         self._session = uuid.uuid4().hex[:16]
         self.messages_sent = 0
         """Messages of agreement that this rank sent."""
@@ -199,7 +202,13 @@ class StoreCoordinator(Presence):
         return ""
 
     async def leave(self) -> None:
-        """Before the end: the leader stays until all have left, for it may be the host of the store."""
+        """Before the end: the leader stays until all have left, for it may be the host of the store.
+
+        What this rank gives up is given up first: with the last one to leave the leader's word on it goes, too.
+        """
+        with anyio.move_on_after(_GIVE_UP_SECS):
+            while self._giving_up:
+                await next(iter(self._giving_up)).wait()
         board, has_left, self._is_leaving = self._board, self._is_leaving, True
         if has_left or board is None or self._lobby is not None or self.leader in self._silent:
             return  # in the lobby ``open`` goes no further
@@ -249,10 +258,11 @@ class StoreCoordinator(Presence):
     async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
         failure = failure_of(self.rank, stage, error)
-        word = await self._leave_topic(topic, failure)
-        while word is not None and word.then:
-            topic = word.then
+        with self._before_leaving():
             word = await self._leave_topic(topic, failure)
+            while word is not None and word.then:
+                topic = word.then
+                word = await self._leave_topic(topic, failure)
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
 
     async def _leave_topic(self, topic: str, failure: Failure) -> Word | None:
@@ -273,8 +283,19 @@ class StoreCoordinator(Presence):
 
     async def failure(self, topic: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
-        word = await self._word(topic)
+        with self._before_leaving():  # to be given up next
+            word = await self._word(topic)
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+
+    @contextlib.contextmanager
+    def _before_leaving(self) -> Iterator[None]:
+        ended = anyio.Event()
+        self._giving_up.add(ended)
+        try:
+            yield
+        finally:
+            self._giving_up.discard(ended)
+            ended.set()
 
     async def _word(self, topic: str) -> Word | None:
         """The leader's, if it is out."""

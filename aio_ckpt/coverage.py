@@ -31,7 +31,7 @@ def cover_faults(table: ShardTable) -> list[str]:
         row[: len(size)] = size
     is_outside = np.zeros(len(name), np.bool_)
     for dim in range(sizes.shape[1]):
-        is_outside |= table.offsets[:, dim] + table.shapes[:, dim] > sizes[name, dim]
+        is_outside |= table.offsets[:, dim] > sizes[name, dim] - table.shapes[:, dim]  # a sum may exceed 64 bits
     if is_outside.any():
         return [f"{_name(table, row)!r} has the out of bounds shard {_box(table, row)}" for row in _few(is_outside)]
     volumes = np.array([math.prod(size) for size in table.sizes], np.int64)

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import os
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import anyio
 from aiofiles.threadpool import wrap
 
 from aio_ckpt.directio import NOT_SUPPORTED, RWF_DONTCACHE, Probe, aligned_span, refusal, takes_direct
-from aio_ckpt.errors import AioCkptError, EngineClosedError, ReadError, WriteError
+from aio_ckpt.errors import AioCkptError, EngineClosedError, MismatchError, ReadError, WriteError
 from aio_ckpt.items import PAGE_BYTES, WriteMode
 from aio_ckpt.portal import Executor, run_blocking, run_owned, watch_submissions
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from aio_ckpt.config import DirectIO
 
-__all__ = ["LocalDataFile", "LocalReadFile", "create_data_file", "open_data_file", "translated"]
+__all__ = ["LocalDataFile", "LocalReadFile", "create_data_file", "open_data_file", "open_regular", "translated"]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -303,9 +304,22 @@ async def open_data_file(path: Path, *, executor: Executor, direct_io: DirectIO,
         return LocalReadFile(path, os.fstat(numbers[0]).st_size, numbers, executor)
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read ``path`` by. To open a FIFO would wait for a writer for ever.
+
+    Raises:
+        MismatchError: it is no regular file.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return number
+    os.close(number)
+    raise MismatchError(f"{path}: no regular file")
+
+
 def _open(path: Path, direct_io: DirectIO, probe: Probe) -> list[int]:
     """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
-    numbers = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
+    numbers = [open_regular(path)]
     try:
         if direct_io != "off" and takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
             numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))

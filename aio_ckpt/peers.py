@@ -222,7 +222,7 @@ class SaveRound:
         """A miss: what this rank is to write."""
 
         async def decide(messages: tuple[bytes, ...]) -> Verdict:
-            return await self._replan([decode_report(message) for message in messages])
+            return await self._replan(_reports(messages))
 
         word = await self._agree(planned, decide, stage="agree")
         self._topic = _second(self._topic)
@@ -239,7 +239,7 @@ class SaveRound:
         else:
 
             async def decide(messages: tuple[bytes, ...]) -> Verdict:
-                reports = [decode_report(message) for message in messages]
+                reports = _reports(messages)
                 if all(isinstance(report, Written) for report in reports):
                     return await self._commit(messages, publish)
                 return await self._replan(reports)
@@ -308,7 +308,7 @@ class SaveRound:
     async def _commit(self, messages: tuple[bytes, ...], publish: Publish) -> Verdict:
         written: list[Written] = []
         for rank, message in enumerate(messages):
-            report = decode_report(message) if message else self._firsts[rank]
+            report = decode_report(message, rank=rank) if message else self._firsts[rank]
             if not isinstance(report, Written):
                 raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
             written.append(report)
@@ -316,6 +316,10 @@ class SaveRound:
             self._peers.book.check(written)
         await publish(written)
         return Verdict(common=msgspec.msgpack.encode(Committed(dict(slowest_ranks(written)))))
+
+
+def _reports(messages: Sequence[bytes]) -> list[Planned | Written]:
+    return [decode_report(message, rank=rank) for rank, message in enumerate(messages)]
 
 
 _SECOND = ", anew planned"

@@ -57,6 +57,8 @@ class Presence:
         self._begun: dict[str, int] = {}
         self._waits: list[str] = []
         self._over: deque[tuple[str, int]] = deque(maxlen=_CALLS_TOLD)
+        self._is_leaving = False
+        """Nothing is waited for any more: with the last rank to leave goes what could be found."""
 
     async def beat(self, *, has_left: bool = False) -> None:
         """See :class:`Coordinator`."""
@@ -87,6 +89,8 @@ class Presence:
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:
+                if self._is_leaving:
+                    raise EngineClosedError(f"{self._name}: the engine was closed while it waited in {topic}")
                 if time.monotonic() >= due:
                     due = time.monotonic() + self.stall_secs / _BEATS
                     await self.beat()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from aio_ckpt.datafile import create_data_file, open_data_file, translated
+from aio_ckpt.datafile import create_data_file, open_data_file, open_regular, translated
 from aio_ckpt.directio import Probe, probe_read, probe_write
 from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.items import WriteMode
@@ -278,7 +278,7 @@ def _write_file(path: Path, parts: tuple[bytes, ...]) -> None:
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > max_bytes:
             raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")

@@ -208,7 +208,7 @@ def _sent(reports: Iterable[Planned | Written]) -> bytes:
 
 
 def _received(book: Book, data: bytes) -> list[Planned | Written]:
-    reports = [decode_report(frame.body) for frame in unpack(data)]
+    reports = [decode_report(frame.body, rank=frame.rank) for frame in unpack(data)]
     book.check(reports)
     return reports
 

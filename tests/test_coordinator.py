@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from rank_processes import Ranks, ranks
 
+from aio_ckpt import coordinator as coordinator_module
 from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.frames import Verdict, call_of
@@ -317,6 +318,51 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
     secs, text = asyncio.run(main())
     assert secs < STALL_SECS / _BEATS
     assert "No space" in text
+
+
+async def given_up(coordinator: StoreCoordinator, topic: str) -> asyncio.Task[PeerFailedError | None]:
+    """It has sent that it gives ``topic`` up, and waits for the leader's word."""
+    task = asyncio.create_task(coordinator.abandon(topic, ValueError("bad"), stage="agree"))
+    with anyio.fail_after(STALL_SECS):
+        while topic not in coordinator._waits:
+            await anyio.sleep(0.001)
+    return task
+
+
+def test_a_rank_leaves_once_it_has_heard_of_what_it_gives_up() -> None:
+    """With the last rank to leave the leader's word goes, and whoever still waits for it waits in vain."""
+
+    async def main() -> list[str]:
+        async with two_here(STALL_SECS) as (leader, other):
+            order: list[str] = []
+            heard = await given_up(other, "t")
+            left = asyncio.create_task(other.leave())
+            heard.add_done_callback(lambda _: order.append("heard"))
+            left.add_done_callback(lambda _: order.append("left"))
+            with pytest.raises(PeerFailedError, match="bad"):
+                await leader.agree("t", b"", never, stage="agree")
+            await asyncio.gather(heard, left, leader.leave())
+            told = heard.result()
+            assert told is not None
+            assert told.rank == 1
+            return order
+
+    assert asyncio.run(main()) == ["heard", "left"]
+
+
+def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine ends, also where the leader never comes to what was given up."""
+    monkeypatch.setattr(coordinator_module, "_GIVE_UP_SECS", 0.05)
+
+    async def main() -> float:
+        async with two_here(STALL_SECS) as (_, other):
+            heard = await given_up(other, "t")
+            began = time.monotonic()
+            await other.leave()
+            assert await heard is None
+            return time.monotonic() - began
+
+    assert asyncio.run(main()) < STALL_SECS / _BEATS
 
 
 def test_a_word_that_is_out_is_never_taken_back() -> None:

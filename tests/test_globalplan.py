@@ -371,6 +371,13 @@ def test_what_dcps_planner_would_refuse_is_refused_and_nothing_else(cut_up: tupl
         render_global(ranks)
 
 
+def test_a_shard_whose_end_exceeds_64_bits_is_out_of_bounds() -> None:
+    """A forged shard of the largest length at the largest offset is not taken for one that ends before it begins."""
+    largest = 1 << 62
+    with pytest.raises(PlanChangedError, match="out of bounds"):
+        render_global(by_hand([((largest,), (largest,))] * 2, (largest,)))
+
+
 @pytest.mark.parametrize("size", [(), (3,)])
 def test_a_tensor_that_nobody_writes_is_refused(size: tuple[int, ...]) -> None:
     """What ranks hold and no share contains never goes missing without a word, one element or many."""

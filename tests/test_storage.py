@@ -27,7 +27,7 @@ from warm_python import WarmPython
 
 from aio_ckpt import datafile, storage
 from aio_ckpt.directio import RWF_DONTCACHE, probe_read, probe_write
-from aio_ckpt.errors import CorruptCheckpointError, ReadError, RootError, WriteError
+from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.portal import Executor, Portal, watch_submissions
 from aio_ckpt.storage import DataFile, LocalStorage, RootLock
 
@@ -944,3 +944,19 @@ def test_it_works_under_uvloop(tmp_path: Path, mode: str) -> None:
     finally:
         assert executor.close(TIMEOUT)
     assert (tmp_path / "d").read_bytes() == b"".join(bytes([index]) * PAGE for index in range(4))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+async def test_what_stands_in_place_of_a_file_is_refused_and_never_waited_for(
+    local: LocalStorage, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "f"
+    make(path)
+    try:
+        for reading in (local.read_file(path, max_bytes=10), local.open_data_file(path, readers=1)):
+            with pytest.raises(MismatchError, match="f: no regular file"):
+                async with asyncio.timeout(TIMEOUT):
+                    await reading
+    finally:
+        with contextlib.suppress(IsADirectoryError):  # lets go whoever waits for a writer after all
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
