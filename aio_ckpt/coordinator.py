@@ -312,6 +312,8 @@ class StoreCoordinator(Presence):
     # -- what a rank does -----------------------------------------------------------------------------
 
     async def _send(self, topic: str, frame: Frame) -> None:
+        if self._is_leaving:  # behind the last one to leave nobody clears the board
+            raise EngineClosedError(f"{self._name}: the engine was closed")
         data, wakes = pack(frame), frame.failure is not None
         await self._ask(functools.partial(self._the_board().send, topic, data, wakes=wakes))
         self.messages_sent += 1

@@ -1,4 +1,7 @@
-"""``python -m bench.ranks``: one checkpoint of 1, 2, 4 and 8 ranks (gloo processes), saved and loaded, beside DCP."""
+"""``python -m bench.ranks``: one checkpoint of 1, 2, 4 and 8 ranks (gloo processes), saved and loaded, beside DCP.
+
+And what 2 to 64 ranks tell each other in a save: processes that share a store and no process group.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport
+from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport, PerRank, SyncCheckpointEngine
 from aio_ckpt.coordinator import StoreCoordinator
 from bench.measure import Spread
 from bench.options import log, parse, work_folder
@@ -39,6 +42,7 @@ def main() -> None:
     """Run the bench."""
     options = parse("ranks", __doc__ or "")
     worlds, mib, count = ((1, 2), 8, 200) if options.quick else ((1, 2, 4, 8), 256, 5_000)
+    crowds = (2, 4) if options.quick else (2, 4, 8, 16, 32, 64)
     figures: list[FigureRow] = []
     found: dict[int, _Figures] = {}
     with work_folder(options) as folder:
@@ -49,6 +53,10 @@ def main() -> None:
         many = min(4, worlds[-1])
         small = _slowest(_run(many, _small, folder / "small", count, options.rounds))
         figures += _rows(f"{many} ranks x {count:,} tensors of 1 KiB", small)
+        for crowd in crowds:
+            log(f"{crowd} ranks that share a store")
+            told = _run(crowd, _agreeing, folder / f"crowd{crowd}", options.rounds, serve=_serve_without_group)
+            figures += _rows(f"{crowd} ranks that share a store", _slowest(told))
     goals = _goals(found[many], small, many, count)
     report = Report(bench="ranks", settings=options.settings(), figures=figures, goals=goals)
     log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
@@ -172,6 +180,31 @@ def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> _F
     return figures
 
 
+def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> _Figures:
+    """A few tensors of each rank's own, and objects that move in every save: what is told, and what is read."""
+    state = {f"of.rank{rank}.{number}": torch.full((256,), float(number)) for number in range(8)}
+    coordinator = StoreCoordinator(store, rank=rank, world_size=count)
+    figures: _Figures = {}
+    with SyncCheckpointEngine(folder, EngineConfig(keep_last=1), coordinator=coordinator) as engine:
+        for turn in range(rounds + 1):
+            began, sent, received = coordinator.messages_sent, coordinator.bytes_sent, coordinator.bytes_received
+            values = state | {"first": PerRank("x" * turn), "second": PerRank(turn)}
+            secs, _ = _timed(functools.partial(_save, engine, values))
+            name = "a later save" if turn else "the first save"
+            for text, value in (
+                ("messages of a rank, messages", coordinator.messages_sent - began),
+                ("sent by a rank, bytes", coordinator.bytes_sent - sent),
+                ("read by the leader, bytes", coordinator.bytes_received - received),
+                ("durable, ms", secs * 1e3),
+            ):
+                figures.setdefault(f"{name}: {text}", []).append(float(value))
+    return figures
+
+
+def _save(engine: SyncCheckpointEngine, state: object) -> None:
+    engine.save(state).result(_WAIT_SECS)
+
+
 class _Nothing(FileSystemWriter):
     """Writes nothing: what is left of ``dcp.save`` is planning and its collectives."""
 
@@ -202,12 +235,15 @@ def _meet() -> None:
 # -- processes --------------------------------------------------------------------------------------
 
 
-def _run(world: int, work: Callable[..., _Figures], *args: object) -> list[_Figures]:
-    context = multiprocessing.get_context("spawn")
+def _run(
+    world: int, work: Callable[..., _Figures], *args: object, serve: Callable[..., None] | None = None
+) -> list[_Figures]:
+    context = multiprocessing.get_context("forkserver")  # whose children share torch's memory: 64 of them fit
+    context.set_forkserver_preload(["bench.ranks"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(target=_serve, args=(rank, world, store.port, theirs, work, args), daemon=True)
+        context.Process(target=serve or _serve, args=(rank, world, store.port, theirs, work, args), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -227,10 +263,19 @@ def _run(world: int, work: Callable[..., _Figures], *args: object) -> list[_Figu
 def _serve(
     rank: int, world: int, port: int, pipe: Connection, work: Callable[..., _Figures], args: tuple[object, ...]
 ) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_WAIT_SECS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world)
     pipe.send(work(rank, world, *args))
+
+
+def _serve_without_group(
+    rank: int, world: int, port: int, pipe: Connection, work: Callable[..., _Figures], args: tuple[object, ...]
+) -> None:
+    pipe.send(work(rank, world, _store(port), *args))
+
+
+def _store(port: int) -> Any:
+    torch.set_num_threads(1)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_WAIT_SECS))
 
 
 if __name__ == "__main__":

@@ -70,11 +70,11 @@ def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loa
     ("name", "fault", "stride", "at_least"),
     [
         ("verify", "EIO", 1, 8),
-        ("protect", "EIO", 1, 7),
+        ("protect", "EIO", 1, 6),
         ("unprotect", "EIO", 1, 2),
-        ("rollback", "EIO", 1, 12),
+        ("rollback", "EIO", 1, 11),
         ("rollback", "fsync fails once", 1, 3),
-        ("load that sets damage aside", "EIO", 3, 10),
+        ("load that sets damage aside", "EIO", 3, 9),
         ("load that sets damage aside", "rename fails", 1, 1),
     ],
 )
