@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
+from aio_ckpt.columns import are_sizes
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
 from aio_ckpt.globalplan import Stored, render_global
 from aio_ckpt.holdings import Flags, Held, LocalPlan, malformed, one_of_equals
 from aio_ckpt.manifest import MetadataTemplate
-from aio_ckpt.metadata import MAX_BYTES
 from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
 
 __all__ = [
@@ -245,7 +245,9 @@ class Book:
             if report.places is not None:
                 known.places = report.places
                 known.spans = [(0, 0)] * known.share.count_objects()
-            is_whole = len(known.places) == 16 * known.items and (report.places is None or _are_places(report.places))
+            is_whole = len(known.places) == 16 * known.items and (
+                report.places is None or are_sizes(np.frombuffer(report.places, "<i8"))
+            )
             for number, offset, nbytes in report.moved:
                 is_whole = is_whole and number < len(known.spans) and min(number, offset, nbytes) >= 0
                 if is_whole:
@@ -278,11 +280,6 @@ def slowest_ranks(written: Sequence[Written]) -> Mapping[str, int]:
         stage: max(range(len(written)), key=lambda rank: written[rank].secs[number])
         for number, stage in enumerate(stages)
     }
-
-
-def _are_places(places: bytes) -> bool:
-    numbers = np.frombuffer(places, "<i8")
-    return bool(((numbers >= 0) & (numbers <= MAX_BYTES)).all())
 
 
 def _warn(held: Held, boxes: Boxes, unequal: Flags) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aio_ckpt.holdings import Flags, Held, Ints, SmallInts
+from aio_ckpt.columns import IntArray
+from aio_ckpt.holdings import Flags, Held, SmallInts
 
 __all__ = ["Candidates", "Writers", "spread"]
 
@@ -20,7 +21,7 @@ class Writers:
 
     held: Held
     """What all ranks hold."""
-    box: Ints
+    box: IntArray
     """Per row, its box."""
     is_written: Flags
     """Per row, whether its rank writes it."""
@@ -28,26 +29,26 @@ class Writers:
     """Per box, whether some rank writes it."""
 
     @classmethod
-    def of(cls, held: Held, box: Ints, count: int) -> Writers:
+    def of(cls, held: Held, box: IntArray, count: int) -> Writers:
         """Nobody writes anything."""
         return cls(held=held, box=box, is_written=np.zeros(len(box), np.bool_), is_taken=np.zeros(count, np.bool_))
 
-    def take(self, rows: Ints) -> None:
+    def take(self, rows: IntArray) -> None:
         """These rows, of different boxes, are written, those apart whose box another rank writes already."""
         new = rows[~self.is_taken[self.box[rows]]]
         self.is_written[new] = True
         self.is_taken[self.box[new]] = True
 
-    def items(self) -> Ints:
+    def items(self) -> IntArray:
         """Per rank, of how many items it writes something."""
         return np.bincount(self.held.rank[self._first_rows()], minlength=self.held.ranks)
 
-    def _first_rows(self) -> Ints:
+    def _first_rows(self) -> IntArray:
         """The first written row of each item."""
         rows = np.flatnonzero(self.is_written)
         return rows[self.held.is_first(rows)]
 
-    def load_bytes(self) -> Ints:
+    def load_bytes(self) -> IntArray:
         """Per rank, raw bytes that it writes."""
         rows = self._first_rows()
         load = np.zeros(self.held.ranks, np.int64)
@@ -59,20 +60,20 @@ class Writers:
 class Candidates:
     """Which rows may be written, box by box."""
 
-    rows: Ints
+    rows: IntArray
     """Rows in the order of boxes, those of one box by rank."""
-    counts: Ints
+    counts: IntArray
     """Per box, how many."""
-    begins: Ints
+    begins: IntArray
     """Per box, where its rows begin in ``rows``."""
 
-    def of_boxes(self, boxes: Ints) -> tuple[Ints, Ints]:
+    def of_boxes(self, boxes: IntArray) -> tuple[IntArray, IntArray]:
         """(all rows of ``boxes``, in that order; how many each has)."""
         counts = self.counts[boxes]
         return self.rows[_ranges(self.begins[boxes], counts)], counts
 
 
-def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first: Ints) -> None:
+def spread(writers: Writers, boxes: IntArray, candidates: Candidates, *, came_first: IntArray) -> None:
     """Give each of ``boxes`` to one of its candidates.
 
     Largest first, of equals the one that came last (``came_first``: the first row of each of ``boxes``).
@@ -86,7 +87,7 @@ def spread(writers: Writers, boxes: Ints, candidates: Candidates, *, came_first:
         _spread_equals(writers, *candidates.of_boxes(equals), load=load)
 
 
-def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) -> None:
+def _spread_equals(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
     """The same for boxes of equal length, with so many of ``rows`` each.
 
     A box waits for those before it that one of its ranks holds too. Where all ranks of each box come to it as their
@@ -104,7 +105,7 @@ def _spread_equals(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) ->
         _place_at_once(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
 
 
-def _place_at_once(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) -> None:
+def _place_at_once(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
     """Boxes of which no two share a rank: each to the lowest of those ranks that have least to write."""
     held, begins = writers.held, np.cumsum(counts) - counts
     mine = load[held.rank[rows]]
@@ -114,7 +115,7 @@ def _place_at_once(writers: Writers, rows: Ints, counts: Ints, *, load: Ints) ->
     load[held.rank[chosen]] += held.nbytes[held.look[chosen]]
 
 
-def _place_one(writers: Writers, rows: Ints, *, load: Ints) -> None:
+def _place_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
     """One box, and what is tied to it on the rank that gets it."""
     if writers.is_taken[writers.box[rows[0]]]:
         return  # tied to one that was placed before
@@ -129,7 +130,7 @@ def _place_one(writers: Writers, rows: Ints, *, load: Ints) -> None:
     writers.take(tied)
 
 
-def _turns(rank: SmallInts) -> Ints:
+def _turns(rank: SmallInts) -> IntArray:
     """Per entry, how many before it are of the same rank."""
     order = np.argsort(rank, kind="stable")
     counts = np.bincount(rank)
@@ -138,7 +139,7 @@ def _turns(rank: SmallInts) -> Ints:
     return turn
 
 
-def _ranges(begins: Ints, counts: Ints) -> Ints:
+def _ranges(begins: IntArray, counts: IntArray) -> IntArray:
     """``begins[i]`` and the ``counts[i] - 1`` numbers behind it, of every i, one after the other."""
-    found: Ints = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    found: IntArray = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
     return found

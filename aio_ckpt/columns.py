@@ -24,6 +24,7 @@ __all__ = [
     "StoredLook",
     "TensorColumns",
     "TensorEntry",
+    "are_sizes",
     "columns_fault",
     "columns_of",
     "entries_of",
@@ -168,7 +169,7 @@ def read_columns(stored: StoredColumns) -> TensorColumns:
     look_numbers = _numbers(stored.look_numbers, "<u4", count)
     if count and look_numbers.max() >= len(stored.looks):
         raise ValueError(f"a tensor with look {look_numbers.max()} of {len(stored.looks)}")
-    if any(((column < 0) | (column > MAX_BYTES)).any() for column in places):
+    if not all(map(are_sizes, places)):
         raise ValueError("offsets or lengths of tensors that no file has")
     for row in (*stored.ties, *stored.shards):
         if row >= count:
@@ -187,6 +188,11 @@ def read_columns(stored: StoredColumns) -> TensorColumns:
         raw_offsets=raw_offsets,
         raw_bytes=np.array([look[4] for look in stored.looks], np.int64)[look_numbers],
     )
+
+
+def are_sizes(numbers: IntArray) -> bool:
+    """Whether each may be a length or an offset."""
+    return bool(((numbers >= 0) & (numbers <= MAX_BYTES)).all())
 
 
 def _numbers(data: bytes, dtype: str, count: int) -> IntArray:

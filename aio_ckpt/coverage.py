@@ -12,7 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from aio_ckpt.holdings import Flags, Ints
+from aio_ckpt.columns import IntArray
+from aio_ckpt.holdings import Flags, padded
 from aio_ckpt.metadata_pickle import ShardTable
 
 __all__ = ["cover_faults"]
@@ -26,9 +27,7 @@ def cover_faults(table: ShardTable) -> list[str]:
     lengths = np.diff(table.starts)
     name = np.repeat(np.arange(len(lengths)), lengths)
     dims = np.array([len(size) for size in table.sizes], np.int64)
-    sizes = np.zeros((len(lengths), table.offsets.shape[1]), np.int64)
-    for row, size in zip(sizes, table.sizes, strict=True):
-        row[: len(size)] = size
+    sizes = padded(table.sizes, table.offsets.shape[1])
     is_outside = np.zeros(len(name), np.bool_)
     for dim in range(sizes.shape[1]):
         is_outside |= table.offsets[:, dim] > sizes[name, dim] - table.shapes[:, dim]  # a sum may exceed 64 bits
@@ -68,7 +67,7 @@ def _box(table: ShardTable, row: int) -> str:
     return f"{table.shapes[row, :dims].tolist()} at {table.offsets[row, :dims].tolist()}"
 
 
-def _volumes(table: ShardTable, name: Ints, dims: Ints) -> Ints:
+def _volumes(table: ShardTable, name: IntArray, dims: IntArray) -> IntArray:
     """Per name, elements of all its shards."""
     volume = np.ones(len(name), np.int64)
     for dim in range(table.shapes.shape[1]):
@@ -77,7 +76,7 @@ def _volumes(table: ShardTable, name: Ints, dims: Ints) -> Ints:
     return np.diff(total[table.starts])
 
 
-def _grids(table: ShardTable, name: Ints, sizes: Ints) -> Flags:
+def _grids(table: ShardTable, name: IntArray, sizes: IntArray) -> Flags:
     """Per name, whether its shards are different cells of a grid, as meshes cut them: no two of those overlap."""
     columns = range(table.offsets.shape[1])
     is_grid = ~_repeated(table, name, [table.offsets[:, dim] for dim in columns])
@@ -94,7 +93,7 @@ def _grids(table: ShardTable, name: Ints, sizes: Ints) -> Flags:
     return is_grid
 
 
-def _repeated(table: ShardTable, name: Ints, offsets: list[Ints]) -> Flags:
+def _repeated(table: ShardTable, name: IntArray, offsets: list[IntArray]) -> Flags:
     """Per name, whether two of its shards begin at one place."""
     order = _order(name, offsets)
     named = name[order]
@@ -107,7 +106,7 @@ def _repeated(table: ShardTable, name: Ints, offsets: list[Ints]) -> Flags:
     return repeated
 
 
-def _order(name: Ints, keys: list[Ints]) -> Ints | slice:
+def _order(name: IntArray, keys: list[IntArray]) -> IntArray | slice:
     """Rows by name, then by ``keys``. Ranks mostly hold parts in their own order: nothing is to be sorted then."""
     is_tied = name[1:] == name[:-1]
     is_sorted = True
@@ -136,7 +135,7 @@ def _overlap(table: ShardTable, number: int, dims: int) -> tuple[str, str] | Non
     return None
 
 
-def _pairs(counts: Ints) -> Iterator[tuple[Ints, Ints]]:
+def _pairs(counts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
     """Every place with each of the ``counts[place]`` behind it, some at a time."""
     batch = np.cumsum(counts) // _PAIRS_AT_ONCE
     cuts = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(counts)]

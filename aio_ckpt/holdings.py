@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from aio_ckpt.columns import IntArray
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.metadata import DTYPES, MAX_BYTES
 
-__all__ = ["Flags", "Held", "Holding", "Ints", "LocalPlan", "Look", "SmallInts", "malformed", "one_of_equals"]
+__all__ = ["Flags", "Held", "Holding", "LocalPlan", "Look", "SmallInts", "malformed", "one_of_equals", "padded"]
 
-Ints: TypeAlias = "npt.NDArray[np.int64]"
 SmallInts: TypeAlias = "npt.NDArray[np.int32]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
@@ -129,7 +129,7 @@ class Held:
     """Per name, the first look that it has: its global shape and dtype are the same on all ranks."""
     objects: tuple[tuple[str, ...], ...]
     """Per rank, the names of its objects."""
-    starts: Ints
+    starts: IntArray
     """Per rank its first row, then the number of rows."""
     rank: SmallInts
     """Per row, whose it is."""
@@ -141,13 +141,13 @@ class Held:
     """Per row, which look."""
     is_tied: Flags
     """Per row, whether its item has other names too."""
-    offsets: Ints
+    offsets: IntArray
     """Per row, where the shard begins; zeros behind the tensor's own dimensions."""
-    shapes: Ints
+    shapes: IntArray
     """Per look, the shape of the shard; zeros likewise."""
-    sizes: Ints
+    sizes: IntArray
     """Per look, the global shape; zeros likewise."""
-    nbytes: Ints
+    nbytes: IntArray
     """Per look, raw bytes of the shard."""
 
     @classmethod
@@ -178,8 +178,8 @@ class Held:
             look=_joined([outline.look for outline in outlines]),
             is_tied=np.concatenate([np.empty(0, np.bool_), *(outline.is_tied for outline in outlines)]),
             offsets=_offsets(plans, outlines, dims),
-            shapes=_padded([look.shape for look in looks], dims),
-            sizes=_padded([look.size for look in looks], dims),
+            shapes=padded([look.shape for look in looks], dims),
+            sizes=padded([look.size for look in looks], dims),
             nbytes=np.array([math.prod(look.shape) * DTYPES[look.dtype].itemsize for look in looks], np.int64),
         )
         held.check_offsets()
@@ -190,7 +190,7 @@ class Held:
         """Number of ranks."""
         return len(self.starts) - 1
 
-    def is_first(self, rows: Ints) -> Flags:
+    def is_first(self, rows: IntArray) -> Flags:
         """Per row of some, ascending, whether it is the first of them of its item."""
         item, rank = self.item[rows], self.rank[rows]
         first = np.ones(len(rows), np.bool_)
@@ -224,7 +224,7 @@ class _Outline:
     """Per row, which look of the reader's."""
     is_tied: Flags
     """Per row, whether its item has other names too."""
-    dims: Ints
+    dims: IntArray
     """Per item, dimensions."""
 
 
@@ -291,17 +291,18 @@ def _joined(columns: Sequence[SmallInts]) -> SmallInts:
     return np.concatenate([np.empty(0, np.int32), *columns])
 
 
-def _padded(shapes: Sequence[tuple[int, ...]], dims: int) -> Ints:
-    padded = np.zeros((len(shapes), dims), np.int64)
-    for row, shape in zip(padded, shapes, strict=True):
+def padded(shapes: Sequence[tuple[int, ...]], dims: int) -> IntArray:
+    """A row each; zeros behind its own dimensions."""
+    rows = np.zeros((len(shapes), dims), np.int64)
+    for row, shape in zip(rows, shapes, strict=True):
         row[: len(shape)] = shape
-    return padded
+    return rows
 
 
-def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int) -> Ints:
+def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int) -> IntArray:
     """Per row, where its shard begins."""
     found = np.empty((sum(len(outline.name) for outline in outlines), dims), np.int64)
-    places: dict[int, Ints] = {}
+    places: dict[int, IntArray] = {}
     at = 0
     for rank, (plan, outline) in enumerate(zip(plans, outlines, strict=True)):
         if id(outline) not in places:

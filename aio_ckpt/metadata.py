@@ -71,6 +71,21 @@ class MetadataTemplate:
     tail: bytes
     """After the save id."""
 
+    @classmethod
+    def of(
+        cls, *, fixed: bytes, head: bytes, holes: tuple[tuple[int, int], ...], middle: bytes, tail: bytes
+    ) -> MetadataTemplate:
+        """With the sums of ``fixed``."""
+        return cls(
+            fixed=fixed,
+            fixed_crc32=isal_zlib.crc32(fixed),
+            fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
+            head=head,
+            holes=holes,
+            middle=middle,
+            tail=tail,
+        )
+
     def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
         """``.metadata`` in two parts, the first of them ``fixed``; ``spans[i] = (offset, length)`` of the i-th object.
 
@@ -153,11 +168,8 @@ def _split(data: bytes, tag: bytes) -> MetadataTemplate:
     id_start, id_stop = checkpoint_id - _TEXT.size, checkpoint_id + 5
     save_start, save_stop = save_id - _TEXT.size, save_id + 5
     fixed_stop = min(holes.values(), default=id_start)
-    fixed = data[:fixed_stop]
-    return MetadataTemplate(
-        fixed=fixed,
-        fixed_crc32=isal_zlib.crc32(fixed),
-        fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
+    return MetadataTemplate.of(
+        fixed=data[:fixed_stop],
         head=data[fixed_stop:id_start],
         holes=tuple((holes[n] - fixed_stop, holes[n + 1] - fixed_stop) for n in range(0, len(holes), 2)),
         middle=data[id_stop:save_start],

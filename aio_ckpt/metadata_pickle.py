@@ -10,7 +10,6 @@ Sources: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (2.6 to
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import pickle
@@ -23,7 +22,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -35,11 +33,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from aio_ckpt.columns import IntArray
 from aio_ckpt.metadata import DTYPES, MetadataTemplate
 
 __all__ = ["ShardTable", "render_columns"]
 
-Ints: TypeAlias = "npt.NDArray[np.int64]"
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Hole: TypeAlias = "str | int"
 """What stands in a pickled instance where a value will go: a text or a number that nothing else has."""
@@ -60,15 +58,15 @@ class ShardTable:
     """Per name, ``str(torch.dtype)`` without ``torch.``."""
     sizes: Sequence[tuple[int, ...]]
     """Per name, the global shape."""
-    starts: Ints
+    starts: IntArray
     """Per name its first shard, then the number of shards."""
-    offsets: Ints
+    offsets: IntArray
     """Per shard, where it begins; zeros behind its tensor's own dimensions."""
-    shapes: Ints
+    shapes: IntArray
     """Per shard, its shape, likewise."""
-    file: Ints
+    file: IntArray
     """Per shard, which file."""
-    places: Ints
+    places: IntArray
     """Per shard, offset and length in that file."""
     files: Sequence[str]
     """Names of files."""
@@ -104,10 +102,8 @@ def render_columns(table: ShardTable, paths: Mapping[str, tuple[str | int, ...]]
     head = b"".join((b"(", rows.tobytes(), b"u", before_checkpoint_id)) if len(rows) else b""
     offset_at, length_at = stencils.object_place.at[_AT], stencils.object_place.at[_LENGTH]
     begins = range(1, 1 + rows.size, max(rows.shape[1], 1))
-    return MetadataTemplate(
+    return MetadataTemplate.of(
         fixed=fixed,
-        fixed_crc32=isal_zlib.crc32(fixed),
-        fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
         head=head,
         holes=tuple((begin + offset_at, begin + length_at) for begin in begins),
         middle=before_save_id,
@@ -240,7 +236,7 @@ class _Stencil:
             }
         )
 
-    def rows(self, columns: Mapping[Hole, Ints], count: int) -> Rows:
+    def rows(self, columns: Mapping[Hole, IntArray], count: int) -> Rows:
         """``count`` entries; a hole without a column stays 0."""
         rows = np.empty((count, len(self._row)), np.uint8)
         rows[:] = self._row
@@ -319,7 +315,7 @@ def _tensors(table: ShardTable, stencils: _Stencils, *, files: int, names: int) 
         counts = lengths[members]
         hint = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         rows = np.repeat(table.starts[members], counts) + hint
-        columns: dict[Hole, Ints] = {_offset(dim): table.offsets[rows, dim] for dim in range(dims)}
+        columns: dict[Hole, IntArray] = {_offset(dim): table.offsets[rows, dim] for dim in range(dims)}
         columns |= {_side(dim): table.shapes[rows, dim] for dim in range(dims)}
         chunks = memoryview(stencils.chunk[dims].rows(columns, len(rows)).tobytes())
         columns |= {_NAME: names + np.repeat(members, counts), _FILE: files + table.file[rows], _HINT: hint}
@@ -342,7 +338,7 @@ def _tensor(table: ShardTable, stencils: _Stencils, name: int, index: int, chunk
     return b"".join((_key(table.names[name], index), *filled))
 
 
-def _batches(table: ShardTable, lengths: Ints) -> Iterator[tuple[int, Ints]]:
+def _batches(table: ShardTable, lengths: IntArray) -> Iterator[tuple[int, IntArray]]:
     """(dimensions, names) of a bounded number of shards each."""
     dims_of = np.array([len(size) for size in table.sizes], np.int64)
     for dims in np.unique(dims_of).tolist():

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from aio_ckpt.balance import Candidates, Writers, spread
+from aio_ckpt.columns import IntArray
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.holdings import Flags, Held, Ints, malformed
+from aio_ckpt.holdings import Flags, Held, malformed
 
 __all__ = ["Boxes", "Share", "assign", "unequal_replicas"]
 
@@ -60,7 +61,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         """How many objects are written."""
         return int.from_bytes(self.objects, "little").bit_count()
 
-    def rows(self, count: int) -> Ints:
+    def rows(self, count: int) -> IntArray:
         """Which of ``count`` names of items are written.
 
         Raises:
@@ -83,9 +84,9 @@ def _bits(packed: bytes, count: int) -> Flags:
 class Boxes:
     """The parts of tensors that are held: a box is a name and where in that tensor a shard begins."""
 
-    order: Ints
+    order: IntArray
     """Rows by box, those of one box by rank."""
-    of: Ints
+    of: IntArray
     """Per row, its box."""
     count: int
     """Number of boxes."""
@@ -107,19 +108,19 @@ class Boxes:
         of[order] = number
         return cls(order=order, of=of, count=int(number[-1]) + 1 if len(number) else 0)
 
-    def candidates(self, rows: Ints) -> Candidates:
+    def candidates(self, rows: IntArray) -> Candidates:
         """These rows, in the order of boxes, as those that may be written."""
         counts = np.bincount(self.of[rows], minlength=self.count)
         return Candidates(rows=rows, counts=counts, begins=np.cumsum(counts) - counts)
 
 
-def _keys(held: Held) -> Ints:
+def _keys(held: Held) -> IntArray:
     """A number for every row, equal for equal boxes: the place of the shard's first element among all tensors'."""
     of_look = [math.prod(side + 1 for side in look.size) for look in held.looks]  # a shard may begin at the very end
     volumes = [of_look[look] for look in held.look_of_name.tolist()]
     if sum(volumes) >= 1 << 63:
         raise PlanChangedError(f"the tensors of all ranks have {sum(volumes)} elements, more than can be numbered")
-    key: Ints = (np.cumsum([0, *volumes], dtype=np.int64)[:-1])[held.name]
+    key: IntArray = (np.cumsum([0, *volumes], dtype=np.int64)[:-1])[held.name]
     stride = np.ones(len(held.looks), np.int64)
     for dim in reversed(range(held.offsets.shape[1])):
         key += held.offsets[:, dim] * stride[held.look]

@@ -59,6 +59,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),
     ("manifest", "columns"),
+    ("metadata_pickle", "columns"),
     ("columns", "metadata"),
     ("manifest", "seal"),
     ("metadata_pickle", "metadata"),
