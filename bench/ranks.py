@@ -181,11 +181,17 @@ def _small(rank: int, count: int, folder: Path, tensors: int, rounds: int) -> _F
 
 
 def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> _Figures:
-    """A few tensors of each rank's own, and objects that move in every save: what is told, and what is read."""
+    """A few tensors of each rank's own, and objects that move in every save: what is told, and what is read.
+
+    How long the ranks take to meet stands apart: they do it once, and each connects to the store for it, which looks up
+    its host's name (5 s where a name server does not answer).
+    """
     state = {f"of.rank{rank}.{number}": torch.full((256,), float(number)) for number in range(8)}
     coordinator = StoreCoordinator(store, rank=rank, world_size=count)
     figures: _Figures = {}
     with SyncCheckpointEngine(folder, EngineConfig(keep_last=1), coordinator=coordinator) as engine:
+        secs, _ = _timed(functools.partial(engine._engine._site.peers.opened.result, _WAIT_SECS))
+        figures["meeting, ms"] = [secs * 1e3]
         for turn in range(rounds + 1):
             began, sent, received = coordinator.messages_sent, coordinator.bytes_sent, coordinator.bytes_received
             values = state | {"first": PerRank("x" * turn), "second": PerRank(turn)}
