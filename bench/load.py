@@ -10,7 +10,7 @@ from bench.limits import PlainRead, pack
 from bench.measure import Contender, beside, interleave
 from bench.options import Options, log, parse, work_folder
 from bench.report import Goal, Report, Row, make_row, publish
-from bench.rivals import check_equal, loaders
+from bench.rivals import check_equal, filled_by, loaders
 from bench.states import SHAPES, Shape
 
 __all__ = ["bench_shape", "goals", "main"]
@@ -37,8 +37,9 @@ def bench_shape(shape: Shape, folder: Path, options: Options) -> tuple[str, list
     nbytes = sum(tensor.nbytes for tensor in state.values())
     title = f"{shape.name}: {len(state)} tensors, {nbytes / 1e6:.1f} MB"
     log(title)
-    limit = PlainRead(pack(state), folder / "plain")
     chosen = loaders(state, folder, options.config, options.only)
+    targets = [tensor for tensor in filled_by(chosen).values() if tensor.device.type == "cpu"]
+    limit = PlainRead(pack(state), folder / "plain", targets)
     contenders: list[Contender] = [limit, *chosen]
     try:
         first, samples = interleave(contenders, options.rounds, log=log)
