@@ -24,7 +24,7 @@ from aio_ckpt.record import (
     render_metadata_file,
 )
 from aio_ckpt.sealed import seal_of, seal_when_captured
-from aio_ckpt.write import ChunkPreparer, write_image
+from aio_ckpt.write import ChunkPreparer, new_file, write_image
 
 __all__ = ["run_save"]
 
@@ -217,32 +217,24 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     is_hurried = save.call.deadline.secs is not None
 
     def on_written(nbytes: int) -> None:
+        save.written_secs = save.elapsed()
         save.progress.touch()
         site.throttle.wrote(nbytes)
 
-    save.begin("reserving room for its data")
-    file = await site.storage.create_data_file(path, image_bytes, writers=site.config.workers)
-    try:
-        save.begin("writing its data")
-        with site.throttle.drain():
-            result = await write_image(
-                save.image,
-                preparer,
-                file,
-                site.executor,
-                workers=site.config.workers,
-                captured=lambda index: save.progress.wait(index, site.executor),
-                admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
-                on_written=on_written,
-                trace=save.call.trace,
-            )
-        save.written_secs = save.elapsed()
-        save.begin("making its data durable (fdatasync)")
-        await file.sync()
-        save.progress.touch()
-    finally:
-        with anyio.move_on_after(undo.SETTLE_SECS, shield=True):
-            await file.close()
+    workers = site.config.workers
+    with site.throttle.drain():
+        result = await write_image(
+            save.image,
+            preparer,
+            new_file(site.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
+            site.executor,
+            workers=workers,
+            captured=lambda index: save.progress.wait(index, site.executor),
+            admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
+            on_written=on_written,
+            trace=save.call.trace,
+        )
+    save.progress.touch()
     if save.image.is_whole:
         arena.rendered = layout
     return result

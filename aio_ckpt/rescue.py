@@ -40,8 +40,8 @@ from aio_ckpt.sealed import Seal, layout_of
 from aio_ckpt.segment import SegmentDirectory, map_image
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
-from aio_ckpt.undo import first_cause
-from aio_ckpt.write import ChunkPreparer, write_image
+from aio_ckpt.undo import SETTLE_SECS, first_cause
+from aio_ckpt.write import ChunkPreparer, new_file, write_image
 
 __all__ = [
     "RescueReport",
@@ -313,12 +313,18 @@ async def _write_rank(
     lease = Lease(Arena(memory, "shm"), lambda _: None, waited_secs=0.0)
     image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
     name = data_file_name(seal.rank)
-    file = await storage.create_data_file(pending / name, seal.image_bytes, writers=_WORKERS)
     try:
         result = await write_image(
             image,
             ChunkPreparer(layout, seal.objects, renders_constants=True),
-            file,
+            new_file(
+                storage,
+                pending / name,
+                seal.image_bytes,
+                writers=_WORKERS,
+                settle_secs=SETTLE_SECS,
+                begin=lambda _: None,
+            ),
             executor,
             workers=_WORKERS,
             captured=_is_captured,
@@ -326,9 +332,7 @@ async def _write_rank(
             on_written=lambda _: None,
             trace=NO_TRACE,
         )
-        await file.sync()
     finally:
-        await file.close()
         lease.close()
     if result.sums != sealed.sums:
         raise CorruptCheckpointError(f"{left.path.name}: torn: its bytes do not match the sums in its seal")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import anyio
 import numpy as np
@@ -18,10 +20,10 @@ from isal import isal_zlib
 from aio_ckpt.image import Image
 from aio_ckpt.items import BLOCK_BYTES, Chunk, ImageLayout, Piece, WriteResult
 from aio_ckpt.portal import Executor, run_blocking, watch_submissions
-from aio_ckpt.storage import DataFile
+from aio_ckpt.storage import DataFile, Storage
 from aio_ckpt.trace import SUMS, Recorder
 
-__all__ = ["ChunkPreparer", "write_image"]
+__all__ = ["ChunkPreparer", "new_file", "write_image"]
 
 
 class ChunkPreparer:
@@ -113,10 +115,33 @@ class ChunkPreparer:
         self.file_crc32 = isal_zlib.crc32(view[position:], running)
 
 
+@contextlib.asynccontextmanager
+async def new_file(
+    storage: Storage, path: Path, nbytes: int, *, writers: int, settle_secs: float, begin: Callable[[str], None]
+) -> AsyncIterator[DataFile]:
+    """A new data file with room for ``nbytes``; durable when the block ends well, and closed when it ends.
+
+    ``begin(doing)`` is told what is done. Close waits at most ``settle_secs`` for threads that use the file.
+
+    Raises:
+        WriteError: it exists, there is no room (before a byte is written), or it could not be made durable.
+    """
+    begin("reserving room for its data")
+    file = await storage.create_data_file(path, nbytes, writers=writers)
+    try:
+        begin("writing its data")
+        yield file
+        begin("making its data durable (fdatasync)")
+        await file.sync()
+    finally:
+        with anyio.move_on_after(settle_secs, shield=True):
+            await file.close()
+
+
 async def write_image(
     image: Image,
     preparer: ChunkPreparer,
-    file: DataFile,
+    opening: AbstractAsyncContextManager[DataFile],
     executor: Executor,
     *,
     workers: int,
@@ -125,10 +150,11 @@ async def write_image(
     on_written: Callable[[int], None],
     trace: Recorder,
 ) -> WriteResult:
-    """Write every chunk of ``image`` to ``file`` as soon as ``captured(index)`` and ``admit(nbytes)`` return.
+    """Write every chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
-    At most ``workers`` writes are in flight. Every thread that touches the image is reported to its lease. The
-    first error cancels the rest and is raised; threads already in the system call keep the lease until they end.
+    The first chunks are prepared while the file is opened. At most ``workers`` writes are in flight. Every thread
+    that touches the image is reported to its lease. The first error cancels the rest and is raised; threads already
+    in the system call keep the lease until they end.
     """
     sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
     written: set[int] = set()
@@ -143,7 +169,7 @@ async def write_image(
                 with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left: what ended them is raised
                     await sender.send(chunk)
 
-    async def write(chunks: MemoryObjectReceiveStream[Chunk], lane: str) -> None:
+    async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk], lane: str) -> None:
         async with chunks:
             async for chunk in chunks:
                 nbytes = chunk.stop - chunk.start
@@ -156,16 +182,20 @@ async def write_image(
                     image.written[chunk.index].set_result(None)
                 on_written(nbytes)
 
-    with watch_submissions(image.lease.hold_until):
-        async with anyio.create_task_group() as group, receiver:
-            for number in range(min(workers, len(image.chunks))):
-                group.start_soon(write, receiver.clone(), f"writer {number}")
+    async with anyio.create_task_group() as group, receiver:
+        with watch_submissions(image.lease.hold_until):
             group.start_soon(prepare)
+        async with opening as file:
+            with watch_submissions(image.lease.hold_until):
+                async with anyio.create_task_group() as writing:
+                    for number in range(min(workers, len(image.chunks))):
+                        writing.start_soon(write, file, receiver.clone(), f"writer {number}")
+            mode = file.mode
     return WriteResult(
         image_bytes=image.chunks[-1].stop,
         file_crc32=preparer.file_crc32,
         sums=preparer.sums,
-        mode=file.mode,
+        mode=mode,
         chunks=len(image.chunks),
         chunks_written=frozenset(written),
         items_sealed=preparer.items_sealed,

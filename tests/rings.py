@@ -25,7 +25,7 @@ from aio_ckpt.routes import ChunkRoutes
 from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
-from aio_ckpt.write import ChunkPreparer, write_image
+from aio_ckpt.write import ChunkPreparer, new_file, write_image
 
 TIMEOUT = 20.0
 
@@ -88,24 +88,26 @@ async def save_image(
             trace=NO_TRACE,
         )
         try:
-            file = await storage.create_data_file(path, image.chunks[-1].stop, writers=workers)
-            try:
-                async with anyio.create_task_group() as group:
-                    group.start_soon(_finish, capturing)
-                    result = await write_image(
-                        image,
-                        ChunkPreparer(planned.plan.layout, objects, renders_constants=renders_constants),
-                        file,
-                        executor,
-                        workers=workers,
-                        captured=lambda index: progress.wait(index, executor),
-                        admit=lambda nbytes: anyio.lowlevel.checkpoint(),
-                        on_written=lambda nbytes: None,
-                        trace=NO_TRACE,
-                    )
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await file.close()
+            async with anyio.create_task_group() as group:
+                group.start_soon(_finish, capturing)
+                result = await write_image(
+                    image,
+                    ChunkPreparer(planned.plan.layout, objects, renders_constants=renders_constants),
+                    new_file(
+                        storage,
+                        path,
+                        image.chunks[-1].stop,
+                        writers=workers,
+                        settle_secs=TIMEOUT,
+                        begin=lambda doing: None,
+                    ),
+                    executor,
+                    workers=workers,
+                    captured=lambda index: progress.wait(index, executor),
+                    admit=lambda nbytes: anyio.lowlevel.checkpoint(),
+                    on_written=lambda nbytes: None,
+                    trace=NO_TRACE,
+                )
         finally:
             for future in image.written:  # frees a capture that waits for a slot
                 if not future.done():

@@ -11,7 +11,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ from aio_ckpt.layout import Placement, file_chunks, lay_out
 from aio_ckpt.lifetime import LifetimeManager
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.storage import DataFile, LocalStorage
 from aio_ckpt.write import ChunkPreparer
 
 
@@ -231,6 +231,48 @@ async def test_as_many_chunks_as_are_written_at_once_are_summed_ahead(
     assert not prepared.acquire(blocking=False)
     gate.open()
     assert_holds(tmp_path / "data", planned, await saving, mixed_state())
+
+
+class SlowToCreate(LocalStorage):
+    """Creates a data file, or fails to, once ``until`` returned."""
+
+    def __init__(self, executor: Executor, until: Callable[[], object]) -> None:
+        super().__init__(executor)
+        self._until = until
+
+    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
+        await asyncio.to_thread(self._until)
+        return await super().create_data_file(path, nbytes, writers=writers)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_first_chunks_are_summed_while_the_file_is_created(
+    tmp_path: Path, executor: Executor, manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    prepared, prepare = threading.Semaphore(0), ChunkPreparer.prepare
+
+    def noted(self: ChunkPreparer, chunk: Chunk, view: memoryview) -> None:
+        prepare(self, chunk, view)
+        prepared.release()
+
+    def until() -> None:
+        for _ in range(3):  # two lie ready, one waits to
+            assert prepared.acquire(timeout=TIMEOUT)
+        if fails:
+            raise WriteError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "data"))
+
+    monkeypatch.setattr(ChunkPreparer, "prepare", noted)
+    planned = plan_of(mixed_state())
+    image = image_of(planned, manager)
+    saving = save_image(planned, image, SlowToCreate(executor, until), executor, tmp_path / "data", workers=2)
+    if fails:
+        with pytest.raises(ExceptionGroup) as caught:
+            await saving
+        assert [type(error) for error in leaves(caught.value)] == [WriteError]
+        assert not (tmp_path / "data").exists()
+        await asyncio.wait_for(asyncio.wrap_future(image.lease.settled), TIMEOUT)
+    else:
+        assert_holds(tmp_path / "data", planned, await saving, mixed_state())
 
 
 def leaves(error: BaseException) -> list[BaseException]:

@@ -49,14 +49,12 @@ from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.snapshot import capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
-from aio_ckpt.undo import first_cause
-from aio_ckpt.write import ChunkPreparer, write_image
+from aio_ckpt.undo import SETTLE_SECS, first_cause
+from aio_ckpt.write import ChunkPreparer, new_file, write_image
 
 __all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]
 
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")
-_SETTLE_SECS = 5.0
-"""How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def _capture_and_write(
     except BaseException as error:
         writing.cancel()
         with contextlib.suppress(TimeoutError):
-            ended.result(_SETTLE_SECS)
+            ended.result(SETTLE_SECS)
         tell_stage(error, "write")
         raise
     results = [
@@ -248,23 +246,24 @@ async def _write_data(
     )
     image.lease.arena.rendered = None
     workers = runtime.config.workers
-    file = await runtime.storage.create_data_file(path, image.chunks[-1].stop, writers=workers)
-    try:
-        written = await write_image(
-            image,
-            preparer,
-            file,
-            runtime.portal.executor,
-            workers=workers,
-            captured=lambda index: progress.wait(index, runtime.portal.executor),
-            admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=progress.touch),
-            on_written=lambda _: progress.touch(),
-            trace=NO_TRACE,
-        )
-        await file.sync()
-    finally:
-        with anyio.move_on_after(_SETTLE_SECS, shield=True):
-            await file.close()
+    written = await write_image(
+        image,
+        preparer,
+        new_file(
+            runtime.storage,
+            path,
+            image.chunks[-1].stop,
+            writers=workers,
+            settle_secs=SETTLE_SECS,
+            begin=lambda _: progress.touch(),
+        ),
+        runtime.portal.executor,
+        workers=workers,
+        captured=lambda index: progress.wait(index, runtime.portal.executor),
+        admit=functools.partial(runtime.throttle.admit, is_hurried=False, on_wait=progress.touch),
+        on_written=lambda _: progress.touch(),
+        trace=NO_TRACE,
+    )
     progress.touch()
     return written
 
@@ -307,7 +306,7 @@ async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image
             slot.set_exception(told)
     if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
         return  # another save's
-    with anyio.move_on_after(_SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
+    with anyio.move_on_after(SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
         for name in (save.manifest, save.data_file):
             await storage.remove_file(directory / name)
 
