@@ -276,7 +276,8 @@ class StoreCoordinator(Presence):
             return await self._word(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
         if self.leader in self._absent:  # it has just been waited for in vain
-            return await self._word(topic)
+            word = await self._word(topic)
+            return Word(b"", failure=failure) if word is None and self._is_undecidable(topic) else word
         with contextlib.suppress(AioCkptError):
             return await self._await_word(topic, failure.stage)
         return None

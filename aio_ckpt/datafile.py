@@ -300,8 +300,8 @@ async def open_data_file(path: Path, *, executor: Executor, direct_io: DirectIO,
         ReadError: it is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
     """
     with translated(ReadError, path):
-        numbers = await run_owned(executor, _open, path, direct_io, probe, dispose=_close_numbers)
-        return LocalReadFile(path, os.fstat(numbers[0]).st_size, numbers, executor)
+        opened = await run_owned(executor, _open, path, direct_io, probe, dispose=_Opened.close)
+        return LocalReadFile(path, opened.nbytes, opened.numbers, executor)
 
 
 def open_regular(path: Path) -> int:
@@ -311,16 +311,34 @@ def open_regular(path: Path) -> int:
         MismatchError: it is no regular file.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(number).st_mode):
+    try:
+        is_regular = stat.S_ISREG(os.fstat(number).st_mode)
+    except BaseException:
+        os.close(number)
+        raise
+    if is_regular:
         return number
     os.close(number)
     raise MismatchError(f"{path}: no regular file")
 
 
-def _open(path: Path, direct_io: DirectIO, probe: Probe) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A file that was opened to be read."""
+
+    nbytes: int
+    numbers: list[int]
     """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
+
+    def close(self) -> None:
+        """Close them."""
+        _close_numbers(self.numbers)
+
+
+def _open(path: Path, direct_io: DirectIO, probe: Probe) -> _Opened:
     numbers = [open_regular(path)]
     try:
+        nbytes = os.fstat(numbers[0]).st_size
         if direct_io != "off" and takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
             numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
         else:
@@ -328,7 +346,7 @@ def _open(path: Path, direct_io: DirectIO, probe: Probe) -> list[int]:
     except BaseException:
         _close_numbers(numbers)
         raise
-    return numbers
+    return _Opened(nbytes, numbers)
 
 
 def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:

@@ -197,8 +197,8 @@ class Absence:
 
     error: PeerFailedError
     """Which, and why."""
-    has_left: bool = False
-    """It said so itself."""
+    left_behind: Beat | None = None
+    """Its last sign of life, if it said itself that it closed its engine."""
 
 
 def absence(
@@ -219,7 +219,8 @@ def absence(
         where = _elsewhere(rank, beat, patience, own)
         if where:
             text = f"rank {rank} does not come to {patience.topic}, it {where}"
-            return Absence(error=PeerFailedError(text, rank=rank, stage=patience.stage), has_left=beat.has_left)
+            error = PeerFailedError(text, rank=rank, stage=patience.stage)
+            return Absence(error=error, left_behind=beat if beat.has_left else None)
     return Absence(error=_silent(silent, patience, unmet)) if silent else None
 
 

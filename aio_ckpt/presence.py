@@ -53,6 +53,8 @@ class Presence:
         self._is_met = False
         self._absent: set[int] = set()
         self._silent: set[int] = set()
+        self._left_behind: dict[int, Beat] = {}
+        """Last sign of life of those that closed their engine."""
         self._beats = 0
         self._begun: dict[str, int] = {}
         self._waits: list[str] = []
@@ -120,9 +122,16 @@ class Presence:
         absent = absence(ranks, beats, patience, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
             self._absent.add(absent.error.rank)
-            if not absent.has_left:
+            if absent.left_behind is None:
                 self._silent.add(absent.error.rank)
+            else:
+                self._left_behind[absent.error.rank] = absent.left_behind
             raise absent.error
+
+    def _is_undecidable(self, topic: str) -> bool:
+        """Whether the leader closed its engine before the call that ``topic`` is part of began there."""
+        call, beat = numbering(topic), self._left_behind.get(self.leader)
+        return call is not None and beat is not None and beat.begun.get(call[0], 0) < call[1]
 
     async def _ask(self, question: Callable[[], T]) -> T:
         if self._connection is None:

@@ -132,3 +132,6 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
+    except OSError as error:
+        message = f"cannot see whether the lock is still held ({error.strerror}): save again once the root can be read"
+        raise RootError(error.errno, message, str(path)) from error

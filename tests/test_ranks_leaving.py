@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gated_storage import Gate
-from rank_processes import Ranks
+from rank_processes import Ranks, engine_on
 from test_ranks_failing import ActingStorage, no_space, told
 
 from aio_ckpt import CheckpointEngine, EngineConfig
@@ -210,3 +210,26 @@ def test_no_rank_removes_what_a_commit_in_doubt_may_still_make_visible(two: Rank
     files = {".metadata", "__0_0.distcp", "__1_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.1.bin", "aio_ckpt.json"}
     assert files <= set(leader[2])
     assert leader[2] == other[2]
+
+
+def save_behind_a_closed_leader(rank: int, count: int, root: Path) -> tuple[str, bool, list[str]]:
+    found = "", False
+    with engine_on(root, SHORT_SECS) as engine:
+        engine.save(state_of(1), step=1).result(SECS)
+        dist.barrier()
+        if rank:  # rank 0 goes on to close
+            error = engine.save(state_of(2), step=2).exception(SECS)
+            assert isinstance(error, PeerFailedError)
+            found = str(error), error.in_doubt
+    dist.barrier()
+    left = sorted(path.name for path in root.iterdir() if path.name.startswith(".pending"))
+    dist.barrier()
+    return *found, left
+
+
+def test_a_save_that_begins_behind_a_closed_leader_has_failed_for_certain_and_leaves_nothing(
+    two: Ranks, tmp_path: Path
+) -> None:
+    (_, _, left), (text, in_doubt, _) = two.run(save_behind_a_closed_leader, tmp_path)
+    assert "rank 0 does not come to save 2, it has closed its engine" in text
+    assert (in_doubt, left) == (False, [])

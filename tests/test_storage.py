@@ -960,3 +960,37 @@ async def test_what_stands_in_place_of_a_file_is_refused_and_never_waited_for(
     finally:
         with contextlib.suppress(IsADirectoryError):  # lets go whoever waits for a writer after all
             os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_file_whose_status_cannot_be_read_leaves_no_descriptor(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    path, calls, fstat = tmp_path / "f", itertools.count(1), os.fstat
+    path.write_bytes(bytes(PAGE))
+
+    def fail(descriptor: int) -> os.stat_result:
+        if next(calls) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return fstat(descriptor)
+
+    for reading in (local.read_file(path, max_bytes=PAGE), local.open_data_file(path, readers=1)):
+        before, calls = set(os.listdir("/proc/self/fd")), itertools.count(1)
+        with monkeypatch.context() as patch, contextlib.suppress(ReadError):
+            patch.setattr(os, "fstat", fail)
+            opened = await reading
+            if not isinstance(opened, bytes):
+                await opened.close()
+        assert {*os.listdir("/proc/self/fd")} <= before
+
+
+def test_a_lock_that_cannot_be_looked_at_is_a_root_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with RootLock(tmp_path / "lock") as lock:
+        with monkeypatch.context() as patch, pytest.raises(RootError, match="cannot see whether the lock") as caught:
+            patch.setattr(os, "fstat", fail)
+            lock.renew()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "lock"))
+        lock.renew()
