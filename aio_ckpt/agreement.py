@@ -184,7 +184,8 @@ class Book:
             if report.step != reports[0].step:
                 raise PeerFailedError(
                     f"rank {rank} saves step {report.step} where rank 0 saves step {reports[0].step}: every rank has "
-                    "to call save() as often as the others, with the same steps",
+                    "to call save() as often as the others, with the same steps; engines opened anew on all ranks "
+                    "begin anew",
                     rank=rank,
                     stage="agree",
                 )

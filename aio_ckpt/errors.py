@@ -190,12 +190,16 @@ class StallError(AioCkptError, TimeoutError):
 
 
 class PeerFailedError(AioCkptError, RuntimeError):
-    """Another rank failed; names its rank, the stage and the cause."""
+    """Another rank failed; names its rank, the stage and the cause.
 
-    def __init__(self, message: str, *, rank: int, stage: str) -> None:
+    ``cause`` is the type and the text of the error that came to ``rank``; empty where nothing was heard of one.
+    """
+
+    def __init__(self, message: str, *, rank: int, stage: str, cause: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.stage = stage
+        self.cause = cause
 
 
 # -- input and output -----------------------------------------------------------------------------

@@ -62,7 +62,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     def error(self, topic: str, here: int) -> PeerFailedError:
         """As an error for rank ``here``."""
         whom = "this rank" if self.rank == here else f"rank {self.rank}"
-        error = PeerFailedError(f"{whom} failed in {topic}: {self.cause}", rank=self.rank, stage=self.stage)
+        text = f"{whom} failed in {topic}: {self.cause}"
+        error = PeerFailedError(text, rank=self.rank, stage=self.stage, cause=self.cause)
         error.in_doubt = self.is_in_doubt
         return error
 
@@ -131,7 +132,7 @@ def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
     """What to tell of ``error``, which came to ``rank`` in ``stage`` unless it says otherwise."""
     is_in_doubt = bool(getattr(error, "in_doubt", False))
     if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
-        return Failure(error.rank, error.stage, str(error), is_in_doubt)
+        return Failure(error.rank, error.stage, error.cause or str(error), is_in_doubt)
     stage = getattr(error, "stage", "") or stage
     # anyio's text of a cancellation is the address of a scope
     text = "the call was cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
@@ -235,7 +236,7 @@ def _silent(ranks: Sequence[int], patience: Patience, unmet: str) -> PeerFailedE
     return PeerFailedError(text, rank=ranks[0], stage=patience.stage)
 
 
-_SAME_ORDER = "every rank must make the same calls in the same order"
+_SAME_ORDER = "every rank must make the same calls in the same order; engines opened anew on all ranks begin anew"
 
 
 def _elsewhere(rank: int, beat: Beat, patience: Patience, own: Beat) -> str:

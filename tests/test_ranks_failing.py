@@ -161,6 +161,23 @@ def test_a_state_that_one_rank_refuses_is_saved_by_none_and_the_next_one_is(two:
     assert two.run(refuse_once, tmp_path) == [["saved", "1 capture True", "saved"], ["saved", "refused", "saved"]]
 
 
+def refused_by_one(rank: int, count: int, root: Path) -> tuple[str, str]:
+    with acting_engine(root, SECS) as (engine, _):
+        state: dict[str, Any] = {"a": torch.ones(3), "code": print if rank == 2 else 1}
+        with pytest.raises(UnsafeObjectError if rank == 2 else PeerFailedError) as caught:
+            engine.save(state, step=1).result(SECS)
+        dist.barrier()
+    return str(caught.value), getattr(caught.value, "cause", "")
+
+
+def test_what_one_rank_fails_with_is_told_once_in_the_errors_of_the_others(four: Ranks, tmp_path: Path) -> None:
+    (first, cause), *others = four.run(refused_by_one, tmp_path)
+    (refused, _) = others.pop(1)
+    assert cause == f"UnsafeObjectError: {refused}"
+    assert first == f"rank 2 failed in save 1: {cause}"
+    assert others == [(first, cause)] * 2, "who hears it from rank 0 hears the same"
+
+
 def save_another_step(rank: int, count: int, root: Path) -> str:
     with acting_engine(root, SECS) as (engine, _):
         error = engine.save({"a": torch.ones(3)}, step=1 + rank).exception(SECS)
