@@ -52,7 +52,6 @@ class Presence:
         self._name = ""
         self._is_met = False
         self._absent: set[int] = set()
-        self._silent: set[int] = set()
         self._left_behind: dict[int, Beat] = {}
         """Last sign of life of those that closed their engine."""
         self._beats = 0
@@ -122,9 +121,7 @@ class Presence:
         absent = absence(ranks, beats, patience, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
             self._absent.add(absent.error.rank)
-            if absent.left_behind is None:
-                self._silent.add(absent.error.rank)
-            else:
+            if absent.left_behind is not None:
                 self._left_behind[absent.error.rank] = absent.left_behind
             raise absent.error
 

@@ -152,9 +152,8 @@ async def write_image(
 ) -> WriteResult:
     """Write every chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
-    The first chunks are prepared while the file is opened. At most ``workers`` writes are in flight. Every thread
-    that touches the image is reported to its lease. The first error cancels the rest and is raised; threads already
-    in the system call keep the lease until they end.
+    The first chunks are prepared while the file is opened; at most ``workers`` writes are in flight. Each thread that
+    touches the image is reported to its lease, and keeps it to its end. The first error cancels the rest and is raised.
     """
     sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
     written: set[int] = set()
@@ -185,17 +184,15 @@ async def write_image(
     async with anyio.create_task_group() as group, receiver:
         with watch_submissions(image.lease.hold_until):
             group.start_soon(prepare)
-        async with opening as file:
+        async with opening as file, anyio.create_task_group() as writing:
             with watch_submissions(image.lease.hold_until):
-                async with anyio.create_task_group() as writing:
-                    for number in range(min(workers, len(image.chunks))):
-                        writing.start_soon(write, file, receiver.clone(), f"writer {number}")
-            mode = file.mode
+                for number in range(min(workers, len(image.chunks))):
+                    writing.start_soon(write, file, receiver.clone(), f"writer {number}")
     return WriteResult(
         image_bytes=image.chunks[-1].stop,
         file_crc32=preparer.file_crc32,
         sums=preparer.sums,
-        mode=mode,
+        mode=file.mode,
         chunks=len(image.chunks),
         chunks_written=frozenset(written),
         items_sealed=preparer.items_sealed,
