@@ -56,7 +56,8 @@ def batch_copy() -> Batch | None:
     def copy(moves: Moves, base: int, stream: int) -> int:
         columns = moves.T.copy()
         columns[0] += np.uint64(base % (1 << 64))
-        targets, sources, sizes = (ctypes.c_void_p(column.ctypes.data) for column in columns)
+        start, column_bytes = columns.ctypes.data, columns.strides[0]
+        targets, sources, sizes = (ctypes.c_void_p(start + index * column_bytes) for index in range(3))
         count = ctypes.c_size_t(len(moves))
         return int(call(targets, sources, sizes, count, *same_for_all, *tell_failed, ctypes.c_void_p(stream)))
 

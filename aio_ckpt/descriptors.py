@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,18 @@ class Issues:
     """(image offset, source address, bytes)."""
     leaves: IntArray
     """Leaf of each."""
+    _cuts: dict[tuple[int, int], Moves] = field(default_factory=dict)
+    """What :meth:`within` has found: each save of a layout asks for the same."""
 
     def within(self, start: int, stop: int) -> Moves:
-        """What lies between two image offsets; what reaches beyond is cut there."""
+        """What lies between two image offsets; what reaches beyond is cut there. Read-only: it is given again."""
+        rows = self._cuts.get((start, stop))
+        if rows is None:
+            rows = self._cuts[start, stop] = self._cut(start, stop)
+            rows.setflags(write=False)
+        return rows
+
+    def _cut(self, start: int, stop: int) -> Moves:
         starts = self.moves[:, 0]
         first = np.searchsorted(starts + self.moves[:, 2], start, side="right")
         rows = self.moves[first : np.searchsorted(starts, stop)].copy()

@@ -168,3 +168,12 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     begun = {leaf for leaf, address in enumerate(addresses) if address in awaited}
     assert begun == (set(range(6)) - guarded)
     assert watched.order.count("fence") == (len(guarded) < 6)
+
+
+def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
+    issues = Issues(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.arange(2))
+    cut = issues.within(5, 15)
+    assert issues.within(5, 15) is cut
+    assert issues.within(0, 15) is not cut
+    with pytest.raises(ValueError, match="read-only"):
+        cut[0, 0] = 1

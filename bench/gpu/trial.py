@@ -331,7 +331,7 @@ def _tokens(saver: Saver, trial: Trial, every: int) -> dict[str, float]:
     room = shutil.disk_usage(trial.folder).free / (local_bytes(trainer) * ground.world)
     wanted = 6 if every < 4 else 3 if every < 40 else 1
     saves = max(1, int(ground.smallest(min(wanted, room - 1))))
-    bare = _bare_steps(trainer, ground, trial)
+    before = _bare_steps(trainer, ground, trial)
     _settle(ground)
     clock, begin = StepClock(ground), time.perf_counter()
     for number in range(saves):
@@ -342,12 +342,14 @@ def _tokens(saver: Saver, trial: Trial, every: int) -> dict[str, float]:
     saver.wait()
     ground.synchronize()
     secs = time.perf_counter() - begin
+    bare = before + _bare_steps(trainer, ground, trial)
     _remove(saver)
     tokens = trainer.tokens_per_step * ground.world
     return {
         "saves": saves,
         "tokens_per_sec": tokens * every * saves / secs,
         "bare_tokens_per_sec": tokens / statistics.mean(bare),
+        "late_step_secs": statistics.median(clock.steps_secs()[every // 2 : every]),
     }
 
 
