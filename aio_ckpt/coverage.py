@@ -37,7 +37,7 @@ def cover_faults(table: ShardTable) -> list[str]:
     filled = _volumes(table, name, dims)
     is_hollow = (filled != volumes) & (dims > 0) | (lengths == 0)
     faults = [
-        f"{table.names[number]!r} has {volumes[number]} elements, its shards have {filled[number]}"
+        f"{table.names[number]!r} has {volumes[number]} elements, {_holders(table, number)} {filled[number]}"
         for number in _few(is_hollow)
     ]
     for number in np.flatnonzero(~_grids(table, name, sizes) & (dims > 0)).tolist():
@@ -64,7 +64,15 @@ def _name(table: ShardTable, row: int) -> str:
 
 def _box(table: ShardTable, row: int) -> str:
     dims = len(table.sizes[_number(table, row)])
-    return f"{table.shapes[row, :dims].tolist()} at {table.offsets[row, :dims].tolist()}"
+    return f"{table.shapes[row, :dims].tolist()} at {table.offsets[row, :dims].tolist()} of rank {table.file[row]}"
+
+
+def _holders(table: ShardTable, number: int) -> str:
+    ranks = np.unique(table.file[table.starts[number] : table.starts[number + 1]]).tolist()
+    if not ranks:
+        return "no rank writes any of it: its shards have"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"its shards of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more} have"
 
 
 def _volumes(table: ShardTable, name: IntArray, dims: IntArray) -> IntArray:

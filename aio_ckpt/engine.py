@@ -231,9 +231,9 @@ class CheckpointEngine:
     ) -> LoadReport:
         """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
 
-        Tensors are filled as they are read: after an error with ``target_modified`` they may hold anything. Objects,
-        modules, optimizers and other Stateful values are set only after everything was verified. What becomes of
-        damaged checkpoints: :mod:`aio_ckpt.quarantine`.
+        Tensors are filled as they are read, once the templates of all ranks match: after an error with
+        ``target_modified`` they may hold anything. Objects, modules, optimizers and other Stateful values are set only
+        after everything was verified. What becomes of damaged checkpoints: :mod:`aio_ckpt.quarantine`.
 
         Args:
             state: the template: same names, shapes and dtypes as what was saved.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -21,11 +21,13 @@ from aio_ckpt.errors import (
 from aio_ckpt.frames import Verdict
 from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.pending import Site
-from aio_ckpt.walk import ChangedError, Damage, Use, Walk, candidates, too_many_changes
+from aio_ckpt.walk import ChangedError, Damage, Walk, candidates, too_many_changes
 
-__all__ = ["Loaded", "newest_good_for_all", "refuse_for_all"]
+__all__ = ["JointUse", "Loaded", "Match", "newest_good_for_all", "refuse_for_all"]
 
 T = TypeVar("T")
+Match: TypeAlias = Callable[[str], Awaitable[None]]
+"""Given the identity of a checkpoint that matches; returns when it may be read into the template."""
 _BEATS = 4
 
 
@@ -43,15 +45,18 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
+JointUse: TypeAlias = Callable[[commit.Committed, bool, Match], Awaitable[L]]
+"""As :data:`aio_ckpt.walk.Use`; the third argument is awaited before anything of the caller's is touched."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     """What a rank has done of what all were told."""
 
-    kind: Literal["none yet", "read", "put back", "damaged", "changed"]
-    """``changed``: deleted or replaced meanwhile."""
+    kind: Literal["none yet", "matched", "read", "put back", "damaged", "changed"]
+    """``matched``: all is known that can be before the template is touched; ``changed``: deleted or replaced
+    meanwhile."""
     text: str = ""
-    """``read``: the identity of what was; ``damaged``: of what."""
+    """``matched`` and ``read``: the identity of what was; ``damaged``: of what."""
     is_proven: bool = False
     """Whether it is a mismatch that was read twice."""
     asked: tuple[int | None, bool] | None = None
@@ -61,9 +66,9 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
 class _Order(msgspec.Struct, frozen=True, array_like=True):
     """What the leader tells all."""
 
-    kind: Literal["load", "put back", "done", "not found", "damaged"]
-    """``load``: read this step; ``put back``: all have read the same save; ``done``: all have put it back; else none
-    can be loaded, and why."""
+    kind: Literal["load", "fill", "put back", "done", "not found", "damaged"]
+    """``load``: read this step; ``fill``: the templates of all match the same save; ``put back``: all have read it;
+    ``done``: all have put it back; else none can be loaded, and why."""
     step: int = 0
     """Which."""
     text: str = ""
@@ -81,34 +86,34 @@ _ORDERS = msgspec.msgpack.Decoder(_Order)
 
 
 async def newest_good_for_all(
-    site: Site, name: str, step: int | None, use: Use[L], *, fallback: bool
+    site: Site, name: str, step: int | None, use: JointUse[L], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.walk.newest_good`, for the same call on every rank, which all call ``name``.
 
-    What a rank has read is put back only once all have read the same save. A rank that leaves tells the others.
+    No template is touched before those of all match the same save, and what was read is put back only once all have
+    read it. A rank that leaves tells the others.
 
     Raises:
         PeerFailedError: another rank could not load for a reason that is no damage, was called with another step or
             ``fallback``, or is gone.
     """
     coordinator, stall_secs = site.peers.coordinator, site.config.stall_timeout_secs
-    own, leading = _Own(site, use), _Leading(site, step, fallback=fallback)
-    outcome, turn = _Outcome("none yet", asked=(step, fallback)), 1
-    unheard = [_topic(name, turn), _topic(name, turn + 1)]
+    turns = _Turns(coordinator, name, _Leading(site, step, fallback=fallback))
+    own = _Own(site, use, turns)
     try:
-        while True:
-            message = msgspec.msgpack.encode(outcome)
-            word = await coordinator.agree(unheard[0], message, leading.decide, stage="load")
-            order, turn = _ORDERS.decode(word), turn + 1
-            unheard = [_topic(name, turn)]
+        order = await turns.tell(_Outcome("none yet", asked=(step, fallback)))
+        while order.kind in ("load", "put back"):
             own.take_blame(order)
-            if order.kind not in ("load", "put back"):
-                unheard = []
-                return await own.end(order)
-            outcome = await _while_beating(coordinator, stall_secs, functools.partial(own.follow, order))
-            unheard.append(_topic(name, turn + 1))
+            try:
+                outcome = await _while_beating(coordinator, stall_secs, functools.partial(own.follow, order))
+            except _OtherOrderError as other:
+                order = other.order
+            else:
+                order = await turns.tell(outcome)
+        own.take_blame(order)
+        return await own.end(order)
     except BaseException as error:
-        await _tell(coordinator, unheard, error, stall_secs)
+        await _tell(coordinator, turns.unheard, error, stall_secs)
         if isinstance(error, AioCkptError):
             error.target_modified = error.target_modified or own.walk.is_modified
         raise
@@ -125,20 +130,62 @@ def _topic(name: str, turn: int) -> str:
     return f"{name}, turn {turn}"
 
 
+class _OtherOrderError(Exception):
+    """What this rank has begun is not to be ended."""
+
+    def __init__(self, order: _Order) -> None:
+        super().__init__(order.kind)
+        self.order = order
+
+
+class _Turns:
+    """What the ranks of one load tell each other: turn by turn each its outcome, and the leader what comes next."""
+
+    def __init__(self, coordinator: Coordinator, name: str, leading: _Leading) -> None:
+        self._coordinator = coordinator
+        self._name = name
+        self._leading = leading
+        self._turn = 1
+        self._has_ended = False
+        self._is_telling = True
+
+    async def tell(self, outcome: _Outcome) -> _Order:
+        """The next order."""
+        self._is_telling = True
+        message, topic = msgspec.msgpack.encode(outcome), _topic(self._name, self._turn)
+        order = _ORDERS.decode(await self._coordinator.agree(topic, message, self._leading.decide, stage="load"))
+        self._turn += 1
+        self._is_telling = False
+        self._has_ended = order.kind not in ("load", "fill", "put back")
+        return order
+
+    @property
+    def unheard(self) -> list[str]:
+        """Topics in which the others may wait for this rank, should it go no further."""
+        if self._has_ended:
+            return []
+        return [_topic(self._name, self._turn + ahead) for ahead in range(1 + self._is_telling)]
+
+
 class _Own(Generic[L]):
     """This rank's side: it does what all are told."""
 
-    def __init__(self, site: Site, use: Use[L]) -> None:
+    def __init__(self, site: Site, use: JointUse[L], turns: _Turns) -> None:
         self.walk = Walk(site=site)
         self._newest_before = site.peers.newest
         self._use = use
+        self._turns = turns
         self._outcome = _Outcome("none yet")
         self._candidate: commit.Committed | None = None
         self._loaded: L | None = None
         self._error: CorruptCheckpointError | None = None
 
     async def follow(self, order: _Order) -> _Outcome:
-        """Read what is ordered, or put back what was read."""
+        """Read what is ordered, or put back what was read.
+
+        Raises:
+            _OtherOrderError: the templates of all do not match it.
+        """
         self._error = None
         try:
             self._outcome = await self._put_back() if order.kind == "put back" else await self._read(order.step)
@@ -157,7 +204,21 @@ class _Own(Generic[L]):
             self._candidate = (await candidates(self.walk.site, step))[0]
         except CheckpointNotFoundError as error:  # retention was faster
             raise ChangedError(str(error)) from error
-        self._loaded = await self.walk.use(self._candidate, self._use)
+        matched: list[str] = []
+
+        async def match(identity: str) -> None:
+            if matched:  # by the first reading: all know it
+                return
+            self._outcome = _Outcome("matched", identity)
+            order = await self._turns.tell(self._outcome)
+            if order.kind != "fill":
+                raise _OtherOrderError(order)
+            matched.append(identity)
+
+        async def use(candidate: commit.Committed, again: bool) -> L:
+            return await self._use(candidate, again, match)
+
+        self._loaded = await self.walk.use(self._candidate, use)
         self.walk.is_modified = True
         return _Outcome("read", self._loaded.identity)
 
@@ -212,14 +273,14 @@ class _Leading:
         kinds = {outcome.kind for outcome in outcomes}
         if kinds == {"none yet"}:
             _check_asked(outcomes)
-        if kinds == {"read"} and len({outcome.text for outcome in outcomes}) == 1:
-            return _Order("put back")
+        if kinds in ({"matched"}, {"read"}) and len({outcome.text for outcome in outcomes}) == 1:
+            return _Order("fill" if kinds == {"matched"} else "put back")
         if kinds == {"put back"}:
             site = self._site
             committed = await site.quarantine.committed(site.storage, site.root, site.names)
             steps = {checkpoint.step for checkpoint in committed} - self._proven
             return _Order("done", newest=max(steps, default=None))
-        if "damaged" not in kinds or "changed" in kinds:  # else read, but not the same save by all
+        if "damaged" not in kinds or "changed" in kinds:  # else matched or read, but not the same save by all
             return await self._look()
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
         blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven)

@@ -82,8 +82,11 @@ async def load_checkpoint(
     strict: bool,
     allow_missing: bool,
     trusted: bool,
+    on_matched: Callable[[str], Awaitable[None]] | None = None,
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
+
+    ``on_matched`` is awaited with the identity of the checkpoint before a byte of ``state`` is touched.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
     Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it.
@@ -113,6 +116,8 @@ async def load_checkpoint(
         files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
+        if on_matched is not None:
+            await on_matched(checkpoint.identity)
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
             put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)

@@ -15,7 +15,7 @@ from aio_ckpt.commit import Committed, check_step_number
 from aio_ckpt.config import check_flag
 from aio_ckpt.errors import AioCkptError, ConfigError, shown
 from aio_ckpt.items import LoadReport
-from aio_ckpt.joint import newest_good_for_all, refuse_for_all
+from aio_ckpt.joint import Match, newest_good_for_all, refuse_for_all
 from aio_ckpt.pending import Site
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.progress import unless_given_up
@@ -116,7 +116,9 @@ class _Filled:
         await run_blocking(self.executor, self.outcome.put_back)
 
 
-async def _fill(site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool) -> _Filled:
+async def _fill(
+    site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: Match | None = None
+) -> _Filled:
     outcome = await load_checkpoint(
         site.storage,
         candidate.path,
@@ -133,6 +135,7 @@ async def _fill(site: Site, state: object, options: LoadOptions, candidate: Comm
         strict=options.strict,
         allow_missing=options.allow_missing,
         trusted=site.config.trusted_objects,
+        on_matched=on_matched,
     )
     return _Filled(outcome=outcome, executor=site.executor)
 

@@ -378,6 +378,21 @@ def test_a_shard_whose_end_exceeds_64_bits_is_out_of_bounds() -> None:
         render_global(by_hand([((largest,), (largest,))] * 2, (largest,)))
 
 
+@pytest.mark.parametrize(
+    ("size", "boxes", "text"),
+    [
+        ((6,), [((0,), (2,)), ((2,), (1,))], r"'w' has 6 elements, its shards of ranks 0, 1 have 3$"),
+        ((8,), [((at,), (1,)) for at in range(8) if at != 5], r"its shards of ranks 0, 1, 2, 3, 4 and 2 more have 7$"),
+        ((5,), [((0,), (4,)), ((3,), (2,))], r"shards \[4\] at \[0\] of rank 0 and \[2\] at \[3\] of rank 1"),
+        ((6,), [((0,), (3,)), ((3,), (9,))], r"out of bounds shard \[9\] at \[3\] of rank 1"),
+    ],
+    ids=["hole", "a hole among many", "overlap", "out of bounds"],
+)
+def test_ranks_that_do_not_hold_whole_tensors_are_named(size: tuple[int, ...], boxes: list[Box], text: str) -> None:
+    with pytest.raises(PlanChangedError, match=text):
+        render_global(by_hand(boxes, size))
+
+
 @pytest.mark.parametrize("size", [(), (3,)])
 def test_a_tensor_that_nobody_writes_is_refused(size: tuple[int, ...]) -> None:
     """What ranks hold and no share contains never goes missing without a word, one element or many."""

@@ -18,11 +18,12 @@ from gated_storage import TIMEOUT, Call, Gate
 from rank_processes import Ranks, engine_on
 from test_ranks_failing import ActingStorage, engine_over
 
-from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint, read
 from aio_ckpt.coordinator import StoreCoordinator
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, PeerFailedError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, MismatchError, PeerFailedError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.joint import _Order, _Own
+from aio_ckpt.storage import Storage
 from aio_ckpt.walk import candidates
 
 SECS = 8.0
@@ -125,7 +126,7 @@ def test_a_load_given_up_on_one_rank_ends_on_all_and_the_next_one_works(
 ) -> None:
     outcomes = two.run(give_up, tmp_path, leaving, when)
     assert outcomes[leaving] == ("SaveCancelledError", False)
-    assert outcomes[1 - leaving] == ("PeerFailedError", when == "while the leader looks")
+    assert outcomes[1 - leaving] == ("PeerFailedError", False)  # its template waits until all have matched theirs
 
 
 def give_up_unmet(rank: int, count: int, root: Path) -> tuple[str, bool]:
@@ -212,51 +213,68 @@ def test_ranks_that_ask_for_different_checkpoints_load_none(
 # -- another one in its place -----------------------------------------------------------------------
 
 
-def look_later(gate: Gate) -> Any:
-    """The load's own look, apart from those of the saves beside it."""
+def later(gate: Gate, act: Callable[..., Any]) -> Any:
+    """``act`` behind a gate."""
 
-    async def look(*arguments: Any) -> Any:
+    async def act_later(*arguments: Any, **options: Any) -> Any:
         await gate.wait()
-        return await candidates(*arguments)
+        return await act(*arguments, **options)
 
-    return look
+    return act_later
+
+
+def is_matched(engine: CheckpointEngine) -> bool:
+    """Whether this rank waits for the templates of the others."""
+    coordinator = engine._site.peers.coordinator
+    assert isinstance(coordinator, StoreCoordinator)
+    return any(topic.endswith(", turn 2") for topic in coordinator._waits)
 
 
 def load_while_saving(
-    rank: int, count: int, root: Path, step: int | None, saved: dict[str, Any], settings: dict[str, Any]
+    rank: int, count: int, root: Path, step: int | None, saved: dict[str, Any], settings: dict[str, Any], late: str
 ) -> tuple[int, float, int]:
-    """Rank 1 comes to the checkpoint only after ``saved``, rank 0 has read it before."""
-    with looking_engine(root, **settings) as (engine, _):
+    """Rank 1 comes to the checkpoint, or to its data, only after ``saved``; rank 0 has come before."""
+    with looking_engine(root, **settings) as (engine, _), pytest.MonkeyPatch.context() as patch:
         engine.save(state_of(1), step=1).result(SECS)
         dist.barrier()
         state, gate = state_of(0), Gate()
-        if rank == 1:
-            joint.candidates = look_later(gate)
+        if rank == 1 and late == "to match":  # the load's own look, apart from those of the saves beside it
+            patch.setattr(joint, "candidates", later(gate, candidates))
+        elif rank == 1:
+            patch.setattr(read, "_fetch", later(gate, read._fetch))
         load = engine.submit_load(state, step, **OPTIONS)
         if rank == 1:
             gate.wait_reached()
+        elif late == "to match":
+            wait_until(lambda: is_matched(engine))
         else:
             wait_until(lambda: bool(state["w"].all()))
         dist.barrier()
+        assert bool(state["w"].any()) == (rank == 0 and late == "to read"), "filled once the templates of all match"
         assert state["k"] == 0, "objects are set only once all ranks have read the checkpoint"
         engine.save(state_of(9), **saved).result(SECS)
         wait_until(lambda: len(list(root.glob("step_*"))) == 1)
         dist.barrier()
         gate.open()
         report = load.result(SECS)
-        joint.candidates = candidates
         dist.barrier()
     return report.step, float(state["w"].min()), state["k"]
 
 
-def test_a_checkpoint_replaced_between_two_ranks_is_loaded_by_both_as_it_is_now(two: Ranks, tmp_path: Path) -> None:
-    found = two.run(load_while_saving, tmp_path, 1, {"step": 1, "overwrite": True}, {})
-    assert found == [(1, 9.0, 9)] * 2
+@pytest.mark.parametrize(("late", "value"), [("to match", 9), ("to read", 1)])
+def test_a_checkpoint_replaced_between_two_ranks_is_one_for_both(
+    two: Ranks, tmp_path: Path, late: str, value: int
+) -> None:
+    found = two.run(load_while_saving, tmp_path, 1, {"step": 1, "overwrite": True}, {}, late)
+    assert found == [(1, value, value)] * 2
 
 
-def test_a_checkpoint_deleted_between_two_ranks_is_passed_by_for_the_newest(two: Ranks, tmp_path: Path) -> None:
-    found = two.run(load_while_saving, tmp_path, None, {"step": 2}, {"keep_last": 1})
-    assert found == [(2, 9.0, 9)] * 2
+@pytest.mark.parametrize(("late", "step", "value"), [("to match", 2, 9), ("to read", 1, 1)])
+def test_a_checkpoint_deleted_between_two_ranks_is_one_for_both_or_passed_by_for_the_newest(
+    two: Ranks, tmp_path: Path, late: str, step: int, value: int
+) -> None:
+    found = two.run(load_while_saving, tmp_path, None, {"step": 2}, {"keep_last": 1}, late)
+    assert found == [(step, value, value)] * 2
 
 
 def load_stock(rank: int, count: int, root: Path) -> int:
@@ -285,26 +303,30 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def fail_elsewhere(rank: int, count: int, root: Path, how: str) -> tuple[tuple[str, bool], float, int]:
+def fail_elsewhere(rank: int, count: int, root: Path, how: str, odd: int = 1) -> tuple[tuple[str, bool], float, int]:
     with engine_on(root, SECS) as engine:
         engine.save({"w": PerRank(torch.full((ELEMENTS,), 5.0)), "k": PerRank(5)}, step=1).result(SECS)
         dist.barrier()
         template = {"w": PerRank(torch.zeros(ELEMENTS)), "k": PerRank(0)}
-        if rank == 1 and how == "damaged":
+        if rank == odd and how == "damaged":
             damage(root / "step_000000001" / "__1_0.distcp")
-        elif rank == 1:
+        elif rank == odd:
             template["absent"] = PerRank(1)
         dist.barrier()
         error = failure_of(lambda: engine.load(template))
     return told(error), float(template["w"].value.max()), template["k"].value
 
 
-@pytest.mark.parametrize(("how", "kind"), [("damaged", "CorruptCheckpointError"), ("missing", "PeerFailedError")])
-def test_a_rank_whose_template_was_filled_is_told_so_by_the_error_of_another(
-    two: Ranks, tmp_path: Path, how: str, kind: str
-) -> None:
-    found = two.run(fail_elsewhere, tmp_path, how)[0]
-    assert found == ((kind, True), 5.0, 0), "tensors filled, and said so; objects as they were"
+def test_a_rank_whose_template_was_filled_is_told_so_by_the_error_of_another(two: Ranks, tmp_path: Path) -> None:
+    found = two.run(fail_elsewhere, tmp_path, "damaged")[0]
+    assert found == (("CorruptCheckpointError", True), 5.0, 0), "tensors filled, and said so; objects as they were"
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_no_template_is_touched_before_those_of_all_ranks_match(two: Ranks, tmp_path: Path, odd: int) -> None:
+    found = two.run(fail_elsewhere, tmp_path, "missing", odd)
+    assert found[odd] == (("MissingNameError", False), 0.0, 0)
+    assert found[1 - odd] == (("PeerFailedError", False), 0.0, 0)
 
 
 class Stateful:
@@ -347,6 +369,36 @@ def test_objects_of_a_checkpoint_that_another_rank_finds_damaged_are_never_set(t
     assert two.run(fall_back, tmp_path) == [(0, 1, [1])] * 2
 
 
+def find_damaged(rank: int, count: int, root: Path, finding: int) -> tuple[float, float]:
+    """Step 2 cannot be opened on one rank, and is whole on the other."""
+    with engine_on(root, SECS) as engine, pytest.MonkeyPatch.context() as patch:
+        engine.save({"w": torch.ones(ELEMENTS)}, step=1).result(SECS)
+        engine.save({"w": torch.full((ELEMENTS,), 2.0), "late": torch.ones(3)}, step=2).result(SECS)
+        dist.barrier()
+        opened = read.open_checkpoint
+
+        async def damaged(storage: Storage, path: Path, **options: Any) -> read.Checkpoint:
+            if path.name == "step_000000002":
+                raise MismatchError("as this rank sees it")
+            return await opened(storage, path, **options)
+
+        if rank == finding:
+            patch.setattr(read, "open_checkpoint", damaged)
+        template = {"w": torch.zeros(ELEMENTS), "late": torch.zeros(3)}
+        report = engine.load(template, allow_missing=True)
+        assert (report.step, report.missing) == (1, ("late",))
+        assert len(report.skipped) == 1
+        dist.barrier()
+    return float(template["w"].mean()), float(template["late"].max())
+
+
+@pytest.mark.parametrize("finding", [0, 1])
+def test_a_template_that_matches_what_another_rank_finds_damaged_is_not_filled_from_it(
+    two: Ranks, tmp_path: Path, finding: int
+) -> None:
+    assert two.run(find_damaged, tmp_path, finding) == [(1.0, 0.0)] * 2
+
+
 def refuse_state(rank: int, count: int, root: Path) -> tuple[str, bool]:
     with engine_on(root, SECS) as engine:
         engine.save({"s": Stateful(1), "w": torch.ones(3)}, step=1).result(SECS)
@@ -369,7 +421,7 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
     beside: int | None, told: int | None, newest: int | None
 ) -> None:
     peers = SimpleNamespace(newest=3)
-    own: _Own[Any] = _Own(cast("Any", SimpleNamespace(peers=peers)), cast("Any", None))
+    own: _Own[Any] = _Own(cast("Any", SimpleNamespace(peers=peers)), cast("Any", None), cast("Any", None))
     peers.newest = beside or peers.newest
     own._learn_newest(_Order("done", newest=told))
     assert peers.newest == newest
