@@ -333,6 +333,7 @@ def _tokens(saver: Saver, trial: Trial, every: int) -> dict[str, float]:
     saves = max(1, int(ground.smallest(min(wanted, room - 1))))
     before = _bare_steps(trainer, ground, trial)
     _settle(ground)
+    train_for(trainer, ground, WARM_UP_STEPS)
     clock, begin = StepClock(ground), time.perf_counter()
     for number in range(saves):
         saver.wait()
