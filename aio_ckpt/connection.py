@@ -9,7 +9,7 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.portal import Executor, run_blocking, unwatched
 
 __all__ = ["Connection"]
 
@@ -40,7 +40,8 @@ class Connection:
             PeerFailedError: the store is gone.
             EngineClosedError: so is this connection.
         """
-        return await self.limited(run_blocking(self._open_executor(), question), limit_secs=limit_secs)
+        with unwatched():  # a load that ends waits for its threads, and this one may be stuck for ever
+            return await self.limited(run_blocking(self._open_executor(), question), limit_secs=limit_secs)
 
     async def limited(self, work: Awaitable[T], *, limit_secs: float) -> T:
         """What ``work``, which asks the store, gives; raises as :meth:`ask`."""
@@ -48,7 +49,10 @@ class Connection:
             with anyio.fail_after(limit_secs):
                 return await work
         except TimeoutError as error:
-            raise StallError(f"the store of the ranks was not answering within {limit_secs} s") from error
+            raise StallError(
+                f"the store of the ranks was not answering within {limit_secs} s: the process that hosts it, mostly "
+                f"that of rank {self._host_rank} or its launcher, is stopped, hangs or cannot be reached"
+            ) from error
         except AioCkptError:
             raise
         except RuntimeError as error:  # what torch's stores raise
