@@ -287,6 +287,8 @@ class CheckpointEngine:
     def rollback(self, step: int) -> list[int]:
         """Make ``step`` the newest: later steps are renamed ``.abandoned-*``, never deleted; returns them.
 
+        With several ranks every rank calls it, as it calls ``save()``.
+
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
             BusyError: saves are pending: await their tickets first.

@@ -114,8 +114,8 @@ async def newest_good_for_all(
         return await own.end(order)
     except BaseException as error:
         await _tell(coordinator, turns.unheard, error, stall_secs)
-        if isinstance(error, AioCkptError):
-            error.target_modified = error.target_modified or own.walk.is_modified
+        if isinstance(error, Exception):
+            own.walk.complete(error)
         raise
     finally:
         coordinator.end_call(name)  # whoever still waits for this rank hears that it is elsewhere
@@ -242,7 +242,7 @@ class _Own(Generic[L]):
             self._learn_newest(order)
             return self._candidate, await self.walk.settle(), self._loaded
         kind = CheckpointNotFoundError if order.kind == "not found" else CorruptCheckpointError
-        raise self._error or kind(order.text)
+        raise kind(order.text) from self._error
 
     def _learn_newest(self, order: _Order) -> None:
         """As the leader saw it; a save that was committed beside this load may be newer than its look."""
@@ -284,11 +284,11 @@ class _Leading:
             return await self._look()
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
         blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven)
-        self._found.append(blame.text)
+        self._found.append(f"step {self._tried}: {blame.text}")
         if blame.is_proven:
             self._proven.add(self._tried)
         if not self._falls_back:
-            return _Order("damaged", text=blame.text, blame=blame)
+            return _Order("damaged", text=f"{self._found[-1]}, under {self._site.root}", blame=blame)
         if not self._left:
             each = "; ".join(self._found)
             text = f"no checkpoint under {self._site.root} verifies, and nothing was moved: {each}"

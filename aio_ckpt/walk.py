@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -51,8 +52,8 @@ async def newest_good(
                     return candidate, await walk.settle(), value
         except ChangedError as error:
             _log.info("%s was deleted or replaced while it was read: looking again", error)
-        except AioCkptError as error:
-            error.target_modified = error.target_modified or walk.is_modified
+        except Exception as error:
+            walk.complete(error)
             raise
         else:
             raise walk.failure()
@@ -142,6 +143,14 @@ class Walk:
             )
             for found in self.damaged
         )
+
+    def complete(self, error: Exception) -> None:
+        """``error`` ends the walk: let it say whether the template was touched, and what was passed by before it."""
+        with contextlib.suppress(AttributeError):  # it may be of any type
+            error.target_modified = getattr(error, "target_modified", False) or self.is_modified  # type: ignore[attr-defined]
+        if not isinstance(error, CorruptCheckpointError):  # which tells itself what it is about
+            for found in self.damaged:
+                error.add_note(f"step {found.checkpoint.step} was tried before and does not verify: {found.error}")
 
     def failure(self) -> CorruptCheckpointError:
         """None is good."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, MismatchError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.joint import _Order, _Own
 from aio_ckpt.storage import Storage
-from aio_ckpt.walk import candidates
+from aio_ckpt.walk import Walk, candidates
 
 SECS = 8.0
 """Longer than any wait here that ends by being told."""
@@ -397,6 +398,58 @@ def test_a_template_that_matches_what_another_rank_finds_damaged_is_not_filled_f
     two: Ranks, tmp_path: Path, finding: int
 ) -> None:
     assert two.run(find_damaged, tmp_path, finding) == [(1.0, 0.0)] * 2
+
+
+def find_all_damaged(rank: int, count: int, root: Path, options: dict[str, Any]) -> tuple[str, str, bool]:
+    with engine_on(root, SECS) as engine:
+        for step in (1, 2, 3):
+            engine.save(state_of(step), step=step).result(SECS)
+        dist.barrier()
+        if rank == 1:
+            for path in root.glob("step_*/.metadata"):
+                path.write_bytes(path.read_bytes()[:10])
+        dist.barrier()
+        error = failure_of(lambda: engine.load(state_of(0), **options))
+        assert engine.steps() == [1, 2, 3], "nothing was moved"
+    return type(error).__name__, str(error), error.target_modified
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, [3, 2, 1]), ({"step": 2}, [2]), ({"fallback": False}, [3])])
+def test_where_no_checkpoint_verifies_every_rank_is_told_of_each(
+    two: Ranks, tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    first, second = two.run(find_all_damaged, tmp_path, options)
+    assert first == second
+    kind, text, is_modified = first
+    assert (kind, is_modified) == ("CorruptCheckpointError", False)
+    assert str(tmp_path) in text
+    assert [int(step) for step in re.findall(r"step (\d)", text)] == steps
+
+
+def fall_back_to_another_shape(rank: int, count: int, root: Path) -> tuple[str, bool, list[str]]:
+    with engine_on(root, SECS) as engine:
+        engine.save({"w": torch.ones(3)}, step=1).result(SECS)
+        engine.save({"w": torch.ones(ELEMENTS)}, step=2).result(SECS)
+        dist.barrier()
+        if rank == 1:
+            damage(root / "step_000000002" / "__0_0.distcp")
+        dist.barrier()
+        error = failure_of(lambda: engine.load({"w": torch.zeros(ELEMENTS)}))
+    return type(error).__name__, error.target_modified, error.__notes__
+
+
+def test_an_error_behind_a_fallback_says_what_was_tried_before(two: Ranks, tmp_path: Path) -> None:
+    for kind, is_modified, notes in two.run(fall_back_to_another_shape, tmp_path):
+        assert kind in ("TemplateMismatchError", "PeerFailedError")
+        assert is_modified, "the template was filled from step 2"
+        assert any(note.startswith("step 2 was tried before and does not verify: ") for note in notes)
+
+
+@pytest.mark.parametrize("is_modified", [False, True])
+def test_errors_of_any_type_say_whether_the_template_was_filled(is_modified: bool) -> None:
+    for error in (MemoryError("none left"), OSError(5, "broken"), AioCkptError("ours")):
+        Walk(site=cast("Any", None), is_modified=is_modified).complete(error)
+        assert told(error)[1] == is_modified
 
 
 def refuse_state(rank: int, count: int, root: Path) -> tuple[str, bool]:
