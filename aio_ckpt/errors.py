@@ -7,6 +7,7 @@ Every error of this package is an :class:`AioCkptError` and also the builtin tha
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "WriteError",
     "WrongThreadError",
     "shown",
+    "tell_modified",
     "tell_stage",
 ]
 
@@ -64,6 +66,12 @@ def tell_stage(error: BaseException, stage: str) -> None:
         error.add_note(f"while saving, stage {stage}")
     elif not error.stage:
         error.stage = stage
+
+
+def tell_modified(error: Exception) -> None:
+    """Say on ``error``, of any type, that the caller's template may hold a mix of old and new values."""
+    with contextlib.suppress(AttributeError):
+        error.target_modified = True  # type: ignore[attr-defined]
 
 
 _REPR = reprlib.Repr()

@@ -20,14 +20,13 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.frames import Verdict
 from aio_ckpt.items import SkippedCheckpoint
+from aio_ckpt.match import OnMatched
 from aio_ckpt.pending import Site
 from aio_ckpt.walk import ChangedError, Damage, Walk, candidates, too_many_changes
 
-__all__ = ["JointUse", "Loaded", "Match", "newest_good_for_all", "refuse_for_all"]
+__all__ = ["JointUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
 
 T = TypeVar("T")
-Match: TypeAlias = Callable[[str], Awaitable[None]]
-"""Given the identity of a checkpoint that matches; returns when it may be read into the template."""
 _BEATS = 4
 
 
@@ -45,8 +44,8 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
-JointUse: TypeAlias = Callable[[commit.Committed, bool, Match], Awaitable[L]]
-"""As :data:`aio_ckpt.walk.Use`; the third argument is awaited before anything of the caller's is touched."""
+JointUse: TypeAlias = Callable[[commit.Committed, bool, OnMatched], Awaitable[L]]
+"""As :data:`aio_ckpt.walk.Use`; what it reads fits all ranks once the third argument has returned."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +79,11 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
     is_new_look: bool = False
     """The root was looked at anew: what was found before counts no more."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing more is to be told."""
+        return self.kind not in ("load", "fill", "put back")
+
 
 _OUTCOMES = msgspec.msgpack.Decoder(_Outcome)
 _ORDERS = msgspec.msgpack.Decoder(_Order)
@@ -102,7 +106,7 @@ async def newest_good_for_all(
     own = _Own(site, use, turns)
     try:
         order = await turns.tell(_Outcome("none yet", asked=(step, fallback)))
-        while order.kind in ("load", "put back"):
+        while not order.is_last:
             own.take_blame(order)
             try:
                 outcome = await _while_beating(coordinator, stall_secs, functools.partial(own.follow, order))
@@ -146,25 +150,18 @@ class _Turns:
         self._name = name
         self._leading = leading
         self._turn = 1
-        self._has_ended = False
-        self._is_telling = True
+        self.unheard = [_topic(name, 1), _topic(name, 2)]
+        """Topics in which the others may wait for this rank, should it go no further."""
 
     async def tell(self, outcome: _Outcome) -> _Order:
         """The next order."""
-        self._is_telling = True
-        message, topic = msgspec.msgpack.encode(outcome), _topic(self._name, self._turn)
+        topic, following = _topic(self._name, self._turn), _topic(self._name, self._turn + 1)
+        self.unheard = [topic, following]
+        message = msgspec.msgpack.encode(outcome)
         order = _ORDERS.decode(await self._coordinator.agree(topic, message, self._leading.decide, stage="load"))
         self._turn += 1
-        self._is_telling = False
-        self._has_ended = order.kind not in ("load", "fill", "put back")
+        self.unheard = [] if order.is_last else [following]
         return order
-
-    @property
-    def unheard(self) -> list[str]:
-        """Topics in which the others may wait for this rank, should it go no further."""
-        if self._has_ended:
-            return []
-        return [_topic(self._name, self._turn + ahead) for ahead in range(1 + self._is_telling)]
 
 
 class _Own(Generic[L]):
@@ -200,27 +197,25 @@ class _Own(Generic[L]):
 
     async def _read(self, step: int) -> _Outcome:
         self._candidate = self._loaded = None
+        self._outcome = _Outcome("none yet")
         try:
             self._candidate = (await candidates(self.walk.site, step))[0]
         except CheckpointNotFoundError as error:  # retention was faster
             raise ChangedError(str(error)) from error
-        matched: list[str] = []
-
-        async def match(identity: str) -> None:
-            if matched:  # by the first reading: all know it
-                return
-            self._outcome = _Outcome("matched", identity)
-            order = await self._turns.tell(self._outcome)
-            if order.kind != "fill":
-                raise _OtherOrderError(order)
-            matched.append(identity)
-
-        async def use(candidate: commit.Committed, again: bool) -> L:
-            return await self._use(candidate, again, match)
-
-        self._loaded = await self.walk.use(self._candidate, use)
+        self._loaded = await self.walk.use(
+            self._candidate, lambda candidate, again: self._use(candidate, again, self._matched)
+        )
         self.walk.is_modified = True
         return _Outcome("read", self._loaded.identity)
+
+    async def _matched(self, identity: str) -> None:
+        """Return once all may fill their templates. By the second reading of a checkpoint all know it."""
+        if self._outcome.kind == "matched":
+            return
+        self._outcome = _Outcome("matched", identity)
+        order = await self._turns.tell(self._outcome)
+        if order.kind != "fill":
+            raise _OtherOrderError(order)
 
     async def _put_back(self) -> _Outcome:
         assert self._loaded is not None, "the leader has this rank's word that it read it"

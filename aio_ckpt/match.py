@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,16 @@ from aio_ckpt.manifest import rank_manifest_name
 from aio_ckpt.mappings import are_private, shared_mappings
 from aio_ckpt.targets import are_apart, are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
-__all__ = ["Match", "match_template", "skeleton_of", "wanted_names"]
+__all__ = ["Match", "OnMatched", "at_once", "match_template", "skeleton_of", "wanted_names"]
 
 _SHOWN = 5
+
+OnMatched: TypeAlias = Callable[[str], Awaitable[None]]
+"""Awaited with the identity of a checkpoint that a template matches, before a byte of the template is touched."""
+
+
+async def at_once(_: str) -> None:
+    """The :data:`OnMatched` of a rank that asks nobody."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -67,17 +67,18 @@ def watch_submissions(callback: Watcher) -> Iterator[None]:
             outer(future)
         callback(future)
 
-    token = ON_SUBMIT.set(both)
-    try:
+    with _watched_by(both):
         yield
-    finally:
-        ON_SUBMIT.reset(token)
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """What is submitted inside touches no bytes that anybody lent: nobody is told of it, and nobody waits for it."""
+    return _watched_by(None)
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """What is submitted inside touches no bytes that anybody lent: nobody is told of it, and nobody waits for it."""
-    token = ON_SUBMIT.set(None)
+def _watched_by(watcher: Watcher | None) -> Iterator[None]:
+    token = ON_SUBMIT.set(watcher)
     try:
         yield
     finally:

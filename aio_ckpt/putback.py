@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from aio_ckpt import tree
 from aio_ckpt.catalog import Checkpoint
+from aio_ckpt.errors import tell_modified
 from aio_ckpt.match import Match, skeleton_of
 
 __all__ = ["dcp_paths", "made_ready", "target_modified"]
@@ -50,9 +51,8 @@ def target_modified() -> Iterator[None]:
     """Marks what is raised inside: the template may hold a mix of old and new values."""
     try:
         yield
-    except Exception as error:
-        with suppress(AttributeError):
-            error.target_modified = True  # type: ignore[attr-defined]  # also on what load_state_dict raises
+    except Exception as error:  # also what load_state_dict raises
+        tell_modified(error)
         raise
 
 

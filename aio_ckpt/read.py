@@ -30,7 +30,7 @@ from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMi
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.files import Files
 from aio_ckpt.manifest import RootManifest, data_file_name
-from aio_ckpt.match import Match, match_template, skeleton_of, wanted_names
+from aio_ckpt.match import Match, OnMatched, at_once, match_template, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment
@@ -82,11 +82,9 @@ async def load_checkpoint(
     strict: bool,
     allow_missing: bool,
     trusted: bool,
-    on_matched: Callable[[str], Awaitable[None]] | None = None,
+    on_matched: OnMatched = at_once,
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
-
-    ``on_matched`` is awaited with the identity of the checkpoint before a byte of ``state`` is touched.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
     Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it.
@@ -100,11 +98,6 @@ async def load_checkpoint(
         ReadError: the operating system could not read.
     """
 
-    def match() -> Match:
-        return match_template(
-            checkpoint, state, rank=rank, world_size=world_size, strict=strict, allow_missing=allow_missing
-        )
-
     async def read_ahead(root: RootManifest, small_files_are_read: Callable[[], Awaitable[object]]) -> None:
         if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
             await files.read_ahead(data_file_name(rank), small_files_are_read, executor=executor if verify else None)
@@ -112,12 +105,12 @@ async def load_checkpoint(
     async with Files(storage, path, readers=readers, ring=ring) as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)
         files.vouch(manifest.file for manifest in checkpoint.ranks)
-        found = await run_blocking(executor, match)
+        match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
+        found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
         files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
-        if on_matched is not None:
-            await on_matched(checkpoint.identity)
+        await on_matched(checkpoint.identity)
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
             put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)

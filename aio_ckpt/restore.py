@@ -15,7 +15,8 @@ from aio_ckpt.commit import Committed, check_step_number
 from aio_ckpt.config import check_flag
 from aio_ckpt.errors import AioCkptError, ConfigError, shown
 from aio_ckpt.items import LoadReport
-from aio_ckpt.joint import Match, newest_good_for_all, refuse_for_all
+from aio_ckpt.joint import newest_good_for_all, refuse_for_all
+from aio_ckpt.match import OnMatched, at_once
 from aio_ckpt.pending import Site
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.progress import unless_given_up
@@ -68,7 +69,7 @@ async def _load(site: Site, state: object, step: object, options: Mapping[str, b
     fill = functools.partial(_fill, site, state, checked)
 
     async def fill_and_put_back(candidate: Committed, again: bool) -> _Filled:
-        filled = await fill(candidate, again)
+        filled = await fill(candidate, again, at_once)
         await filled.put_back()
         return filled
 
@@ -117,7 +118,7 @@ class _Filled:
 
 
 async def _fill(
-    site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: Match | None = None
+    site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: OnMatched
 ) -> _Filled:
     outcome = await load_checkpoint(
         site.storage,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
     ReadError,
+    tell_modified,
 )
 from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.pending import Site
@@ -146,8 +146,8 @@ class Walk:
 
     def complete(self, error: Exception) -> None:
         """``error`` ends the walk: let it say whether the template was touched, and what was passed by before it."""
-        with contextlib.suppress(AttributeError):  # it may be of any type
-            error.target_modified = getattr(error, "target_modified", False) or self.is_modified  # type: ignore[attr-defined]
+        if self.is_modified:
+            tell_modified(error)
         if not isinstance(error, CorruptCheckpointError):  # which tells itself what it is about
             for found in self.damaged:
                 error.add_note(f"step {found.checkpoint.step} was tried before and does not verify: {found.error}")
