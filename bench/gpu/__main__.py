@@ -60,7 +60,7 @@ def run(options: GpuOptions) -> None:
                 log(f"{shape} {gb:g}: {contender}")
             limit_secs = options.limit_secs(gb)
             decided = ranks.decide(decision, wait_secs=limit_secs)
-            trial = options.trial(contender, shape, gb, str(decided["folder"]))
+            trial = options.trial(contender, shape, gb, str(decided["folder"]), world=ranks.world)
             has_next = number + 1 < len(plan)
             gathered = ranks.gather(_try(processes, trial, decided, limit_secs, has_next=has_next))
             if document is not None and work is not None:

@@ -113,8 +113,8 @@ class GpuOptions:
             "secs": self.secs,
         }
 
-    def trial(self, contender: str, shape: str, gb: float, folder: str) -> Trial:
-        """One contender's."""
+    def trial(self, contender: str, shape: str, gb: float, folder: str, *, world: int) -> Trial:
+        """One contender's; the ranks share a disk, so that ``world`` of them take so many times as long."""
         return Trial(
             contender=contender,
             mode=self.mode,
@@ -126,7 +126,7 @@ class GpuOptions:
             repeats=self.repeats,
             base_steps=self.base_steps,
             # Where the figures are milliseconds, several repeats tell more than one.
-            secs=(10 + 1.5 * gb) + (gb if contender in REPEATED or self.mode == "load" else 0),
+            secs=world * ((10 + 1.5 * gb) + (gb if contender in REPEATED or self.mode == "load" else 0)),
             folder=folder,
         )
 
