@@ -27,6 +27,8 @@ SMALL_COUNT, SMALL_SIDE = 10_000, 128
 VOCABULARY = {"cuda": 32_768, "cpu": 256}
 MAX_GROWTH = 16.0
 """Of a step at once: a batch of one sequence takes less than its share of a larger one, or more."""
+GROWTHS = 3
+"""A small batch tells how long the host takes, not the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +264,7 @@ def make_trainer(trial: Trial, ground: Ground) -> Trainer:
         "fsdp2": lambda: FsdpTrainer(trial.gb, trial.dtype, ground),
     }
     trainer = made[trial.shape]()
-    for _ in range(2):
+    for _ in range(GROWTHS):
         train_for(trainer, ground, 3)
         took_ms = 1e3 * min(train_for(trainer, ground, 5)[1:])
         trainer.grow(min(MAX_GROWTH, ground.smallest(trial.step_ms / took_ms)))
