@@ -182,6 +182,8 @@ class Catalog:
     """Objects by name."""
     files: Mapping[str, int | None]
     """Data files with their length; None if no manifest tells it."""
+    nbytes: int
+    """Of all that is stored, about."""
 
     @functools.cached_property
     def chunks(self) -> Mapping[str, Chunks]:
@@ -228,6 +230,7 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
         small=_small_items(stored, rows if is_once else _stored_once([*names, *(name for name, _ in tied)], rows)),
         objects=objects,
         files={file.name: file.nbytes for _, file in stored},
+        nbytes=sum(file.nbytes for _, file in stored),
     )
     _check_kinds(catalog)
     if not is_once:
@@ -339,6 +342,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
         small=_small_items((), {}),
         objects=objects,
         files={place.relative_path: None for place in places.values()},
+        nbytes=sum(place.length for place in places.values()),
     )
     _check_kinds(catalog)
     _check_shards(chunks)

@@ -34,14 +34,12 @@ from aio_ckpt.match import Match, OnMatched, at_once, match_template, skeleton_o
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment
+from aio_ckpt.sharing import is_read_by_several
 from aio_ckpt.storage import Storage
 from aio_ckpt.targets import memory_of
 
 __all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state"]
 
-_SHARING_PAYS_RANKS = 3
-"""From so many ranks on one read into the page cache for all is faster than one by O_DIRECT for each (256 MiB on two
-cores: two ranks 1.0 to 1.6 times as fast, four 1.0 to 1.9 times)."""
 _FREED_AFTER_SECS = 0.01
 _MAX_EXPANSION = 1 << 16
 """Beyond, a size behind a stream extension is forged: zstd, DCP's own, packs 128 KiB into 4 bytes at best."""
@@ -107,7 +105,7 @@ async def load_checkpoint(
         files.vouch(manifest.file for manifest in checkpoint.ranks)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
-        files.are_shared = ranks_on_host >= _SHARING_PAYS_RANKS and _wants_all(found, checkpoint.catalog)
+        files.are_shared = is_read_by_several(found, checkpoint.catalog, ranks_on_host=ranks_on_host)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         await on_matched(checkpoint.identity)
@@ -135,13 +133,6 @@ def _decode(
 
 def _free(_: Checkpoint) -> None:
     """Its last reference goes here: a dozen small objects a tensor take 2 ms for 5,000, which no caller waits for."""
-
-
-def _wants_all(found: Match, catalog: Catalog) -> bool:
-    """Whether this rank wants every tensor whole, as its peers will, then: no shards, no stage or expert of its own."""
-    count = len(found.small.rows) + len(found.tensors) + sum(len(names) for _, _, names in found.stateful)
-    is_sharded = found.sharded or any(isinstance(tensor, DTensor) for _, tensor in found.tensors)
-    return not is_sharded and count >= len(catalog.tensor_names)
 
 
 async def _drafted(

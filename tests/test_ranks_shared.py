@@ -1,4 +1,4 @@
-"""What all ranks of a host read whole is read from its disk once; what each reads for itself is not."""
+"""What several ranks of a host read is read from its disk once; what each reads for itself is not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.portal import Executor
+from aio_ckpt.sharing import covering_bytes
 from aio_ckpt.storage import LocalStorage, ReadFile
+from aio_ckpt.targets import memory_of
 
 SECS = 60.0
-MIB = 1 << 20
+SIDE = 1 << 10
 TENSORS = 10
 """Of 4 MiB: more than is read ahead."""
 
@@ -37,10 +39,11 @@ class WatchedOpens(GatedStorage):
 
 
 def state_of(kind: str, rank: int, count: int, *, fill: bool = True) -> dict[str, Any]:
-    plain = {f"w{i}": torch.full((MIB,), float(i) if fill else -1.0) for i in range(TENSORS)}
-    if kind == "shards":
+    plain = {f"w{i}": torch.full((SIDE, SIDE), float(i) if fill else -1.0) for i in range(TENSORS)}
+    if kind in ("rows", "columns"):
         mesh = init_device_mesh("cpu", (count,))
-        return {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in plain.items()}
+        cut = Shard(("rows", "columns").index(kind))
+        return {name: distribute_tensor(tensor, mesh, [cut]) for name, tensor in plain.items()}
     if kind == "stages":
         return {f"{name}.{rank}": tensor for name, tensor in plain.items()}
     return plain
@@ -74,8 +77,7 @@ def load(rank: int, count: int, root: Path, kind: str) -> tuple[list[bool], int]
         executor.close(SECS)
     for name, value in wanted.items():
         found = template[name]
-        pair = (found.to_local(), value.to_local()) if kind == "shards" else (found, value)
-        assert torch.equal(*pair), name
+        assert torch.equal(memory_of(found), memory_of(value)), name
     return storage.shared, read
 
 
@@ -84,19 +86,46 @@ def _disk_bytes() -> int:
     return int(rows["read_bytes"])
 
 
-@pytest.mark.parametrize("kind", ["copies", "shards", "stages"])
-def test_only_what_every_rank_wants_whole_is_shared(four: Ranks, tmp_path: Path, kind: str) -> None:
-    four.run(save, tmp_path, kind)
+SAVED_AND_LOADED = [("copies", "copies", True), ("rows", "columns", True), ("columns", "rows", False)]
+SAVED_AND_LOADED += [("rows", "rows", False), ("columns", "columns", False), ("stages", "stages", False)]
+
+
+@pytest.mark.parametrize(("saved", "loaded", "is_shared"), SAVED_AND_LOADED)
+def test_what_several_ranks_read_is_shared(
+    four: Ranks, tmp_path: Path, saved: str, loaded: str, is_shared: bool
+) -> None:
+    four.run(save, tmp_path, saved)
     forget(tmp_path)
-    found = four.run(load, tmp_path, kind)
-    assert {shared for opens, _ in found for shared in opens} == {kind == "copies"}
-    if kind == "copies":  # each by itself: four times as much
-        assert sum(read for _, read in found) < 2 * TENSORS * 4 * MIB
+    found = four.run(load, tmp_path, loaded)
+    assert {shared for opens, _ in found for shared in opens} == {is_shared}
+    if is_shared:  # each by itself: four times as much
+        assert sum(read for _, read in found) < 2 * TENSORS * 4 * SIDE * SIDE
 
 
-def test_two_ranks_read_by_themselves(two: Ranks, tmp_path: Path) -> None:
-    two.run(save, tmp_path, "copies")
-    assert {shared for opens, _ in two.run(load, tmp_path, "copies") for shared in opens} == {False}
+@pytest.mark.parametrize(("kind", "is_shared"), [("copies", True), ("rows", False)])
+def test_two_ranks_share_what_both_read(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
+    two.run(save, tmp_path, kind)
+    assert {shared for opens, _ in two.run(load, tmp_path, kind) for shared in opens} == {is_shared}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "box", "nbytes"),
+    [
+        ((), (), 4),
+        ((8, 1024), (2, 1024), 2 * 4096),
+        ((8, 1024), (8, 256), 7 * 4096 + 1024),  # gaps of 3 KiB
+        ((8, 256), (8, 256), 8 * 1024),  # the same layout
+        ((8, 256), (8, 1024), 4 * 8 * 1024),  # from several chunks
+        ((2, 1024), (8, 256), 4 * (4096 + 1024)),
+        ((8, 256), (2, 1024), 4 * 2 * 1024),
+        ((4, 1 << 20), (4, 1 << 18), 4 << 20),  # gaps of 3 MiB
+        ((3, 4, 1024), (3, 1, 1024), 2 * 4 * 4096 + 4096),
+        ((8, 1024), (0, 1024), 0),
+        ((8, 0), (8, 1024), 0),
+    ],
+)
+def test_gaps_below_a_block_are_read_through(chunk: tuple[int, ...], box: tuple[int, ...], nbytes: int) -> None:
+    assert covering_bytes(chunk, box, 4) == nbytes
 
 
 async def test_a_storage_that_must_read_directly_does(tmp_path: Path) -> None:
