@@ -31,8 +31,9 @@ def _wanted_bytes(found: Match, catalog: Catalog) -> int:
     for _, _, names in found.stateful:
         for name in catalog.tensor_names & set(names):
             chunks = catalog.chunks[name]
-            is_shard = name in found.sharded
-            wanted += _bytes_for(memory_of(found.sharded[name]).shape if is_shard else global_shape(chunks), chunks)
+            whole, like = global_shape(chunks), found.sharded.get(name)
+            is_shard = like is not None and like.shape == whole
+            wanted += _bytes_for(memory_of(like).shape if is_shard and like is not None else whole, chunks)
     return wanted
 
 
