@@ -28,7 +28,7 @@ from aio_ckpt.manifest import (
     rank_manifest_name,
 )
 from aio_ckpt.metadata import parse_metadata
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.portal import Executor, first_cause, run_blocking
 from aio_ckpt.storage import Storage
 
 __all__ = [
@@ -279,7 +279,7 @@ async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
             for work in works:
                 group.start_soon(work)
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise first_cause(errors) from None
 
 
 def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManifest]) -> bool:

@@ -22,6 +22,7 @@ import anyio
 import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Store as TorchStore
 
 from aio_ckpt.board import Board, Store
 from aio_ckpt.connection import Connection
@@ -66,12 +67,14 @@ class StoreCoordinator(Presence):
         world_size: number of ranks; rank 0 leads.
 
     Raises:
-        ConfigError: a rank beyond the world size.
+        ConfigError: a rank beyond the world size, or no store.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
             raise ConfigError(f"rank={rank!r} of world_size={world_size!r}: give a rank from 0 below the world size")
+        if not isinstance(store, TorchStore):
+            raise ConfigError(f"store is a {type(store).__name__}: give one of torch.distributed, such as a TCPStore")
         super().__init__(rank=rank, world_size=world_size)
         self._parent = store
         self._group_store: Store | None = _default_store()

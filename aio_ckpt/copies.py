@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
 
-from aio_ckpt.moves import Moves, copy_all
+from aio_ckpt.moves import Moves, copy_all, memmove
 
 __all__ = ["FOREACH_DTYPES", "Copies", "Groups", "HostCopies", "Mark", "foreach_copy"]
 
@@ -19,10 +18,6 @@ FOREACH_DTYPES = frozenset(
 
 Groups: TypeAlias = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
 """(targets, sources): tensors of one dtype, one by one of the same shape."""
-
-_memmove = ctypes.CDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
 
 _OPENMP_PAYS_THREADS = 8
 """From so many threads on torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two, its
@@ -97,7 +92,7 @@ class HostCopies:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Blocks until copied, GIL released. Both are contiguous."""
         if source.device.type == "cpu" and torch.get_num_threads() < _OPENMP_PAYS_THREADS:
-            _memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+            memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             target.copy_(source)
 

@@ -26,7 +26,7 @@ from aio_ckpt.notice import Notice
 from aio_ckpt.owner import Owner
 from aio_ckpt.peers import Peers
 from aio_ckpt.pending import SaveCall, Site
-from aio_ckpt.portal import Portal
+from aio_ckpt.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
 from aio_ckpt.priority import lower_priority
 from aio_ckpt.progress import follow, outcome
 from aio_ckpt.rescue import open_segments, tell_rescuable
@@ -38,12 +38,6 @@ from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["CheckpointEngine"]
-
-_HOUSEKEEPING_THREADS = 4
-"""I/O threads beside the ``workers`` that write: sums, device copies, manifests, discovery."""
-
-_STOP_SECS = 10.0
-"""How long closing waits for threads in a system call."""
 
 
 class CheckpointEngine:
@@ -85,7 +79,7 @@ class CheckpointEngine:
         tell_rescuable(self.root, owner, segments, stale_after_secs=config.stale_after_secs)
         self._portal = Portal(
             f"aio_ckpt-{session}",
-            config.workers + _HOUSEKEEPING_THREADS,
+            config.workers + HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         self._portal.start()
@@ -385,8 +379,8 @@ class CheckpointEngine:
         self._saver.let_go()
         coordinator = self._site.peers.coordinator
         with contextlib.suppress(EngineClosedError, StallError):
-            self._portal.call(coordinator.leave, timeout=_STOP_SECS)
-        self._portal.close(_STOP_SECS)
+            self._portal.call(coordinator.leave, timeout=STOP_SECS)
+        self._portal.close(STOP_SECS)
         coordinator.close()
         self._saver.lifetime.close()
         self._keeper.release()

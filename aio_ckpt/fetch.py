@@ -22,7 +22,7 @@ from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
 from aio_ckpt.place import finish, place
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.portal import Executor, first_cause, run_blocking
 
 __all__ = [
     "Ends",
@@ -84,19 +84,13 @@ async def fetch(
                 for buffer in buffers:
                     group.start_soon(work, buffer)
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise first_cause(errors) from None
     return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
 
 
 def _begin(devices: Sequence[torch.device]) -> list[Copies]:
     """What copies to the memory of each number in ``Pieces.devices``."""
     return [HostCopies(), *map(begin_uploads, devices)]
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One error stands for all: a peer that found the next bad block says nothing new."""
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 class _Run:

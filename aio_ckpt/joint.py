@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -22,12 +23,14 @@ from aio_ckpt.frames import Verdict
 from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.match import OnMatched
 from aio_ckpt.pending import Site
+from aio_ckpt.portal import first_cause
+from aio_ckpt.presence import BEATS
 from aio_ckpt.walk import ChangedError, Damage, Walk, candidates, too_many_changes
 
 __all__ = ["JointUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
 
+_log = logging.getLogger("aio_ckpt")
 T = TypeVar("T")
-_BEATS = 4
 
 
 class Loaded(Protocol):
@@ -271,10 +274,7 @@ class _Leading:
         if kinds in ({"matched"}, {"read"}) and len({outcome.text for outcome in outcomes}) == 1:
             return _Order("fill" if kinds == {"matched"} else "put back")
         if kinds == {"put back"}:
-            site = self._site
-            committed = await site.quarantine.committed(site.storage, site.root, site.names)
-            steps = {checkpoint.step for checkpoint in committed} - self._proven
-            return _Order("done", newest=max(steps, default=None))
+            return _Order("done", newest=await self._newest())
         if "damaged" not in kinds or "changed" in kinds:  # else matched or read, but not the same save by all
             return await self._look()
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
@@ -290,10 +290,20 @@ class _Leading:
             return _Order("damaged", text=text, blame=blame)
         return self._next(_Order("load", blame=blame))
 
+    async def _newest(self) -> int | None:
+        """The newest committed step, less what was proven damaged; what was known before if the root can't be read."""
+        site = self._site
+        try:
+            committed = await site.quarantine.committed(site.storage, site.root, site.names)
+        except AioCkptError as error:  # all have what they wanted
+            _log.warning("%s could not be looked at behind a load: %s", site.root, error)
+            return None if site.peers.newest in self._proven else site.peers.newest
+        return max({checkpoint.step for checkpoint in committed} - self._proven, default=None)
+
     async def _look(self) -> _Order:
         self._looks += 1
         if self._looks > commit.MAX_LOOKS:
-            return _Order("not found", text=str(too_many_changes(Walk(site=self._site))))
+            return _Order("not found", text=str(too_many_changes(self._site.root)))
         try:
             found = await candidates(self._site, self._step)
         except CheckpointNotFoundError as error:
@@ -331,7 +341,7 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
 
     async def beat() -> None:
         while True:
-            await anyio.sleep(stall_secs / _BEATS)
+            await anyio.sleep(stall_secs / BEATS)
             await coordinator.beat()
 
     result: list[T] = []
@@ -341,7 +351,7 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
             result.append(await work())
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise first_cause(errors) from None
     return result[0]
 
 
@@ -355,7 +365,7 @@ async def _tell(coordinator: Coordinator, topics: Sequence[str], error: BaseExce
                 if await coordinator.failure(topic) is not None:
                     return  # all hear of it there
                 # It is told at once. Whether it was heard in time spares the second topic, and nothing else.
-                with anyio.move_on_after(stall_secs / _BEATS):
+                with anyio.move_on_after(stall_secs / BEATS):
                     is_heard = await coordinator.abandon(topic, cause, stage="load")
                     if is_heard and not is_leader:  # the leader's own may have come after a word that some have heard
                         return

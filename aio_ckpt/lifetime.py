@@ -8,6 +8,7 @@ cancelled await does not stop its thread (ACCEPTANCE S1).
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -23,7 +24,13 @@ from aio_ckpt.numa import cpus_near, run_on
 from aio_ckpt.portal import Condition, Executor, Lock
 from aio_ckpt.segment import SegmentDirectory
 
-__all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes"]
+__all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes", "ranks_on_host"]
+
+
+def ranks_on_host(world_size: int) -> int:
+    """Ranks of this host, which share its memory and disk: what the launcher says, else all of them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(int(told), world_size) if told.isdigit() and int(told) else world_size
 
 
 def default_budget_bytes(*, ranks_on_host: int) -> int:
@@ -121,10 +128,10 @@ class Lease:
 class LifetimeManager:
     """Lends arenas within a byte budget.
 
-    Invariant: an arena is either idle here or lent to exactly one lease; ``budget_bytes`` bounds the capacity
-    of all arenas together, those included that are still being mapped. Idle arenas that fit no more are released,
-    never kept for later. An arena changes hands in one assignment, so that Ctrl-C in :meth:`acquire` may lose a lease
-    but never an arena: see :meth:`close_lost`.
+    Invariant: an arena is either idle here or lent to exactly one lease; ``budget_bytes`` bounds the capacity of all
+    arenas together, those included that are still being mapped, less what each was rounded up by. Idle arenas that fit
+    no more are released, never kept for later. An arena changes hands in one assignment, so that Ctrl-C in
+    :meth:`acquire` may lose a lease but never an arena: see :meth:`close_lost`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from aio_ckpt.manifest import rank_manifest_name
 from aio_ckpt.mappings import are_private, shared_mappings
 from aio_ckpt.targets import are_apart, are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
-__all__ = ["Match", "OnMatched", "at_once", "match_template", "skeleton_of", "wanted_names"]
+__all__ = ["Match", "OnMatched", "at_once", "match_template", "shard_like", "skeleton_of", "wanted_names"]
 
 _SHOWN = 5
 
@@ -120,6 +120,11 @@ def _check_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> None
     if not checkpoint.has_skeleton:
         raise MissingNameError(f"{checkpoint.path}: holds nothing named or below {name!r}")
     tree.subtree(skeleton_of(checkpoint, rank), name, rank=rank)
+
+
+def shard_like(there: DTensor | None, chunks: Chunks) -> DTensor | None:
+    """``there``, where what is stored is of its shape: below a Stateful value a scalar may stand in for a shard."""
+    return there if there is not None and there.shape == global_shape(chunks) else None
 
 
 # -- leaves -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Moves", "copy_all", "copy_near"]
+__all__ = ["Moves", "copy_all", "copy_near", "memmove"]
 
 Moves: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
@@ -44,9 +44,12 @@ _readv.argtypes = (
     ctypes.c_ulong,
 )
 _readv.restype = ctypes.c_ssize_t
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
+_memmove_holding_gil = ctypes.PyDLL(None).memmove
+memmove = ctypes.CDLL(None).memmove
+"""Of the C library, the GIL released: (target, source, bytes)."""
+for _function in (_memmove_holding_gil, memmove):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    _function.restype = ctypes.c_void_p
 
 
 def copy_all(base: int, moves: Moves) -> None:
@@ -59,7 +62,7 @@ def copy_all(base: int, moves: Moves) -> None:
         return
     if _is_refused():
         for start, address, nbytes in moves.tolist():
-            _memmove(base + start, address, nbytes)
+            _memmove_holding_gil(base + start, address, nbytes)
         return
     targets, sources = moves[:, ::2].copy(), moves[:, 1:].copy()
     targets[:, 0] += np.uint64(base % (1 << 64))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -28,6 +27,7 @@ from aio_ckpt.agreement import (
 from aio_ckpt.coordinator import Coordinator
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError, RootError
 from aio_ckpt.frames import Verdict
+from aio_ckpt.lifetime import ranks_on_host
 from aio_ckpt.owner import Owner, pending_path
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.progress import follow
@@ -96,10 +96,8 @@ class Peers:
 
     @property
     def on_host(self) -> int:
-        """Ranks of this host, which share its memory: what the launcher says, else all of them."""
-        told = os.environ.get("LOCAL_WORLD_SIZE", "")
-        world_size = self.coordinator.world_size
-        return min(int(told), world_size) if told.isdigit() and int(told) else world_size
+        """Ranks of this host, which share its memory and disk."""
+        return ranks_on_host(self.coordinator.world_size)
 
     def next_load(self) -> str:
         """Name of this call of ``load()``, the same on every rank for the same call."""

@@ -16,7 +16,8 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteE
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult
 from aio_ckpt.manifest import METADATA_FILE, data_file_name
 from aio_ckpt.pending import PendingSave, Site, pending_of, save_id_of
-from aio_ckpt.portal import watch_submissions
+from aio_ckpt.portal import first_cause, watch_submissions
+from aio_ckpt.presence import BEATS
 from aio_ckpt.progress import Deadline
 from aio_ckpt.record import (
     MetadataFile,
@@ -29,9 +30,6 @@ from aio_ckpt.write import ChunkPreparer, new_file, write_image
 __all__ = ["run_save"]
 
 _log = logging.getLogger("aio_ckpt")
-_BEATS = 4
-"""Signs of life to the other ranks in ``stall_timeout_secs``."""
-
 _TELL_SECS = 1.0
 """How much later than its deadline a save may end: a leader that lives answers in milliseconds."""
 
@@ -53,7 +51,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
         with watch_submissions(save.threads.add):
             report = await _watched(site, save)
     except BaseException as error:
-        cause = undo.first_cause(error)
+        cause = first_cause(error)
         tell_stage(cause, save.stage)
         with anyio.CancelScope(shield=True):
             cause = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
@@ -105,7 +103,7 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
             if report is None:
                 raise
             # The deadline, say, in the same turn of the loop as the leader's word: it is committed all the same.
-            _log.warning("step %d was committed before this came: %s", save.step, undo.first_cause(error))
+            _log.warning("step %d was committed before this came: %s", save.step, first_cause(error))
     if report is None:
         raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
     return report
@@ -130,7 +128,7 @@ async def _beat(site: Site, save: PendingSave) -> None:
     """Let the other ranks wait for a rank that is slow but moves."""
     last = save.progress.last
     while True:
-        await anyio.sleep(site.config.stall_timeout_secs / _BEATS)
+        await anyio.sleep(site.config.stall_timeout_secs / BEATS)
         if save.progress.last != last or save.progress.is_paused:
             last = save.progress.last
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -12,15 +11,13 @@ from aio_ckpt.bounce import address_of
 from aio_ckpt.copies import Copies
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.manifest import IntArray
-from aio_ckpt.moves import copy_near
+from aio_ckpt.moves import copy_near, memmove
 from aio_ckpt.pieces import Landing, Segment
 
 __all__ = ["finish", "place"]
 
 _SMALL_COPY_BYTES = 64 << 10
 """Up to this size copies are made many at once; beyond, each is one memmove."""
-
-_copy = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.CDLL(None)))
 
 
 def place(reads: Sequence[tuple[Segment, memoryview]], verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
@@ -80,7 +77,7 @@ def _move(moves: IntArray) -> None:
     copy_near(moves[is_small].astype(np.uint64))
     if not is_small.all():
         for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
-            _copy(*move)
+            memmove(*move)
 
 
 def _runs(moves: IntArray) -> IntArray:
@@ -93,21 +90,22 @@ def _runs(moves: IntArray) -> IntArray:
 def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
     pieces, crc32 = segment.pieces, isal_zlib.crc32
     ends = begins + pieces.nbytes
-    sums = [crc32(view[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
     is_summed = pieces.crcs >= 0
-    bad = np.flatnonzero(is_summed & (pieces.crcs != sums))
+    rows = np.flatnonzero(is_summed)
+    sums = [crc32(view[begin:end]) for begin, end in zip(begins[rows].tolist(), ends[rows].tolist(), strict=True)]
+    bad = np.flatnonzero(pieces.crcs[rows] != sums)
     if len(bad):
-        raise _mismatch(segment, int(bad[0]))
+        raise _mismatch(segment, int(rows[bad[0]]))
     for row in np.flatnonzero(~is_summed).tolist():
         landing = pieces.landings[row]
         if landing is not None and landing.sums:
-            landing.sums[pieces.positions[row]] = (sums[row], int(pieces.nbytes[row]))
-    return int(np.count_nonzero(is_summed))
+            landing.sums[pieces.positions[row]] = (crc32(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
+    return len(rows)
 
 
 def _land(landing: Landing, at: int, data: memoryview) -> None:
     assert landing.scratch is not None
-    _copy(landing.scratch.data_ptr() + at, address_of(data), data.nbytes)
+    memmove(landing.scratch.data_ptr() + at, address_of(data), data.nbytes)
 
 
 def _mismatch(segment: Segment, row: int) -> MismatchError:

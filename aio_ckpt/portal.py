@@ -34,8 +34,8 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.exits import at_exit, forget_exit
 
-__all__ = ["ON_SUBMIT", "Condition", "Executor", "Lock", "Portal"]
-__all__ += ["run_blocking", "run_owned", "unwatched", "watch_submissions"]
+__all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
+__all__ += ["first_cause", "run_blocking", "run_owned", "unwatched", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,7 +45,19 @@ Begin = Callable[[], object]
 
 _logger = logging.getLogger("aio_ckpt")
 _START_TIMEOUT_SECS = 60.0
+HOUSEKEEPING_THREADS = 4
+"""I/O threads beside those that read or write: sums, device copies, manifests, discovery."""
+STOP_SECS = 10.0
+"""How long closing waits for threads in a system call."""
 _OWNER = threading.local()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
+    return error
+
 
 # -- submissions ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from aio_ckpt.connection import Connection
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
 from aio_ckpt.frames import Beat, Patience, absence, call_of, numbering
 
-__all__ = ["Presence"]
+__all__ = ["BEATS", "Presence"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _POLL_SECS_MAX = 0.01
 _POLL_SECS_A_RANK = 1e-4
 """The store is one thread: however many ranks wait, it is asked at most so often a second (1 / this)."""
 
-_BEATS = 4
+BEATS = 4
 """Signs of life in ``stall_secs``: one may be late."""
 
 _CALLS_TOLD = 16
@@ -86,14 +86,14 @@ class Presence:
     async def _look(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
         """What ``find`` gives once it gives something; a few times in ``stall_secs`` beat and ``check()``."""
         pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
-        due = time.monotonic() + self.stall_secs / _BEATS
+        due = time.monotonic() + self.stall_secs / BEATS
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:
                 if self._is_leaving:
                     raise EngineClosedError(f"{self._name}: the engine was closed while it waited in {topic}")
                 if time.monotonic() >= due:
-                    due = time.monotonic() + self.stall_secs / _BEATS
+                    due = time.monotonic() + self.stall_secs / BEATS
                     await self.beat()
                     try:
                         await check()

@@ -30,7 +30,7 @@ from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMi
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.files import Files
 from aio_ckpt.manifest import RootManifest, data_file_name
-from aio_ckpt.match import Match, OnMatched, at_once, match_template, skeleton_of, wanted_names
+from aio_ckpt.match import Match, OnMatched, at_once, match_template, shard_like, skeleton_of, wanted_names
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment
@@ -85,7 +85,8 @@ async def load_checkpoint(
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
-    Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it.
+    Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it, and read past the
+    page cache, which would give what it gave before.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.catalog.open_checkpoint`.
@@ -105,7 +106,7 @@ async def load_checkpoint(
         files.vouch(manifest.file for manifest in checkpoint.ranks)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
-        files.are_shared = is_read_by_several(found, checkpoint.catalog, ranks_on_host=ranks_on_host)
+        files.are_shared = in_place and is_read_by_several(found, checkpoint.catalog, ranks_on_host=ranks_on_host)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         await on_matched(checkpoint.identity)
@@ -295,11 +296,10 @@ class _Draft:
         tied: dict[tuple[int, ...], torch.Tensor] = {}
         for name in names:
             chunks: Chunks = self.source.items.get(name) or self.source.transformed[name]
-            like = self.sharded.get(name)
-            is_shard = like is not None and like.shape == global_shape(chunks)
-            key = (is_shard and id(like), *map(id, chunks))
+            shard = shard_like(self.sharded.get(name), chunks)
+            key = (0 if shard is None else id(shard), *map(id, chunks))
             if key not in tied:
-                tied[key] = _new_shard(like, chunks) if is_shard and like is not None else _new_tensor(name, chunks)
+                tied[key] = _new_tensor(name, chunks) if shard is None else _new_shard(shard, chunks)
                 self.plan.apart.add(memory_of(tied[key]).data_ptr())
                 self._add_tensor(name, tied[key])
             self.values[name] = tied[key]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aio_ckpt.contents import Catalog, Chunks, global_shape
 from aio_ckpt.items import BLOCK_BYTES
-from aio_ckpt.match import Match
+from aio_ckpt.match import Match, shard_like
 from aio_ckpt.targets import memory_of
 
 __all__ = ["covering_bytes", "is_read_by_several"]
@@ -28,12 +28,11 @@ def _wanted_bytes(found: Match, catalog: Catalog) -> int:
     """Bytes of data files that this rank will read for its tensors, about."""
     wanted = int(catalog.small.nbytes[found.small.rows].sum())
     wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.chunks[name]) for name, tensor in found.tensors)
-    for _, _, names in found.stateful:
-        for name in catalog.tensor_names & set(names):
-            chunks = catalog.chunks[name]
-            whole, like = global_shape(chunks), found.sharded.get(name)
-            is_shard = like is not None and like.shape == whole
-            wanted += _bytes_for(memory_of(like).shape if is_shard and like is not None else whole, chunks)
+    below = (name for _, _, names in found.stateful for name in catalog.tensor_names & set(names))
+    for name in (*(name for name, _ in found.arrays), *below):
+        chunks = catalog.chunks[name]
+        shard = shard_like(found.sharded.get(name), chunks)
+        wanted += _bytes_for(global_shape(chunks) if shard is None else memory_of(shard).shape, chunks)
     return wanted
 
 

@@ -14,7 +14,7 @@ from aio_ckpt.image import Image
 from aio_ckpt.progress import Threads, follow
 from aio_ckpt.storage import Storage
 
-__all__ = ["SETTLE_SECS", "first_cause", "settle_failure"]
+__all__ = ["SETTLE_SECS", "settle_failure"]
 
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
@@ -65,10 +65,3 @@ async def _remove(storage: Storage, pending: Path) -> None:
         else:
             return
         await anyio.sleep(_AGAIN_SECS)
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
-    return error

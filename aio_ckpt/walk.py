@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from aio_ckpt import commit
@@ -57,17 +58,17 @@ async def newest_good(
             raise
         else:
             raise walk.failure()
-    raise too_many_changes(walk)
+    failure = too_many_changes(walk.site.root)
+    failure.target_modified = walk.is_modified
+    raise failure
 
 
-def too_many_changes(walk: Walk) -> CheckpointNotFoundError:
+def too_many_changes(root: Path) -> CheckpointNotFoundError:
     """What to raise when a writer deletes faster than this reads."""
-    failure = CheckpointNotFoundError(
-        f"each of {commit.MAX_LOOKS} checkpoints under {walk.site.root} was deleted or replaced by its writer while it "
+    return CheckpointNotFoundError(
+        f"each of {commit.MAX_LOOKS} checkpoints under {root} was deleted or replaced by its writer while it "
         "was read: keep more of them (keep_last), or protect(step) one before it is read"
     )
-    failure.target_modified = walk.is_modified
-    return failure
 
 
 class ChangedError(AioCkptError):

@@ -20,7 +20,7 @@ from aio_ckpt import coordinator as coordinator_module
 from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.frames import Verdict, call_of
-from aio_ckpt.presence import _BEATS
+from aio_ckpt.presence import BEATS
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0
@@ -316,7 +316,7 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
             return time.monotonic() - began, str(error)
 
     secs, text = asyncio.run(main())
-    assert secs < STALL_SECS / _BEATS
+    assert secs < STALL_SECS / BEATS
     assert "No space" in text
 
 
@@ -362,7 +362,7 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
             assert await heard is None
             return time.monotonic() - began
 
-    assert asyncio.run(main()) < STALL_SECS / _BEATS
+    assert asyncio.run(main()) < STALL_SECS / BEATS
 
 
 def test_a_word_that_is_out_is_never_taken_back() -> None:
@@ -582,7 +582,7 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
 def test_a_rank_that_has_closed_is_not_waited_for(closing: int) -> None:
     async def main() -> float:
         async with two_here(SHORT_SECS) as both:
-            with anyio.move_on_after(SHORT_SECS / _BEATS):  # the leader waits for the others to leave, too
+            with anyio.move_on_after(SHORT_SECS / BEATS):  # the leader waits for the others to leave, too
                 await both[closing].leave()
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match=f"rank {closing} does not come to t, it has closed its engine"):
@@ -604,7 +604,7 @@ def test_a_leader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
 
     waited, left = asyncio.run(main())
     assert waited >= SHORT_SECS
-    assert left < SHORT_SECS / _BEATS
+    assert left < SHORT_SECS / BEATS
 
 
 # -- the store --------------------------------------------------------------------------------------

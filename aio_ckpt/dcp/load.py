@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -34,6 +34,8 @@ from aio_ckpt.progress import outcome_blocking, unless_given_up
 from aio_ckpt.readplan import ReadPlan
 
 __all__ = ["Load"]
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Load:
             if item.storage_index in streams:
                 self._give(item, streams[item.storage_index], planner, transforms)
 
-    def _wait(self, work: Any) -> Any:
+    def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Ctrl-C ends it; then, too, no thread fills a target any more."""
         given_up: Future[None] = Future()
         return outcome_blocking(self.runtime.portal.submit(unless_given_up, given_up, work), given_up)

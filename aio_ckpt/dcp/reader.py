@@ -43,7 +43,7 @@ class Reader(Face, StorageReader):
         storage: where the bytes are; the local file system unless given.
 
     Raises:
-        ConfigError: an extension registry, and this torch has no extensions.
+        ConfigError: an argument of another type; an extension registry, and this torch has no extensions.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Reader(Face, StorageReader):
         config: EngineConfig | None = None,
         storage: Storage | None = None,
     ) -> None:
-        super().__init__(config or EngineConfig(), storage)
+        super().__init__(config, storage)
         self.path = Path(path)
         self.load_id = str(uuid.uuid4())
         self.storage_data: Mapping[MetadataIndex, _StorageInfo] = {}

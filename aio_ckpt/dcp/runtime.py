@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import uuid
 from collections.abc import Iterator
@@ -11,24 +12,22 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 from aio_ckpt.arena import ArenaKind
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, check_kind
 from aio_ckpt.layout import chunk_bytes_for
-from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes
-from aio_ckpt.portal import Lock, Portal
+from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
+from aio_ckpt.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
+from aio_ckpt.priority import lower_priority
 from aio_ckpt.snapshot import Copiers
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.throttle import WriteThrottle
 
 __all__ = ["Face", "Runtime"]
 
-_HOUSEKEEPING_THREADS = 4
-"""Threads beside the ``workers`` that read or write: sums, device copies, manifests."""
 _WINDOW_CHUNKS = 2
 """Chunks of an image that are in memory at once, for each write in flight: one is filled while another is written."""
-_STOP_SECS = 10.0
-"""How long closing waits for threads in a system call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +52,16 @@ class Runtime:
     @classmethod
     def open(cls, config: EngineConfig, storage: Storage | None) -> Runtime:
         """Start the threads; no memory is taken yet."""
-        portal = Portal(f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}", config.workers + _HOUSEKEEPING_THREADS)
+        portal = Portal(
+            f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}",
+            config.workers + HOUSEKEEPING_THREADS,
+            functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
+        )
         portal.start()
         executor = portal.executor
         window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
         limit = config.max_write_bytes_per_sec
-        staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=1)
+        staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=_ranks_on_host())
         return cls(
             config=config,
             portal=portal,
@@ -78,7 +81,12 @@ class Runtime:
         """End the threads. Idempotent."""
         self.window.close()
         self.staging.close()
-        self.portal.close(_STOP_SECS)
+        self.portal.close(STOP_SECS)
+
+
+def _ranks_on_host() -> int:
+    """A face runs on each of them, if there is a group."""
+    return ranks_on_host(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
 class Face:
@@ -88,8 +96,11 @@ class Face:
     each call opens one and closes it before it returns. A face that keeps none can be pickled and survives a fork.
     """
 
-    def __init__(self, config: EngineConfig, storage: Storage | None) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig | None, storage: Storage | None) -> None:
+        """Raises ConfigError for a ``config`` or ``storage`` of another type."""
+        check_kind("config", config, EngineConfig)
+        check_kind("storage", storage, Storage)
+        self._config = config or EngineConfig()
         self._storage = storage
         self._kept: Runtime | None = None
         self._opening = Lock()
@@ -105,7 +116,8 @@ class Face:
 
     def close(self) -> None:
         """End the threads that are kept, if any. Idempotent; a later call works, for itself."""
-        kept, self._kept = self._kept, None
+        with self._opening:
+            kept, self._kept = self._kept, None
         if kept is not None:
             kept.close()
 
@@ -120,16 +132,17 @@ class Face:
     def _keep(self) -> Runtime:
         """The runtime that is kept until :meth:`close`; opened by the first call."""
         with self._opening:
-            if self._kept is None:
-                self._kept = Runtime.open(self._config, self._storage)
-        self._kept.portal.check_thread(type(self).__name__)
-        return self._kept
+            kept = self._kept = self._kept or Runtime.open(self._config, self._storage)
+        kept.portal.check_thread(type(self).__name__)
+        return kept
 
     @contextmanager
     def _running(self) -> Iterator[Runtime]:
         """The kept runtime, or one for this block."""
-        if self._kept is not None:
-            yield self._keep()
+        kept = self._kept
+        if kept is not None:
+            kept.portal.check_thread(type(self).__name__)
+            yield kept
             return
         runtime = Runtime.open(self._config, self._storage)
         try:

@@ -44,12 +44,13 @@ from aio_ckpt.items import WriteResult as Written
 from aio_ckpt.items import check_complete
 from aio_ckpt.manifest import FileEntry, data_file_name, encode_rank, encode_static, rank_manifest_name
 from aio_ckpt.plan import tensor_entry
+from aio_ckpt.portal import first_cause
 from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.snapshot import capture
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
-from aio_ckpt.undo import SETTLE_SECS, first_cause
+from aio_ckpt.undo import SETTLE_SECS
 from aio_ckpt.write import ChunkPreparer, new_file, write_image
 
 __all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]

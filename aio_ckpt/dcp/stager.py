@@ -46,7 +46,7 @@ class AsyncStager(Face, staging.AsyncStager):
     _synchronize_after_execute = False
 
     def __init__(self, config: EngineConfig | None = None) -> None:
-        super().__init__(config or EngineConfig(), None)
+        super().__init__(config, None)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``state_dict``; what is not in the copy later is nobody's but the caller's.

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import EngineConfig, check_flag
 from aio_ckpt.datafile import translated
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
@@ -56,12 +56,13 @@ class Writer(Face, StorageWriter, AsyncStager):
         _extensions: applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
         config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
-            ``max_write_bytes_per_sec`` (``"auto"`` paces nothing), ``stall_timeout_secs``, ``drain_timeout_secs``,
-            ``step_dir`` and ``debug`` have their meaning; the rest concerns an engine's root.
+            ``max_write_bytes_per_sec`` (``"auto"`` paces nothing), ``thread_nice``, ``thread_ioprio``,
+            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest is
+            an engine's.
         storage: where the bytes go; the local file system unless given.
 
     Raises:
-        ConfigError: an argument that stock has and that cannot be had here.
+        ConfigError: an argument of another type, or one that stock has and that cannot be had here.
     """
 
     _synchronize_after_execute = False
@@ -81,8 +82,10 @@ class Writer(Face, StorageWriter, AsyncStager):
         config: EngineConfig | None = None,
         storage: Storage | None = None,
     ) -> None:
-        config = config or EngineConfig()
-        super().__init__(config if thread_count is None else replace(config, workers=thread_count), storage)
+        super().__init__(config, storage)
+        if thread_count is not None:
+            self._config = replace(self._config, workers=thread_count)
+        check_flag("overwrite", overwrite)
         if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
             raise ConfigError(
                 f"serialization_format={serialization_format}: this writer writes torch's own; use stock's "
@@ -92,6 +95,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         self.overwrite = overwrite
         self._fresh_ids: list[str] = []
         self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
+        self._unwritten: set[str] = set()  # ids that no plan has brought yet: DCP's plan cache brings old ones again
         self._transforms = _transforms(_extensions)
 
     # -- what DCP calls, in this order ------------------------------------------------------------
@@ -130,6 +134,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         """Leader: mend the directory if a crash left it torn, mark the save, tell each rank which part is its own."""
         save_id, path = self._take_id(), self.path.absolute()
         self._begun[save_id] = path
+        self._unwritten.add(save_id)
         with self._running() as runtime:
             runtime.portal.call(begin_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs)
         return [
@@ -144,15 +149,17 @@ class Writer(Face, StorageWriter, AsyncStager):
             WriteError, StallError, SourceChangedError, PlanChangedError, RootError, BusyError: nothing becomes visible.
         """
         path = self.path.absolute()
+        is_begun = plan.storage_data.save_id in self._unwritten
+        self._unwritten.discard(plan.storage_data.save_id)
         begun = self._begun.get(plan.storage_data.save_id, path)
-        if begun != path:
+        if is_begun and begun != path:
             del self._begun[plan.storage_data.save_id]
             raise BusyError(
                 f"this writer still saved into {begun} when it was turned to {path}: await the first save, or give "
                 "each a writer of its own"
             )
         with self._running() as runtime:
-            find = functools.partial(find_save, is_begun=plan.storage_data.save_id in self._begun)
+            find = functools.partial(find_save, is_begun=is_begun)
             save: RankSave = runtime.portal.call(
                 find, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
             )
@@ -180,6 +187,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         }
         save_id = manifests[0].save_id
         path = self._begun.pop(save_id, self.path.absolute())
+        self._unwritten.discard(save_id)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
         with self._running() as runtime:
             timeout_secs = runtime.config.stall_timeout_secs

@@ -26,8 +26,8 @@ COPIES = 5
 def measure_raw(trainer: Trainer, ground: Ground, folder: Path, trial: Trial) -> Iterator[tuple[str, dict[str, float]]]:
     """Events ``copy`` and ``disk``; all ranks write or read at once, as their saves and loads do."""
     packed = pack(trainer.local())
-    if ground.device.type == "cuda":
-        yield "copy", _copy(packed, ground)
+    if ground.device.type == "cuda" and (copied := _copy(packed, ground)) is not None:
+        yield "copy", copied
     nbytes = len(packed)
     kind = PlainRead if trial.mode == "load" else PlainWrite
     plain = kind(packed, folder / f"rank{ground.rank}")
@@ -55,13 +55,13 @@ def _drop(path: Path) -> None:
         os.close(descriptor)
 
 
-def _copy(packed: mmap.mmap, ground: Ground) -> dict[str, float]:
-    """Median of some copies of up to 8 GB into registered memory."""
+def _copy(packed: mmap.mmap, ground: Ground) -> dict[str, float] | None:
+    """Median of some copies of up to 8 GB into registered memory; None if it cannot be registered."""
     host = torch.frombuffer(packed, dtype=torch.uint8)[: 8 << 30]
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
     if int(error):
-        return {"nbytes": host.nbytes, "secs": float("nan")}
+        return None
     source = torch.empty(host.nbytes, dtype=torch.uint8, device=ground.device)
     secs: list[float] = []
     for _ in range(COPIES):

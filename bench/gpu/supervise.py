@@ -178,7 +178,9 @@ class Process:
         if self.popen.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.popen.stdin.close()
-        code = self.popen.wait()
+        code: int | str = "unknown: it does not die"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.popen.wait(GRACE_SECS)
         with self._log as log:
             log.seek(0)
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
