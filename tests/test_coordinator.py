@@ -124,6 +124,11 @@ def test_a_rank_beyond_the_world_is_refused() -> None:
         StoreCoordinator(dist.HashStore(), rank=2, world_size=2)
 
 
+def test_what_is_no_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="store is a NoneType"):
+        StoreCoordinator(None, rank=0, world_size=2)
+
+
 # -- a rank fails -----------------------------------------------------------------------------------
 
 

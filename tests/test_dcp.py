@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -30,7 +30,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.dcp import Reader, Writer, recover, runtime
+from aio_ckpt.dcp import AsyncStager, Reader, Writer, recover, runtime
+from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -235,6 +236,74 @@ def test_with_dcps_plan_cache_every_save_has_its_own_values_and_files(
     changed = {**state, "lr": torch.ones(2)}
     dcp.save(changed, storage_writer=Writer(tmp_path / "a"), planner=DefaultSavePlanner(enable_plan_caching=True))
     assert_holds(tmp_path / "a", changed)
+
+
+@needs_plan_cache
+def test_with_dcps_plan_cache_a_writer_works_again_behind_a_save_that_failed(
+    storage: GatedStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cache in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        monkeypatch.setattr(dcp.SavePlanner, f"_cached_{cache}", {})
+    writer = Writer(tmp_path / "a", storage=storage)
+    storage.fail("create_data_file", "*.distcp", WriteError(errno.ENOSPC, "full", "x"))
+    for seed, path in ((0, "a"), (1, "a"), (2, "a"), (3, "b")):
+        state = state_of(seed, mebibytes=1)
+
+        def save_again(state: dict[str, Any] = state, path: str = path) -> None:
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save(state, checkpoint_id=tmp_path / path, storage_writer=writer, planner=planner)
+
+        if seed == 0:
+            assert isinstance(failure_of(save_again), WriteError)
+        else:
+            save_again()
+            assert_holds(tmp_path / path, state)
+
+
+# -- what a face runs on --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [Writer, Reader, lambda _, **given: AsyncStager(**given)])
+def test_arguments_of_another_type_are_refused(make: Callable[..., object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="config="):
+        make(tmp_path, config={"workers": 2})
+
+
+@pytest.mark.parametrize("face", [Writer, Reader])
+def test_a_storage_that_is_none_is_refused(face: Callable[..., object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="storage="):
+        face(tmp_path, storage=tmp_path)
+
+
+def test_a_word_is_no_overwrite(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="overwrite="):
+        Writer(tmp_path, overwrite="no")  # type: ignore[arg-type]
+
+
+def test_a_face_that_another_thread_closes_still_runs(tmp_path: Path) -> None:
+    class ClosedAtOnce(contextlib.AbstractContextManager[None]):
+        """As soon as it is let go of, another thread closes the face."""
+
+        is_closing = False
+
+        def __exit__(self, *_: object) -> None:
+            if not self.is_closing:
+                self.is_closing = True
+                reader.close()
+
+    reader = Reader(tmp_path)
+    reader._opening = cast("Any", ClosedAtOnce())
+    assert isinstance(reader._keep(), Runtime)
+    assert reader._kept is None
+
+
+def test_threads_of_a_face_stand_behind_the_trainers(tmp_path: Path) -> None:
+    runtime = Runtime.open(EngineConfig(thread_nice=7), None)
+    try:
+        nice = runtime.portal.executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(TIMEOUT)
+    finally:
+        runtime.close()
+    assert nice == max(os.getpriority(os.PRIO_PROCESS, 0), 7)
 
 
 # -- extensions -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -21,7 +22,7 @@ from test_ranks_failing import ActingStorage, engine_over
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint, read
 from aio_ckpt.coordinator import StoreCoordinator
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, MismatchError, PeerFailedError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, MismatchError, PeerFailedError, ReadError
 from aio_ckpt.items import LoadReport
 from aio_ckpt.joint import _Order, _Own
 from aio_ckpt.storage import Storage
@@ -79,6 +80,41 @@ class LookStorage(ActingStorage):
 
 def looking_engine(root: Path, **settings: Any) -> AbstractContextManager[tuple[CheckpointEngine, LookStorage]]:
     return engine_over(LookStorage, root, SECS, **settings)
+
+
+# -- behind a load that is whole ----------------------------------------------------------------------
+
+
+class Arming:
+    """Once its value is put back, the storage cannot list the root."""
+
+    def __init__(self, storage: LookStorage) -> None:
+        self._storage = storage
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"v": torch.ones(4)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        def refuse() -> None:
+            raise ReadError(errno.EIO, "the disk is away", "root")
+
+        self._storage.at, self._storage.act = ("list_dir", "*"), refuse
+
+
+def load_as_the_disk_goes_away(rank: int, count: int, root: Path) -> tuple[int | None, int | None, bool]:
+    with looking_engine(root) as (engine, storage):
+        engine.save({**state_of(3), "m": Arming(storage)}, step=3).result(SECS)
+        dist.barrier()
+        state: dict[str, Any] = {**state_of(0), "m": Arming(storage)}
+        report = submit(engine, state).result(SECS)
+        was_refused, storage.act = storage.act is None, None
+        return report.step, engine.latest_step(), was_refused
+
+
+def test_a_load_that_is_whole_does_not_fail_because_the_root_cannot_be_listed(two: Ranks, tmp_path: Path) -> None:
+    (step, newest, was_refused), other = two.run(load_as_the_disk_goes_away, tmp_path)
+    assert (step, newest, was_refused) == (3, 3, True)
+    assert other[:2] == (3, 3)
 
 
 # -- given up ---------------------------------------------------------------------------------------

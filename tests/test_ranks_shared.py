@@ -62,10 +62,12 @@ def forget(root: Path) -> None:
         os.close(fd)
 
 
-def load(rank: int, count: int, root: Path, kind: str) -> tuple[list[bool], int]:
+def load(
+    rank: int, count: int, root: Path, kind: str, over: type[WatchedOpens] = WatchedOpens
+) -> tuple[list[bool], int]:
     """Whether files were opened to be shared, and the bytes that this rank had the disk read."""
     executor = Executor("opens", 4)
-    storage = WatchedOpens(executor)
+    storage = over(executor)
     template, wanted = state_of(kind, rank, count, fill=False), state_of(kind, rank, count)
     engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS), storage=storage)
     before = _disk_bytes()
@@ -126,6 +128,40 @@ def test_two_ranks_share_what_both_read(two: Ranks, tmp_path: Path, kind: str, i
 )
 def test_gaps_below_a_block_are_read_through(chunk: tuple[int, ...], box: tuple[int, ...], nbytes: int) -> None:
     assert covering_bytes(chunk, box, 4) == nbytes
+
+
+class BadTransfer(WatchedOpens):
+    """What is read through the page cache is wrong, as often as it is read."""
+
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, shared=shared)
+        return Garbling(file) if shared else file
+
+
+class Garbling:
+    def __init__(self, inner: ReadFile) -> None:
+        self._inner = inner
+        self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
+
+    async def read_into(self, offset: int, *views: memoryview) -> int:
+        got = await self._inner.read_into(offset, *views)
+        for view in views:
+            view[:] = bytes(view.nbytes)
+        return got
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+def load_what_is_cached_wrong(rank: int, count: int, root: Path) -> list[bool]:
+    return load(rank, count, root, "copies", BadTransfer)[0]
+
+
+def test_what_the_page_cache_has_wrong_is_no_damage_of_the_disk(two: Ranks, tmp_path: Path) -> None:
+    two.run(save, tmp_path, "copies")
+    for opens in two.run(load_what_is_cached_wrong, tmp_path):
+        assert set(opens) == {True, False}
+    assert [path.name for path in tmp_path.glob("*corrupt*")] == []
 
 
 async def test_a_storage_that_must_read_directly_does(tmp_path: Path) -> None:

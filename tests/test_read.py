@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from aio_ckpt import tree
+from aio_ckpt import readplan, tree
+from aio_ckpt.contents import Item
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -401,6 +402,36 @@ async def test_any_box_of_a_tensor_equals_the_slice(direct, tmp_path_factory, da
     found, _ = await read_box(direct, path, "t", starts, lengths)
     wanted = stored[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))]
     assert bits(found) == bits(wanted)
+
+
+@pytest.mark.parametrize("shape", [(64, 3000), (3000, 64), (7, 40, 333), (1 << 17,)])
+async def test_a_box_is_read_in_parts_and_no_block_twice(storage, tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(readplan, "_BOX_BYTES", 40_000)
+    stored = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    path = save_state(tmp_path / "c", {"t": stored})
+    starts, lengths = [1] * len(shape), [size - 2 for size in shape]
+    found, bytes_read = await read_box(storage, path, "t", starts, lengths)
+    assert torch.equal(found, stored[tuple(slice(1, size - 1) for size in shape)])
+    assert bytes_read <= stored.nbytes + 8192
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "lengths", "rows"),
+    [
+        ((4096, 2048), (0, 1024), (4096, 1024), [2048, 2048]),  # 8 KiB each: cut where 16 MiB end
+        ((4096, 2048), (100, 0), (3000, 2048), [1948, 1052]),  # where blocks end
+        ((4096, 3072), (0, 0), (4096, 1536), [1280, 1280, 1280, 256]),  # not 1365: inside of one
+        ((4096, 3000), (0, 0), (4096, 1500), [1398, 1398, 1300]),  # no row ends where a block does
+        ((64,), (8,), (32,), [32]),
+    ],
+)
+def test_large_boxes_are_cut_where_blocks_end(shape, start, lengths, rows):
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    item = Item("t", "f", torch.float32, shape, stride, (0,) * len(shape), 0, 0, 0, BLOCK_BYTES, (), None)
+    parts = list(readplan._parts(item, start, torch.empty(lengths, device="meta")))
+    assert [len(view) for _, view in parts] == rows
+    edges = itertools.accumulate(rows[:-1], initial=start[0])
+    assert [begin for begin, _ in parts] == [(edge, *start[1:]) for edge in edges]
 
 
 async def read_box(storage, path, name, starts, lengths):
