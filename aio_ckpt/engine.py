@@ -45,7 +45,8 @@ class CheckpointEngine:
 
     The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
     the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled, at most
-    ``max_in_flight`` are, and its step exceeds every committed and pending one.
+    ``max_in_flight`` are, and its step exceeds every committed and pending one. Any call may raise EngineClosedError
+    once it is closed, and WrongThreadError on the engine's own threads.
 
     Args:
         root: directory of the checkpoints; made if it is missing.
@@ -144,6 +145,7 @@ class CheckpointEngine:
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
             StallError: ``deadline_secs`` passed before everything was captured.
+            PeerFailedError: another rank failed, and all had to agree before this one captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
         step = commit.whole_number(step)
@@ -240,6 +242,10 @@ class CheckpointEngine:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
             CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
+            ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
+            UnsafeObjectError: an object needs ``trusted_objects``.
+            FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
+            PeerFailedError, StallError: another rank failed, or gave no sign of life.
         """
         given_up: Future[None] = Future()
         options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
@@ -260,7 +266,8 @@ class CheckpointEngine:
             only: names of leaves, or of branches above them.
 
         Raises:
-            CheckpointNotFoundError, CorruptCheckpointError: as :meth:`load`.
+            MissingNameError: one of ``only`` selects nothing.
+            CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
         return await asyncio.wrap_future(self.submit_read(step, only=only))
 
@@ -286,6 +293,8 @@ class CheckpointEngine:
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
             BusyError: saves are pending: await their tickets first.
+            RootError: the root is not writable, or another writer holds it.
+            PeerFailedError, StallError: as :meth:`load`.
         """
         return self._saver.rollback(step)
 
