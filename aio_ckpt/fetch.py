@@ -165,7 +165,7 @@ def _count_down(landing: Landing, count: int) -> bool:
 def _check_length(segment: Segment, end: int) -> None:
     beyond = np.flatnonzero(segment.pieces.starts + segment.pieces.nbytes > end)
     if len(beyond):
-        raise MismatchError(f"{segment.file}: ends at byte {end}, inside {segment.pieces.labels[beyond[0]]}")
+        raise MismatchError(f"{segment.label(int(beyond[0]))}: the file ends at byte {end}, inside of it")
 
 
 # -- plain DCP: where the raw bytes are -------------------------------------------------------------

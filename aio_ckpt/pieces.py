@@ -209,6 +209,11 @@ class Segment:
     after: Segment | None = None
     """What must be placed before this one is: its read, shifted, reaches over bytes of this one's."""
 
+    def label(self, row: int) -> str:
+        """What a piece is part of, for messages: the file, and the tensor or object."""
+        label: str = self.pieces.labels[row]
+        return label if self.pieces.landings[row] is not None else f"{self.file}: tensor {label!r}"
+
     @property
     def bounced_bytes(self) -> int:
         """Of the bounce buffer it needs."""

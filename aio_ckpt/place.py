@@ -110,8 +110,6 @@ def _land(landing: Landing, at: int, data: memoryview) -> None:
 
 def _mismatch(segment: Segment, row: int) -> MismatchError:
     pieces = segment.pieces
-    start, label = int(pieces.starts[row]), pieces.labels[row]
-    if pieces.landings[row] is None:
-        label = f"{segment.file}: tensor {label!r}"
+    start = int(pieces.starts[row])
     where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
-    return MismatchError(f"{label}: {where} do not match their CRC32")
+    return MismatchError(f"{segment.label(row)}: {where} do not match their CRC32")
