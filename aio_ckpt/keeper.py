@@ -26,33 +26,47 @@ from aio_ckpt.rescue import forget_segments, reclaim
 from aio_ckpt.rootlock import RootLock
 from aio_ckpt.storage import make_dirs
 
-__all__ = ["RootKeeper", "make_root"]
+__all__ = ["RootKeeper", "checked_path", "make_root"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _log = logging.getLogger("aio_ckpt")
 
 
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """``path``, as it is given; nothing is looked up.
+
+    Raises:
+        RootError: it is no path, empty text, or a name that no file system can hold.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        remedy = "give a str or a pathlib.Path"
+        raise RootError(errno.EINVAL, f"the root is a {type(path).__name__}, no path: {remedy}", shown(path))
+    name = os.fspath(path)
+    if not name:
+        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
+    try:
+        has_nul = b"\0" in os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise RootError(errno.EINVAL, f"no file system can hold this name ({error})", ascii(name)) from error
+    if has_nul:
+        raise RootError(errno.EINVAL, "no file system can hold this name (embedded null byte)", ascii(name))
+    return Path(path)
+
+
 def make_root(root: str | os.PathLike[str]) -> Path:
     """Make the directory of the checkpoints and its parents, durably; it may be there. Its absolute path.
 
     Raises:
-        RootError: it is no path, empty text, a file, or cannot be made.
+        RootError: as :func:`checked_path`; it is a file, or cannot be made.
     """
-    if not isinstance(root, (str, os.PathLike)) or not isinstance(os.fspath(root), str):
-        remedy = "give a str or a pathlib.Path"
-        raise RootError(errno.EINVAL, f"the root is a {type(root).__name__}, no path: {remedy}", shown(root))
-    if not os.fspath(root):
-        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
-    path = Path(root).absolute()
+    path = checked_path(root).absolute()
     try:
         make_dirs(path)
     except OSError as error:
         raise RootError(
             error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(path)
         ) from error
-    except ValueError as error:  # a NUL, a lone surrogate
-        raise RootError(errno.EINVAL, f"no file system can hold this name ({error})", ascii(str(path))) from error
     return path
 
 

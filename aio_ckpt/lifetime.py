@@ -30,7 +30,7 @@ __all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_bu
 def ranks_on_host(world_size: int) -> int:
     """Ranks of this host, which share its memory and disk: what the launcher says, else all of them."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(int(told), world_size) if told.isdigit() and int(told) else world_size
+    return min(int(told), world_size) if told.isascii() and told.isdigit() and int(told) else world_size
 
 
 def default_budget_bytes(*, ranks_on_host: int) -> int:

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Likeness", "looks_like"]
+__all__ = ["Likeness", "is_nested", "looks_like"]
+
+is_nested: Callable[[torch.Tensor], bool] = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
+"""Whether it is a nested tensor: given one, the guards end the process (``std::terminate``)."""
 
 
 class Likeness:
@@ -26,11 +29,14 @@ class Likeness:
 
         False proves nothing: it may be for a reason of autograd's, or a tensor that is given twice.
         """
-        return self._check is not None and self._check(*tensors)
+        return self._check is not None and not any(map(is_nested, tensors)) and self._check(*tensors)
 
 
 def looks_like(tensor: torch.Tensor) -> Callable[[Any], bool]:
-    """Tells of one tensor after the other whether it is proven to look like ``tensor``; False proves nothing."""
+    """Tells of one tensor after the other whether it is proven to look like ``tensor``; False proves nothing.
+
+    What it is asked about must not be nested.
+    """
     check = _check_of([tensor]) if _tells_all_apart() else None
     return check or _never
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -39,7 +40,11 @@ T = TypeVar("T")
 Publish = Callable[[Sequence[Written]], Awaitable[None]]
 """The leader's: make what every rank has written visible."""
 
+_log = logging.getLogger("aio_ckpt")
 _OPEN = "the opening"
+_ROOT = "the root"
+_LOOKS, _AGAIN_SECS = 3, 0.2
+"""How often a root is looked at before the ranks give up to meet, and how long between."""
 
 
 class _Met(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +155,7 @@ class Peers:
         mark = pending_path(root, self.owner, 0)
 
         async def lead(_: tuple[bytes, ...]) -> Verdict:
-            newest = max(await read_steps(), default=None)
+            newest = max(await _persistently(read_steps), default=None)
             met = _Met(self.owner, newest, await _mark(storage, mark))
             return Verdict(common=msgspec.msgpack.encode(met))
 
@@ -164,10 +169,11 @@ class Peers:
             word = await coordinator.agree(_OPEN, b"", lead, stage="open")
             met = _MET.decode(word)
             self.owner, self.newest = met.owner, met.newest
-            sees = not met.is_marked or await storage.exists(pending_path(root, met.owner, 0))
+            sees = not met.is_marked or await self._sees(storage, pending_path(root, met.owner, 0))
             message = msgspec.msgpack.encode((socket.gethostname(), sees))
-            blind = await coordinator.agree("the root", message, compare, stage="open")
-        except BaseException:
+            blind = await coordinator.agree(_ROOT, message, compare, stage="open")
+        except BaseException as error:
+            error.add_note("the ranks have not met: close their engines and open them anew, on all ranks")
             with anyio.CancelScope(shield=True):
                 await coordinator.leave()  # no call will come to anything
             raise
@@ -182,6 +188,25 @@ class Peers:
                 f"{met.owner.host}: give a directory on a file system that all of them share",
                 str(root),
             )
+
+    async def _sees(self, storage: Storage, mark: Path) -> bool:
+        try:
+            return await _persistently(lambda: storage.exists(mark))
+        except Exception as error:
+            with anyio.CancelScope(shield=True):
+                await self.coordinator.abandon(_ROOT, error, stage="open")
+            raise
+
+
+async def _persistently(look: Callable[[], Awaitable[T]]) -> T:
+    """What ``look`` gives, tried again where it fails: ranks that have not met will not meet later."""
+    for _ in range(_LOOKS - 1):
+        try:
+            return await look()
+        except (AioCkptError, OSError) as error:
+            _log.warning("tried again: %s", error)
+            await anyio.sleep(_AGAIN_SECS)
+    return await look()
 
 
 async def _mark(storage: Storage, path: Path) -> bool:

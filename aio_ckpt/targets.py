@@ -44,6 +44,8 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     """Why nothing can be read into the memory of a tensor; None if it can."""
     if is_lazy(tensor):
         return "has no shape yet in the template: run one forward pass first"
+    if tensor.is_nested:
+        return "is a nested tensor in the template: give its parts, with .unbind()"
     if type(tensor) is DTensor and any(placement.is_partial() for placement in tensor.placements):
         return "has a Partial placement in the template, which no shard of a checkpoint fits: give .redistribute()"
     tensor = memory_of(tensor)

@@ -368,3 +368,43 @@ def test_loading_a_step_that_is_not_there_says_which_are(root: Path) -> None:
             engine.read(9)
         with refused(root, MissingNameError, KeyError, "nothing"):
             engine.read(4, only=["nothing"])
+
+
+# -- nested tensors: torch's guards end the process where they are given one --------------------------------
+
+
+def nested_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def test_a_nested_tensor_is_refused_behind_a_plain_one_of_its_name(tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"w": torch.ones(2)}).result(TIMEOUT)
+        with pytest.raises(UnsupportedLeafError, match="'w': a nested tensor"):
+            engine.save({"w": nested_tensor()})
+
+
+@pytest.mark.parametrize("name", ["v", "w"])
+def test_a_nested_tensor_is_no_target(name: str, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"v": torch.ones(2), "w": torch.ones(2)}).result(TIMEOUT)
+        target = {"v": torch.zeros(2), "w": torch.zeros(2), name: nested_tensor()}
+        with pytest.raises(TemplateMismatchError, match=f"'{name}' is a nested tensor"):
+            engine.load(target)
+        assert not target["w" if name == "v" else "v"].any()
+
+
+# -- a module where one leaf is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", [torch.ones(2), 5])
+def test_a_module_in_the_place_of_a_leaf_is_a_mismatch(leaf: object, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"a": torch.ones(2), "w": leaf}).result(TIMEOUT)
+        target = {"a": torch.zeros(2), "w": torch.nn.Linear(1, 1)}
+        with pytest.raises(TemplateMismatchError, match="'w' is a Linear") as failure:
+            engine.load(target)
+        assert not failure.value.target_modified
+        assert not target["a"].any()  # type: ignore[operator]

@@ -38,7 +38,10 @@ from aio_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
     PlanChangedError,
+    RootError,
     StallError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
     WriteError,
 )
 from aio_ckpt.portal import Executor
@@ -273,6 +276,43 @@ def test_arguments_of_another_type_are_refused(make: Callable[..., object], tmp_
 def test_a_storage_that_is_none_is_refused(face: Callable[..., object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="storage="):
         face(tmp_path, storage=tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x", 1.5, [], "", "a\0b", "\ud800"])
+@pytest.mark.parametrize("make", [Writer, Reader, recover])
+def test_what_is_no_path_is_refused(make: Callable[[Any], object], path: Any) -> None:
+    with pytest.raises(RootError):
+        make(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"serialization_format": "safetensors"}, "serialization_format=safetensors"),
+        ({"_extensions": 5}, "_extensions="),
+        ({"thread_count": 0}, "thread_count=0"),
+    ],
+)
+def test_what_a_writer_cannot_do_is_refused(given: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Writer(tmp_path, **given)
+
+
+@needs_extensions
+def test_what_is_no_registry_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="_extension_registry=5"):
+        Reader(tmp_path, _extension_registry=5)
+
+
+def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    error = failure_of(lambda: save({"w": torch.eye(3).to_sparse()}, tmp_path / "a"))
+    assert isinstance(error, UnsupportedLeafError)
+    assert "'w'" in str(error)
+    state = {"w": torch.eye(3)}
+    save(state, tmp_path / "a")
+    target = {"w": torch.eye(3).to_sparse()}
+    error = failure_of(lambda: dcp.load(target, storage_reader=Reader(tmp_path / "a")))
+    assert isinstance(error, TemplateMismatchError)
 
 
 def test_a_word_is_no_overwrite(tmp_path: Path) -> None:

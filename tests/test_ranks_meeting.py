@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import Ranks, engine_on, ranks
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.coordinator import StoreCoordinator
-from aio_ckpt.errors import ConfigError, PeerFailedError
+from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
 from aio_ckpt.frames import Verdict
 from aio_ckpt.lobby import companions, without
+from aio_ckpt.portal import Executor
+from aio_ckpt.storage import LocalStorage
 
 T = TypeVar("T")
 SECS = 20.0
@@ -104,6 +107,55 @@ def test_two_engines_on_one_root_meet_in_the_order_of_their_making_not_of_their_
     two: Ranks, tmp_path: Path
 ) -> None:
     assert two.run(open_two_at_once, tmp_path) == [(1, 1)] * 2
+
+
+# -- a root that cannot be looked at ----------------------------------------------------------------------
+
+
+class BadLooks(LocalStorage):
+    """The first looks at the root fail."""
+
+    failing = 0
+
+    def _look(self, path: Path) -> None:
+        if self.failing:
+            self.failing -= 1
+            raise ReadError(errno.EIO, "the disk is away", str(path))
+
+    async def list_dir(self, path: Path) -> list[str]:
+        self._look(path)
+        return await super().list_dir(path)
+
+    async def exists(self, path: Path) -> bool:
+        self._look(path)
+        return await super().exists(path)
+
+
+def meet_over_bad_looks(rank: int, count: int, root: Path, at: int, failing: int) -> tuple[object, list[str]]:
+    executor = Executor("looks", 4)
+    storage = BadLooks(executor)
+    storage.failing = failing if rank == at else 0
+    engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20), storage=storage)
+    try:
+        return engine.save(state_at(1), step=1).result(SECS).step, []
+    except AioCkptError as error:
+        return str(error), error.__notes__
+    finally:
+        engine.terminate()
+        executor.close(SECS)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_ranks_meet_although_a_look_at_the_root_fails_once(two: Ranks, tmp_path: Path, at: int) -> None:
+    assert two.run(meet_over_bad_looks, tmp_path, at, 1) == [(1, [])] * 2
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_where_the_ranks_do_not_meet_all_know_why_and_what_to_do(two: Ranks, tmp_path: Path, at: int) -> None:
+    for rank, (text, notes) in enumerate(two.run(meet_over_bad_looks, tmp_path, at, 99)):
+        assert "the disk is away" in str(text)
+        assert rank == at or f"rank {at} failed" in str(text)
+        assert any("open them anew" in note for note in notes)
 
 
 # -- two worlds on one store ----------------------------------------------------------------------------

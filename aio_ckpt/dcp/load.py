@@ -184,6 +184,8 @@ class Load:
 
 def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     target: torch.Tensor = planner.resolve_tensor(item).detach()
+    if target.layout is torch.sparse_coo:  # the planner's is a copy
+        raise TemplateMismatchError(f"{item.dest_index.fqn!r}: a sparse COO tensor cannot be filled; give a dense one")
     if tuple(target.shape) != tuple(item.lengths):
         raise TemplateMismatchError(
             f"{item.dest_index.fqn!r}: a target of shape {tuple(target.shape)} where {tuple(item.lengths)} is read"

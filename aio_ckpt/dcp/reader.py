@@ -21,7 +21,8 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.directory import standing_names
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, shown
+from aio_ckpt.keeper import checked_path
 from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.storage import Storage
 
@@ -44,6 +45,7 @@ class Reader(Face, StorageReader):
 
     Raises:
         ConfigError: an argument of another type; an extension registry, and this torch has no extensions.
+        RootError: ``path`` is none.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Reader(Face, StorageReader):
         storage: Storage | None = None,
     ) -> None:
         super().__init__(config, storage)
-        self.path = Path(path)
+        self.path = checked_path(path)
         self.load_id = str(uuid.uuid4())
         self.storage_data: Mapping[MetadataIndex, _StorageInfo] = {}
         self._metadata: Metadata | None = None
@@ -69,7 +71,7 @@ class Reader(Face, StorageReader):
         """A load begins; from ``checkpoint_id`` if one is given."""
         self.storage_data, self._checkpoint, self._metadata, self._fault = {}, None, None, None
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = checked_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -167,4 +169,6 @@ def _transforms(registry: Any) -> Any:
     kind = getattr(filesystem, "_StorageReaderTransforms", None)
     if kind is None and registry is not None:
         raise ConfigError("_extension_registry: this torch has no stream extensions; use torch 2.7 or newer")
+    if registry is not None and not hasattr(registry, "from_descriptor_list"):
+        raise ConfigError(f"_extension_registry={shown(registry)}: give a registry of torch's stream extensions")
     return None if kind is None else kind(registry)

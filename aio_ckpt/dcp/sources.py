@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from aio_ckpt import envelope, tree
-from aio_ckpt.errors import PlanChangedError
+from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.layout import Placement
 from aio_ckpt.manifest import ObjectEntry
@@ -95,6 +95,7 @@ def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, ga
     Tensors are resolved before the first is copied, so a planner that makes new ones needs room for all of them.
 
     Raises:
+        UnsupportedLeafError: a sparse COO tensor.
         PlanChangedError: a tensor has not the shape that was planned.
         SourceChangedError: a tensor's memory was freed.
     """
@@ -103,6 +104,10 @@ def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, ga
     streams: list[Stream] = []
     for item in plan.items:
         data: Any = planner.resolve_data(item)
+        if isinstance(data, torch.Tensor) and data.layout is torch.sparse_coo:
+            raise UnsupportedLeafError(
+                f"{item.index.fqn!r}: a sparse COO tensor, which DCP could not load: save its indices() and values()"
+            )
         if item.type is WriteItemType.BYTE_IO or transforms is not None or not is_plain(data):
             streams.append(_encode(item, data, transforms))
             continue

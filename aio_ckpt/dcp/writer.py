@@ -26,7 +26,8 @@ from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save,
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
 from aio_ckpt.directory import ASIDE
-from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
+from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError, shown
+from aio_ckpt.keeper import checked_path
 from aio_ckpt.manifest import METADATA_FILE
 from aio_ckpt.names import StepNames
 from aio_ckpt.storage import Storage, make_dirs
@@ -63,6 +64,7 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     Raises:
         ConfigError: an argument of another type, or one that stock has and that cannot be had here.
+        RootError: ``path`` is none.
     """
 
     _synchronize_after_execute = False
@@ -84,14 +86,14 @@ class Writer(Face, StorageWriter, AsyncStager):
     ) -> None:
         super().__init__(config, storage)
         if thread_count is not None:
-            self._config = replace(self._config, workers=thread_count)
+            self._config = _with_workers(self._config, thread_count)
         check_flag("overwrite", overwrite)
-        if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+        if serialization_format is not None and getattr(serialization_format, "name", None) != "TORCH_SAVE":
             raise ConfigError(
                 f"serialization_format={serialization_format}: this writer writes torch's own; use stock's "
                 "HuggingFaceStorageWriter for safetensors"
             )
-        self.path = Path(path)
+        self.path = checked_path(path)
         self.overwrite = overwrite
         self._fresh_ids: list[str] = []
         self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
@@ -103,7 +105,7 @@ class Writer(Face, StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A save begins; into ``checkpoint_id`` if one is given."""
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = checked_path(checkpoint_id)
         self._fresh_ids.clear()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -248,17 +250,26 @@ def recover(path: str | os.PathLike[str]) -> bool:
 
     Raises:
         WriteError, ReadError: with errno and path.
+        RootError: ``path`` is none.
     """
+    directory = checked_path(path).absolute()
     runtime = Runtime.open(EngineConfig(), None)
     try:
         return runtime.portal.call(
             mend,
             runtime.storage,
-            Path(path).absolute(),
+            directory,
             timeout=runtime.config.stall_timeout_secs,
         )
     finally:
         runtime.close()
+
+
+def _with_workers(config: EngineConfig, thread_count: int) -> EngineConfig:
+    try:
+        return replace(config, workers=thread_count)
+    except ConfigError as error:
+        raise ConfigError(f"thread_count={shown(thread_count)}: {error}") from error
 
 
 def _stands_for_a_checkpoint(name: str) -> bool:
@@ -273,6 +284,8 @@ def _transforms(extensions: Sequence[Any] | None) -> Any:
     """
     if not extensions:
         return None
+    if isinstance(extensions, str) or not isinstance(extensions, Sequence):
+        raise ConfigError(f"_extensions={shown(extensions)}: give a list of torch's stream extensions")
     kind = getattr(filesystem, "_StorageWriterTransforms", None)
     if kind is None:
         raise ConfigError("_extensions: this torch has no stream extensions; use torch 2.7 or newer")
