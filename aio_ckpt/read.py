@@ -34,7 +34,7 @@ from aio_ckpt.match import Match, OnMatched, at_once, match_template, shard_like
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment
-from aio_ckpt.sharing import is_read_by_several
+from aio_ckpt.sharing import is_read_by_several, wanted_bytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.targets import memory_of
 
@@ -106,7 +106,9 @@ async def load_checkpoint(
         files.vouch(manifest.file for manifest in checkpoint.ranks)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
-        files.are_shared = in_place and is_read_by_several(found, checkpoint.catalog, ranks_on_host=ranks_on_host)
+        if in_place and ranks_on_host > 1:
+            wanted, stored = wanted_bytes(found, checkpoint.catalog), checkpoint.catalog.nbytes
+            files.are_shared = is_read_by_several(wanted, stored, ranks_on_host=ranks_on_host)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         await on_matched(checkpoint.identity)

@@ -126,6 +126,11 @@ class ReadPlan:
         )
         self._add_landing(stored.file, landing, [(0, stored.nbytes)], BLOCK_BYTES, ())
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks that are wanted."""
+        return sum(rows.total_bytes() for rows in self.pieces.values()) + sum(p.item.raw_bytes for p in self.in_place)
+
     def segments(self, readers: int) -> list[Segment]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
         total = sum(rows.total_bytes() for rows in self.pieces.values())

@@ -9,7 +9,7 @@ from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.match import Match, shard_like
 from aio_ckpt.targets import memory_of
 
-__all__ = ["covering_bytes", "is_read_by_several"]
+__all__ = ["covering_bytes", "is_read_by_several", "wanted_bytes"]
 
 _SHARING_PAYS_READERS = 1.5
 """Readers a byte from which on the page cache, which serves all but the first, beats O_DIRECT for each. 2 GiB on 32
@@ -17,14 +17,12 @@ cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.
 (``bench/results/load-shared-2026-11-23.txt``); where two cores read 1 GiB at 3.5 GB/s, 0.95 to 1.4 of it."""
 
 
-def is_read_by_several(found: Match, catalog: Catalog, *, ranks_on_host: int) -> bool:
-    """Whether they all want about so much of the checkpoint that a byte of it has several readers."""
-    if ranks_on_host == 1 or not catalog.nbytes:
-        return False
-    return ranks_on_host * _wanted_bytes(found, catalog) / catalog.nbytes >= _SHARING_PAYS_READERS
+def is_read_by_several(wanted_bytes: int, stored_bytes: int, *, ranks_on_host: int) -> bool:
+    """Whether a byte has several readers, if each of these ranks wants so much of what is stored."""
+    return ranks_on_host > 1 and ranks_on_host * wanted_bytes >= _SHARING_PAYS_READERS * stored_bytes > 0
 
 
-def _wanted_bytes(found: Match, catalog: Catalog) -> int:
+def wanted_bytes(found: Match, catalog: Catalog) -> int:
     """Bytes of data files that this rank will read for its tensors, about."""
     wanted = int(catalog.small.nbytes[found.small.rows].sum())
     wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.chunks[name]) for name, tensor in found.tensors)

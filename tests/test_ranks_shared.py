@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from gated_storage import GatedStorage
 from rank_processes import Ranks, engine_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.dcp import Reader
 from aio_ckpt.portal import Executor
 from aio_ckpt.sharing import covering_bytes
 from aio_ckpt.storage import LocalStorage, ReadFile
@@ -108,6 +110,24 @@ def test_what_several_ranks_read_is_shared(
 def test_two_ranks_share_what_both_read(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
     two.run(save, tmp_path, kind)
     assert {shared for opens, _ in two.run(load, tmp_path, kind) for shared in opens} == {is_shared}
+
+
+def load_by_dcp(rank: int, count: int, root: Path, kind: str) -> list[bool]:
+    """Whether files were opened to be shared, behind those that are opened to be measured."""
+    executor = Executor("opens", 4)
+    storage = WatchedOpens(executor)
+    template, wanted = state_of(kind, rank, count, fill=False), state_of(kind, rank, count)
+    dcp.load(template, storage_reader=Reader(root / "step_000000001", storage=storage))
+    executor.close(SECS)
+    assert all(torch.equal(memory_of(template[name]), memory_of(value)) for name, value in wanted.items())
+    return storage.shared[len(storage.shared) // 2 :]
+
+
+@pytest.mark.parametrize(("kind", "is_shared"), [("columns", True), ("copies", True), ("rows", False)])
+def test_so_does_the_reader_for_dcp(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
+    two.run(save, tmp_path, "rows")
+    for opens in two.run(load_by_dcp, tmp_path, kind):
+        assert set(opens) == {is_shared}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from aio_ckpt.catalog import Checkpoint
 from aio_ckpt.contents import Item, Slot, StoredObject
-from aio_ckpt.dcp.runtime import Runtime
+from aio_ckpt.dcp.runtime import Runtime, peers_on_host
 from aio_ckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -32,6 +32,7 @@ from aio_ckpt.metadata import DTYPES
 from aio_ckpt.portal import run_blocking
 from aio_ckpt.progress import outcome_blocking, unless_given_up
 from aio_ckpt.readplan import ReadPlan
+from aio_ckpt.sharing import is_read_by_several
 
 __all__ = ["Load"]
 
@@ -97,6 +98,8 @@ class Load:
         config, executor = self.runtime.config, self.runtime.portal.executor
         async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
             segments = await run_blocking(executor, reads.segments, config.workers)
+            stored = sum(place.length for place in self.metadata.storage_data.values())
+            files.are_shared = is_read_by_several(reads.total_bytes, stored, ranks_on_host=peers_on_host())
             await files.measure({segment.file for segment in segments}, {})
             await fetch(
                 files,

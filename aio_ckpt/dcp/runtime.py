@@ -24,7 +24,7 @@ from aio_ckpt.snapshot import Copiers
 from aio_ckpt.storage import LocalStorage, Storage
 from aio_ckpt.throttle import WriteThrottle
 
-__all__ = ["Face", "Runtime"]
+__all__ = ["Face", "Runtime", "peers_on_host"]
 
 _WINDOW_CHUNKS = 2
 """Chunks of an image that are in memory at once, for each write in flight: one is filled while another is written."""
@@ -61,7 +61,7 @@ class Runtime:
         executor = portal.executor
         window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
         limit = config.max_write_bytes_per_sec
-        staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=_ranks_on_host())
+        staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
         return cls(
             config=config,
             portal=portal,
@@ -84,8 +84,8 @@ class Runtime:
         self.portal.close(STOP_SECS)
 
 
-def _ranks_on_host() -> int:
-    """A face runs on each of them, if there is a group."""
+def peers_on_host() -> int:
+    """Ranks of this host, on each of which a face runs; 1 without a process group."""
     return ranks_on_host(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
