@@ -45,7 +45,7 @@ def test_every_contender_is_a_row_also_one_that_cannot_run(tmp_path: Path) -> No
 
 def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
-    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"))
+    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"), world=1)
     # What it had reported before: the file is read, whoever wrote it.
     (tmp_path / "trial-events-0.jsonl").write_text('{"event": "alone", "blocked_secs": 1.0, "durable_secs": 2.0}\n')
     begin = time.monotonic()
@@ -62,7 +62,7 @@ def test_workers_of_a_contender_that_hangs_are_killed_too(tmp_path: Path, monkey
     stub.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/worker\nwait\n")
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
-    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"))
+    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"), world=1)
     outcome = Processes(Ranks()).run(trial, free_port(), limit_secs=1.0, has_next=False)
     assert outcome.error == "killed after 1 s"
     worker = int((tmp_path / "worker").read_text())
