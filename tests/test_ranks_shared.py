@@ -13,10 +13,11 @@ import torch.distributed.checkpoint as dcp
 from gated_storage import GatedStorage
 from rank_processes import Ranks, engine_on
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.dcp import Reader
+from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.portal import Executor
 from aio_ckpt.sharing import covering_bytes
 from aio_ckpt.storage import LocalStorage, ReadFile
@@ -110,6 +111,20 @@ def test_what_several_ranks_read_is_shared(
 def test_two_ranks_share_what_both_read(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
     two.run(save, tmp_path, kind)
     assert {shared for opens, _ in two.run(load, tmp_path, kind) for shared in opens} == {is_shared}
+
+
+def load_a_flat_shard(rank: int, count: int, root: Path) -> str:
+    mesh = init_device_mesh("cpu", (count,))
+    flat = torch.zeros(SIDE * SIDE // count)
+    odd = DTensor.from_local(flat, mesh, [Shard(0)], run_check=False, shape=torch.Size((SIDE, SIDE)), stride=(SIDE, 1))
+    with engine_on(root, SECS) as engine, pytest.raises(TemplateMismatchError) as failure:
+        engine.load({"w0": odd})
+    return str(failure.value)
+
+
+def test_a_shard_of_another_number_of_dimensions_is_a_mismatch(two: Ranks, tmp_path: Path) -> None:
+    two.run(save, tmp_path, "rows")
+    assert all("'w0' holds a shard of shape" in told for told in two.run(load_a_flat_shard, tmp_path))
 
 
 def load_by_dcp(rank: int, count: int, root: Path, kind: str) -> list[bool]:

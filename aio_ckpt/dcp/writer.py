@@ -151,11 +151,11 @@ class Writer(Face, StorageWriter, AsyncStager):
             WriteError, StallError, SourceChangedError, PlanChangedError, RootError, BusyError: nothing becomes visible.
         """
         path = self.path.absolute()
-        is_begun = plan.storage_data.save_id in self._unwritten
-        self._unwritten.discard(plan.storage_data.save_id)
-        begun = self._begun.get(plan.storage_data.save_id, path)
+        save_id = plan.storage_data.save_id
+        is_begun, begun = save_id in self._unwritten, self._begun.get(save_id, path)
+        self._unwritten.discard(save_id)
         if is_begun and begun != path:
-            del self._begun[plan.storage_data.save_id]
+            del self._begun[save_id]
             raise BusyError(
                 f"this writer still saved into {begun} when it was turned to {path}: await the first save, or give "
                 "each a writer of its own"
