@@ -78,9 +78,8 @@ def match_template(
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, world_size)
     missing, faults = missing + unmatched, faults + misfits
     if missing and not allow_missing:
-        raise MissingNameError(
-            f"{checkpoint.path}: lacks {_listed(missing)}; allow_missing=True leaves them as they are"
-        )
+        remedy = _wrapped_otherwise(missing, checkpoint) or "allow_missing=True leaves them as they are"
+        raise MissingNameError(f"{checkpoint.path}: lacks {_listed(missing)}; {remedy}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
     found.missing = tuple(missing)
@@ -91,6 +90,18 @@ def match_template(
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
     return found
+
+
+def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
+    """What to do where ``PerRank`` is all that differs, by the names: ``w`` and ``w.rank0``."""
+    names = checkpoint.catalog.names()
+    for name in missing:
+        bare, _, rank = name.rpartition(".rank")
+        if rank.isdigit() and bare in names:
+            return f"it holds {bare!r} of all ranks: give that without PerRank"
+        if f"{name}.rank0" in names:
+            return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
+    return None
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import (
     AioCkptError,
     BudgetExceededError,
@@ -408,3 +408,23 @@ def test_a_module_in_the_place_of_a_leaf_is_a_mismatch(leaf: object, tmp_path: P
             engine.load(target)
         assert not failure.value.target_modified
         assert not target["a"].any()  # type: ignore[operator]
+
+
+# -- PerRank here, none there -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "remedy"),
+    [
+        (torch.ones(2), PerRank(torch.zeros(2)), "it holds 'w' of all ranks: give that without PerRank"),
+        (PerRank(torch.ones(2)), torch.zeros(2), r"it holds 'w' of each rank by itself: give it as PerRank\(...\)"),
+        (PerRank(5), 0, r"give it as PerRank\(...\)"),
+    ],
+)
+def test_where_per_rank_is_all_that_differs_the_error_says_so(
+    saved: object, given: object, remedy: str, tmp_path: Path
+) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save({"a": torch.ones(2), "w": saved}).result(TIMEOUT)
+        with pytest.raises(MissingNameError, match=remedy):
+            engine.load({"a": torch.zeros(2), "w": given})
