@@ -27,6 +27,7 @@ __all__ = [
     "check_kind",
     "check_seconds",
     "check_wait",
+    "is_path",
 ]
 
 Staging = Literal["auto", "pinned", "shm", "pageable"]
@@ -193,7 +194,7 @@ class EngineConfig:
     def _check_shm_path(self) -> None:
         if self.shm_path is None:
             return
-        if not isinstance(self.shm_path, (str, Path)) or not _is_path(str(self.shm_path)):
+        if not isinstance(self.shm_path, (str, Path)) or not is_path(str(self.shm_path)):
             raise ConfigError(f"shm_path={shown(self.shm_path)}: give a directory of a tmpfs, such as '/dev/shm'")
         if self.staging not in ("auto", "shm"):
             raise ConfigError(
@@ -243,7 +244,8 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(f"{name}={shown(value)}: give one of type {kind.__name__}, or leave it away")
 
 
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
+    """Whether a file system can hold this name."""
     try:
         return bool(text.encode(errors="surrogateescape")) and "\0" not in text
     except UnicodeEncodeError:  # a lone surrogate

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import anyio
 
 from aio_ckpt import commit, retention
+from aio_ckpt.config import is_path
 from aio_ckpt.errors import EngineClosedError, RootError, StallError, shown, tell_stage
 from aio_ckpt.names import LOCK_FILE
 from aio_ckpt.owner import clear_leftovers
@@ -45,12 +46,8 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path)
     if not name:
         raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
-    try:
-        has_nul = b"\0" in os.fsencode(name)
-    except UnicodeEncodeError as error:
-        raise RootError(errno.EINVAL, f"no file system can hold this name ({error})", ascii(name)) from error
-    if has_nul:
-        raise RootError(errno.EINVAL, "no file system can hold this name (embedded null byte)", ascii(name))
+    if not is_path(name):
+        raise RootError(errno.EINVAL, "no file system can hold this name (a NUL, or a lone surrogate)", ascii(name))
     return Path(path)
 
 

@@ -17,9 +17,9 @@ cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.
 (``bench/results/load-shared-2026-11-23.txt``); where two cores read 1 GiB at 3.5 GB/s, 0.95 to 1.4 of it."""
 
 
-def is_read_by_several(wanted_bytes: int, stored_bytes: int, *, ranks_on_host: int) -> bool:
-    """Whether a byte has several readers, if each of these ranks wants so much of what is stored."""
-    return ranks_on_host > 1 and ranks_on_host * wanted_bytes >= _SHARING_PAYS_READERS * stored_bytes > 0
+def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
+    """Whether a byte has several readers, if each of these ranks, two or more, wants so many of the bytes stored."""
+    return ranks_on_host * wanted >= _SHARING_PAYS_READERS * stored > 0
 
 
 def wanted_bytes(found: Match, catalog: Catalog) -> int:

@@ -98,8 +98,9 @@ class Load:
         config, executor = self.runtime.config, self.runtime.portal.executor
         async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
             segments = await run_blocking(executor, reads.segments, config.workers)
-            stored = sum(place.length for place in self.metadata.storage_data.values())
-            files.are_shared = is_read_by_several(reads.total_bytes, stored, ranks_on_host=peers_on_host())
+            if (ranks_on_host := peers_on_host()) > 1:
+                stored = sum(place.length for place in self.metadata.storage_data.values())
+                files.are_shared = is_read_by_several(reads.total_bytes, stored, ranks_on_host=ranks_on_host)
             await files.measure({segment.file for segment in segments}, {})
             await fetch(
                 files,
