@@ -55,7 +55,10 @@ class Copies(Protocol):
         ...
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` (host memory, same dtype and shape, any layout) to ``target``; ``source`` is free then."""
+        """Copy ``source`` (same dtype and shape, any layout) to ``target``.
+
+        ``source`` is host memory, free then, or made of :meth:`buffer`, free behind the next mark.
+        """
         ...
 
     def assemble(self, groups: Groups) -> None:
@@ -67,7 +70,7 @@ class Copies(Protocol):
         ...
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes on the device for :meth:`assemble`; None if they cannot be had."""
+        """Bytes on the device for :meth:`assemble` and :meth:`fill`; None if they cannot be had."""
         ...
 
     def mark(self) -> Mark:

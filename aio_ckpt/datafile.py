@@ -341,8 +341,6 @@ def _open(path: Path, direct_io: DirectIO, probe: Probe) -> _Opened:
         nbytes = os.fstat(numbers[0]).st_size
         if direct_io != "off" and takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
             numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
-        else:
-            os.posix_fadvise(numbers[0], 0, 0, os.POSIX_FADV_SEQUENTIAL)
     except BaseException:
         _close_numbers(numbers)
         raise

@@ -96,7 +96,7 @@ class CudaCopies:
                     raise RuntimeError(f"copy of {nbytes} bytes, host and {self._device}: CUDA error {code}")
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until ``source`` was read; ``target`` is filled behind the next mark."""
+        """Blocks until ``source``, if host memory, was read; ``target`` is filled behind the next mark."""
         with torch.cuda.stream(self._side), torch.no_grad():
             target.copy_(source)
 
@@ -135,6 +135,15 @@ class CudaUploads(CudaCopies):
         with torch.cuda.device(self._device):
             self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
             super().issue(base, moves)
+
+    def buffer(self, nbytes: int) -> torch.Tensor | None:
+        """Memory of the current stream's pool, where the trainer finds it again; to be dropped behind a mark."""
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
+        self._side.wait_stream(torch.cuda.current_stream(self._device))  # which may be using it yet
+        return memory
 
 
 class CopyStreams:

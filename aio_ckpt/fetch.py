@@ -122,7 +122,7 @@ class _Run:
         views = [_room(part, buffer, self._files) for part in parts] if ahead is None else [ahead]
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         for landing in landings:
-            landing.open()
+            landing.open(self._copies[landing.device])
         await self._reading.acquire()  # here a cancelled fetch stops
         # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
         with anyio.CancelScope(shield=True):

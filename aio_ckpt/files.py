@@ -97,17 +97,26 @@ class Files:
         """Begin to read a whole file, ``readers`` parts at once, and to sum it by ``executor`` (None: not at all).
 
         It is opened at once, and read once ``may_begin`` says so: smaller reads it would only hold up. A large one is
-        left alone. Returns when the reads wait for threads.
+        left alone, closed: it is not known yet whether it is shared. Returns when the reads wait for threads.
         """
         with suppress(Exception):  # told by whoever wants the file, if anybody does
             await self.measure([name], {})
-            await may_begin()
             if not 0 < self.sizes[name] <= _AHEAD_BYTES:
+                await self._forget(name)
                 return
+            await may_begin()
             ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers, self.buffers)
             for part in ahead.parts:
                 self._reading_ahead.start_soon(self._read_part, name, part, executor)
             await anyio.lowlevel.checkpoint()  # theirs goes to a thread before what the caller does next
+
+    async def _forget(self, name: str) -> None:
+        """As if it had never been measured."""
+        del self.sizes[name], self.is_direct[name]
+        file = self._kept.pop(name, None)
+        if file is not None:
+            with anyio.CancelScope(shield=True):
+                await file.close()
 
     async def _read_part(self, name: str, part: _Part, executor: Executor | None) -> None:
         try:

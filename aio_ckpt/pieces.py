@@ -16,6 +16,8 @@ from aio_ckpt.manifest import IntArray
 
 __all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
 
+_BESIDE_TARGET_BYTES_MAX = 32 << 20
+"""Of a landing on a device, whose memory is the trainer's: as many as reads are in flight may be there at once."""
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
@@ -46,12 +48,15 @@ class Landing:
     pieces_left: int = 0
     """Pieces that have not landed."""
     scratch: torch.Tensor | None = None
-    """Allocated with the first piece, dropped with the last, so that few exist at once."""
+    """Allocated with the first piece, dropped behind the last, so that few exist at once; on the device if there."""
 
-    def open(self) -> None:
-        """Make room for the first piece."""
-        if self.then is not None and self.scratch is None:
-            self.scratch = torch.empty(self.nbytes, dtype=torch.uint8)
+    def open(self, copies: Copies) -> None:
+        """Make room for the first piece, beside the target if that has it: then the device copies, and not the host."""
+        if self.then is None or self.scratch is not None:
+            return
+        # A byte more: two that lie side by side are no memory that one copy may reach across.
+        beside = copies.buffer(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
+        self.scratch = torch.empty(self.nbytes, dtype=torch.uint8) if beside is None else beside[: self.nbytes]
 
     def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> bool:
         """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
@@ -69,7 +74,6 @@ class Landing:
             is_summed = True
         if self.then is not None and self.scratch is not None:
             self.then(self.scratch, copies)
-        self.scratch = None
         return is_summed
 
 

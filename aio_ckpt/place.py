@@ -9,10 +9,11 @@ from isal import isal_zlib
 
 from aio_ckpt.bounce import address_of
 from aio_ckpt.copies import Copies
+from aio_ckpt.device import is_host
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.manifest import IntArray
 from aio_ckpt.moves import copy_near, memmove
-from aio_ckpt.pieces import Landing, Segment
+from aio_ckpt.pieces import Landing, Pieces, Segment
 
 __all__ = ["finish", "place"]
 
@@ -32,12 +33,14 @@ def place(reads: Sequence[tuple[Segment, memoryview]], verify: bool, is_proven: 
 
 
 def finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) -> int:
-    """Finish landings that are full; the number of sums that matched."""
+    """Finish landings that are full, and let go of their memory; the number of sums that matched."""
     try:
         combine = isal_zlib.crc32_combine if verify else None
         return sum(landing.finish(combine, copies[landing.device]) for landing in landings)
     finally:
         _wait_for(copies[number] for number in {landing.device for landing in landings})
+        for landing in landings:
+            landing.scratch = None
 
 
 def _wait_for(issued: Iterable[Copies]) -> None:
@@ -55,20 +58,30 @@ def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, co
         checked = len(pieces.crcs)
     elif verify:
         checked = _prove(segment, view, begins)
-    moves = np.stack([pieces.addresses, begins + address_of(view), pieces.nbytes], axis=1)
-    is_moved = pieces.addresses != 0
-    _move(moves[is_moved & (pieces.devices == 0)])
-    numbers = np.unique(pieces.devices[is_moved & (pieces.devices > 0)]).tolist()
+    addresses, devices = _places(pieces)
+    moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
+    is_moved = addresses != 0
+    _move(moves[is_moved & (devices == 0)])
+    numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
     try:
         for number in numbers:
-            copies[number].issue(0, _runs(moves[is_moved & (pieces.devices == number)]).astype(np.uint64))
+            copies[number].issue(0, _runs(moves[is_moved & (devices == number)]).astype(np.uint64))
     finally:  # the view is read into anew afterwards
         _wait_for(copies[number] for number in numbers)
-    for row, landing in enumerate(pieces.landings.tolist()):
-        if landing is not None and landing.scratch is not None:
-            begin, nbytes = int(begins[row]), int(pieces.nbytes[row])
-            _land(landing, int(pieces.starts[row]) - landing.start, view[begin : begin + nbytes])
     return checked
+
+
+def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:
+    """Address and device that each piece is copied to: its own, or those of the scratch memory that it lands in."""
+    landed = [row for row, landing in enumerate(pieces.landings.tolist()) if landing is not None and landing.then]
+    if not landed:
+        return pieces.addresses, pieces.devices
+    addresses, devices = pieces.addresses.copy(), pieces.devices.copy()
+    for row in landed:
+        landing = pieces.landings[row]
+        addresses[row] = landing.scratch.data_ptr() + pieces.starts[row] - landing.start
+        devices[row] = 0 if is_host(landing.scratch) else landing.device
+    return addresses, devices
 
 
 def _move(moves: IntArray) -> None:
@@ -101,11 +114,6 @@ def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
         if landing is not None and landing.sums:
             landing.sums[pieces.positions[row]] = (crc32(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
     return len(rows)
-
-
-def _land(landing: Landing, at: int, data: memoryview) -> None:
-    assert landing.scratch is not None
-    memmove(landing.scratch.data_ptr() + at, address_of(data), data.nbytes)
 
 
 def _mismatch(segment: Segment, row: int) -> MismatchError:

@@ -19,10 +19,11 @@ __all__ = ["BEATS", "Presence"]
 
 T = TypeVar("T")
 
-_POLL_SECS_MIN = 0.001
 _POLL_SECS_MAX = 0.01
 _POLL_SECS_A_RANK = 1e-4
-"""The store is one thread: however many ranks wait, it is asked at most so often a second (1 / this)."""
+"""The store is one thread: however many ranks wait for long, it is asked at most so often a second (1 / this)."""
+_POLL_SHARE = 1 / 8
+"""Of the wait so far, and of the longest pause: what is there is found an eighth too late, and not twice as late."""
 
 BEATS = 4
 """Signs of life in ``stall_secs``: one may be late."""
@@ -85,8 +86,9 @@ class Presence:
 
     async def _look(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
         """What ``find`` gives once it gives something; a few times in ``stall_secs`` beat and ``check()``."""
-        pause, longest = _POLL_SECS_MIN, max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
-        due = time.monotonic() + self.stall_secs / BEATS
+        longest = max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
+        begun = time.monotonic()
+        due = begun + self.stall_secs / BEATS
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:
@@ -101,8 +103,9 @@ class Presence:
                         if (found := await self._ask(find)) is not None:  # whoever has gone since said so before
                             return found
                         raise
-                await anyio.sleep(min(pause, max(due - time.monotonic(), 0)))
-                pause = min(2 * pause, longest)
+                now = time.monotonic()
+                pause = min(max(now - begun, longest) * _POLL_SHARE, longest)
+                await anyio.sleep(min(pause, max(due - now, 0)))
             return found
         finally:
             self._waits.remove(topic)

@@ -330,8 +330,9 @@ def _copy_box(
     view: torch.Tensor, dtype: torch.dtype, stride: Sequence[int], first: int, scratch: torch.Tensor, copies: Copies
 ) -> None:
     """Copy a box out of scratch bytes; ``first`` is the element of ``scratch`` where the box begins."""
-    typed = torch.empty(0, dtype=dtype).set_(scratch.untyped_storage(), first, view.shape, tuple(stride))
-    copies.fill(view, typed)
+    start = scratch.storage_offset() // dtype.itemsize + first
+    empty = torch.empty(0, dtype=dtype, device=scratch.device)
+    copies.fill(view, empty.set_(scratch.untyped_storage(), start, view.shape, tuple(stride)))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport, PerRank, SyncCh
 from aio_ckpt.coordinator import StoreCoordinator
 from bench.measure import Spread
 from bench.options import log, parse, work_folder
+from bench.pagecache import fsync_tree, make_cold
 from bench.report import FigureRow, Goal, Report, publish
 
 __all__ = ["main"]
@@ -111,10 +112,21 @@ def _spread(count: int, mib: int, placement: Placement) -> dict[str, Any]:
 
 
 def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> _Figures:
-    """One large sharded state: save, load in the same layout and others, and the same by DCP."""
+    """One large sharded state: save, load in the same layout and others, cold, and the same by DCP."""
     state, columns = _spread(count, mib, Shard(0)), _spread(count, mib, Shard(1))
     halves = _spread(count, mib, Shard(0) if count == 1 else Replicate())
+    layouts = {"rows": state, "columns": columns, "whole": halves}
+    by_dcp = folder / "dcp"
     figures: _Figures = {}
+
+    def add_cold(name: str, path: Path, load: Callable[[], Any]) -> Any:
+        _meet()
+        if rank == 0:
+            make_cold(path)
+        _meet()
+        secs, loaded = _timed(load)
+        add(name, secs * 1e3)
+        return loaded
 
     def add(name: str, value: float) -> None:
         figures.setdefault(name, []).append(value)
@@ -133,18 +145,20 @@ def _large(rank: int, count: int, folder: Path, mib: int, rounds: int) -> _Figur
             add("save() blocks, ms", report.timings.blocked_secs * 1e3)
             sent = coordinator.bytes_sent - before if isinstance(coordinator, StoreCoordinator) else 0
             add("agreement, bytes", sent)
-            for name, target in (("rows", state), ("columns", columns), ("whole", halves)):
+            for name, target in layouts.items():
                 needed = sum(_local(value).nbytes for value in target.values())
-                secs, loaded = _timed(functools.partial(_load, engine, target))
-                add(f"load in {name}, ms", secs * 1e3)
+                loaded = add_cold(f"load in {name}, ms", report.path, functools.partial(_load, engine, target))
                 add(f"load in {name}, read of needed, x", loaded.bytes_read / needed)
             _meet()
             if rank == 0:
-                shutil.rmtree(folder / "dcp", ignore_errors=True)
+                shutil.rmtree(by_dcp, ignore_errors=True)
             _meet()
-            add("dcp.save, ms", _timed(lambda: dcp.save(state, checkpoint_id=folder / "dcp"))[0] * 1e3)
-            add("dcp.load in rows, ms", _timed(lambda: dcp.load(state, checkpoint_id=folder / "dcp"))[0] * 1e3)
-            add("dcp.load in columns, ms", _timed(lambda: dcp.load(columns, checkpoint_id=folder / "dcp"))[0] * 1e3)
+            add("dcp.save, ms", _timed(lambda: dcp.save(state, checkpoint_id=by_dcp))[0] * 1e3)
+            _meet()
+            if rank == 0:
+                fsync_tree(by_dcp)
+            for name, target in layouts.items():
+                add_cold(f"dcp.load in {name}, ms", by_dcp, functools.partial(dcp.load, target, checkpoint_id=by_dcp))
     finally:
         engine.close_blocking()
     return figures
@@ -252,8 +266,9 @@ def _run(
         context.Process(target=serve or _serve, args=(rank, world, store.port, theirs, work, args), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
-    for process in processes:
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
+        theirs.close()  # so that the end of a process is seen
     try:
         found = []
         for rank, (mine, _) in enumerate(pipes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine import CheckpointEngine
 from bench.measure import DONE, Contender, Waitable
+from bench.pagecache import fsync_tree, make_cold
 
 __all__ = ["check_equal", "loaders", "process_group", "savers"]
 
@@ -39,19 +39,6 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _fsync_tree(folder: Path) -> None:
-    """fsync every file below and the folders."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _empty(folder: Path) -> None:
@@ -117,7 +104,7 @@ class TorchSaveFsync(_Saver):
     def start(self) -> Waitable:
         """Save, fsync."""
         torch.save(self.state, self.folder / "state.pt")
-        _fsync_tree(self.folder)
+        fsync_tree(self.folder)
         return DONE
 
 
@@ -142,7 +129,7 @@ class SafetensorsSaveFsync(_Saver):
     def start(self) -> Waitable:
         """Save, fsync."""
         safetensors.torch.save_file(self.state, self.folder / "state.safetensors")
-        _fsync_tree(self.folder)
+        fsync_tree(self.folder)
         return DONE
 
 
@@ -213,7 +200,7 @@ class _Loader(Contender):
         self.loaded: State = {}
         folder.mkdir(parents=True)
         self.write()
-        _fsync_tree(self.folder)
+        fsync_tree(self.folder)
 
     def write(self) -> None:
         """Make the checkpoint."""
@@ -221,11 +208,7 @@ class _Loader(Contender):
     def before(self) -> None:
         """Let go of the result before, and drop the files from the page cache (they are clean: fsynced)."""
         self.loaded = {}
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                descriptor = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
+        make_cold(self.folder)
 
 
 class _FillingLoader(_Loader):

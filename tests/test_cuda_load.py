@@ -75,6 +75,75 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(tmp_path: Path, dtype: to
         assert bits(template[name]) == bits(value), name
 
 
+def by_columns(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(value.shape[::-1], device="cuda").t() for name, value in state.items()}
+
+
+def wide() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {f"w{i}": torch.randn(2048, 6 * 1024 + i, device="cuda") for i in range(4)}
+
+
+def test_what_is_laid_out_anew_on_the_device_takes_little_of_its_memory(tmp_path: Path) -> None:
+    state = wide()
+    template = by_columns(state)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(state).result(TIMEOUT)
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            engine.load(template)
+            assert torch.cuda.memory_allocated() == before
+            assert 16 * MIB < torch.cuda.max_memory_allocated() - before <= 256 * MIB
+        assert torch.cuda.memory_reserved() == reserved, "later loads use what the first one allocated"
+    assert all(torch.equal(template[name], value) for name, value in state.items())
+
+
+def test_work_of_the_trainer_on_memory_that_it_let_go_of_is_done_first(tmp_path: Path) -> None:
+    """The allocator gives a load what the trainer's queued work still reads and writes."""
+    state = wide()
+    template = by_columns(state)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(state).result(TIMEOUT)
+        opened, inner = [], device.CudaUploads.buffer
+        seen: list[torch.Tensor] = []
+
+        def late(self: device.CudaUploads, nbytes: int) -> torch.Tensor | None:
+            if not opened:
+                torch.cuda.empty_cache()
+                old = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+                torch.cuda._sleep(SLEEP_CYCLES)
+                old.fill_(7)
+                seen.append(old.clone())
+                opened.append(old.data_ptr())
+                del old
+            return inner(self, nbytes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device.CudaUploads, "buffer", late)
+            engine.load(template)
+    assert all(torch.equal(template[name], value) for name, value in state.items())
+    assert bool((seen[0] == 7).all())
+
+
+def test_a_device_without_room_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = wide()
+    template = by_columns(state)
+    inner, made = device.CudaUploads.buffer, []
+
+    def without_room(self: device.CudaUploads, nbytes: int) -> torch.Tensor | None:
+        made.append(inner(self, nbytes << 30))
+        return made[-1]
+
+    monkeypatch.setattr(device.CudaUploads, "buffer", without_room)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(state).result(TIMEOUT)
+        engine.load(template)
+    assert made
+    assert not any(memory is not None for memory in made)
+    assert all(torch.equal(template[name], value) for name, value in state.items())
+
+
 def test_thousands_of_small_tensors_come_back(tmp_path: Path) -> None:
     torch.manual_seed(2)
     state = {f"t{i}": torch.randn(1 + i % 900, device="cuda") for i in range(3000)}

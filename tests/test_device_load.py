@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from gated_storage import TIMEOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, fetch, place, readplan
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine, bounce, datafile, fetch, place, readplan
 from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.items import BLOCK_BYTES, align_up
 from aio_ckpt.moves import Moves
 from aio_ckpt.readplan import bytes_of
 
@@ -32,21 +33,43 @@ class WatchedCopies(HostCopies):
 
     def __init__(self) -> None:
         self.runs: list[int] = []
+        self.issued: list[tuple[int, int]] = []
         self.unmarked: list[tuple[int, int]] = []
         self.marks = 0
         self.reached = threading.Event()
         self.goes_on = threading.Event()
         self.goes_on.set()
         self.on_issue: Callable[[], None] = lambda: None
+        self.room = torch.empty(256 * MIB, dtype=torch.uint8)
+        self.taken = 0
+        self.most_bytes = 1 << 40
+        self.filled_from: list[int] = []
+        self.on_synchronize: Callable[[], None] = lambda: None
 
     def issue(self, base: int, moves: Moves) -> None:
         self.on_issue()
         self.runs += moves[:, 2].tolist()
+        self.issued += [(base + target, nbytes) for target, _, nbytes in moves.tolist()]
         self.unmarked += [(source, source + nbytes) for _, source, nbytes in moves.tolist()]
         super().issue(base, moves)
 
     def mark(self) -> Mark:
         return WatchedMark(self)
+
+    def buffer(self, nbytes: int) -> torch.Tensor | None:
+        """One right behind the other, as a device may hand them out, with room for so many bytes each."""
+        if nbytes > self.most_bytes:
+            return None
+        start, self.taken = self.taken, align_up(self.taken + nbytes, 16)
+        return self.room[start : start + nbytes]
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.filled_from.append(source.untyped_storage().data_ptr())
+        super().fill(target, source)
+
+    def bytes_issued_to_room(self) -> int:
+        low, high = self.room.data_ptr(), self.room.data_ptr() + self.room.nbytes
+        return sum(nbytes for target, nbytes in self.issued if low <= target < high)
 
 
 class WatchedMark:
@@ -59,6 +82,7 @@ class WatchedMark:
     def synchronize(self) -> None:
         self.copies.reached.set()
         assert self.copies.goes_on.wait(TIMEOUT)
+        self.copies.on_synchronize()
         self.copies.unmarked.clear()
         self.copies.marks += 1
 
@@ -71,8 +95,13 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     """Host memory is filled as if it were a device's."""
     watched = WatchedCopies()
     monkeypatch.setattr(readplan, "is_host", lambda _: False)
+    monkeypatch.setattr(place, "is_host", lambda memory: not is_in(watched.room, memory))
     monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)
     return watched
+
+
+def is_in(room: torch.Tensor, memory: torch.Tensor) -> bool:
+    return room.data_ptr() <= memory.data_ptr() < room.data_ptr() + room.nbytes
 
 
 class Registered:
@@ -170,6 +199,101 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
     check_equal(state)
     assert len(seen) > 2 * len(set(seen))
     assert copies.marks
+
+
+def columns(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Room for each wide tensor as it is stored, in memory that is laid out by columns."""
+    return {name: torch.zeros(value.shape[::-1]).t() for name, value in state.items()}
+
+
+WIDE = {f"w{i}": torch.arange(5 * MIB, dtype=torch.float32).add_(i).view(1280, 4096) for i in range(2)}
+"""20 MiB each, which are read in two parts."""
+
+
+def test_what_must_be_laid_out_anew_is_so_on_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(WIDE).result(TIMEOUT)
+        state = columns(WIDE)
+        assert engine.load(state).verified
+    assert all(torch.equal(state[name], value) for name, value in WIDE.items())
+    assert copies.bytes_issued_to_room() == sum(value.nbytes for value in WIDE.values())
+    assert len(copies.filled_from) == 4
+    assert set(copies.filled_from) == {copies.room.data_ptr()}
+
+
+def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: Path, copies: WatchedCopies) -> None:
+    """Though both its ends follow each other: a driver refuses it where they were allocated apart."""
+    made: list[tuple[int, int]] = []
+    inner = copies.buffer
+
+    def noted(nbytes: int) -> torch.Tensor | None:
+        memory = inner(nbytes)
+        assert memory is not None
+        made.append((memory.data_ptr(), memory.data_ptr() + nbytes))
+        return memory
+
+    copies.buffer = noted  # type: ignore[method-assign]
+    with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
+        engine.save(WIDE).result(TIMEOUT)
+        engine.load(columns(WIDE))
+    into_room = [(target, target + nbytes) for target, nbytes in copies.issued if is_at(copies.room, target)]
+    assert into_room
+    for low, high in into_room:
+        assert any(first <= low and high <= last for first, last in made)
+
+
+def is_at(room: torch.Tensor, address: int) -> bool:
+    return room.data_ptr() <= address < room.data_ptr() + room.nbytes
+
+
+def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Path, copies: WatchedCopies) -> None:
+    """Its allocator gives it to the trainer's stream at once, which knows nothing of ours."""
+    made: list[weakref.ref[Any]] = []
+    filled_of: list[int] = []
+
+    def buffer(nbytes: int) -> torch.Tensor:
+        memory = np.empty(nbytes, np.uint8)
+        made.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+        HostCopies.fill(copies, target, source)
+        copies.on_synchronize = lambda: filled_of.append(sum(memory() is not None for memory in made))
+
+    copies.buffer, copies.fill = buffer, fill  # type: ignore[method-assign]
+    state = {f"{name} {i}": value for name, value in WIDE.items() for i in range(4)}
+    state = {name: value.clone() for name, value in state.items()}
+    with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
+        engine.save(state).result(TIMEOUT)
+        engine.load(columns(state))
+    assert len(made) == 16
+    assert 0 < min(filled_of) <= max(filled_of) <= 8
+    assert not any(memory() is not None for memory in made)
+
+
+def test_a_device_without_room_only_costs_time(tmp_path: Path, copies: WatchedCopies) -> None:
+    copies.most_bytes = 6 * MIB
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(WIDE).result(TIMEOUT)
+        state = columns(WIDE)
+        engine.load(state)
+    assert all(torch.equal(state[name], value) for name, value in WIDE.items())
+    assert 0 < copies.bytes_issued_to_room() < sum(value.nbytes for value in WIDE.values())
+    assert copies.bytes_issued_to_room() == sum(copies.runs), "what is the host's the host copies"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_that_cannot_be_cut_takes_no_memory_of_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
+    """What stock DCP stores has one sum, so that it is proven as a whole, however large it is."""
+    asked: list[int] = []
+    copies.buffer = asked.append  # type: ignore[method-assign,assignment]
+    state = {"w": torch.randn(3, 3 * MIB)}  # 36 MiB
+    dcp.save(state, checkpoint_id=str(tmp_path / "step_000000001"), no_dist=True)
+    back = columns(state)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.load(back)
+    assert torch.equal(back["w"], state["w"])
+    assert not asked
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -15,7 +15,7 @@ from rank_processes import Ranks, engine_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt import CheckpointEngine, EngineConfig, catalog, files
 from aio_ckpt.dcp import Reader
 from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.portal import Executor
@@ -27,6 +27,7 @@ SECS = 60.0
 SIDE = 1 << 10
 TENSORS = 10
 """Of 4 MiB: more than is read ahead."""
+STATE_BYTES = TENSORS * 4 * SIDE * SIDE
 
 
 class WatchedOpens(GatedStorage):
@@ -103,8 +104,28 @@ def test_what_several_ranks_read_is_shared(
     forget(tmp_path)
     found = four.run(load, tmp_path, loaded)
     assert {shared for opens, _ in found for shared in opens} == {is_shared}
-    if is_shared:  # each by itself: four times as much
-        assert sum(read for _, read in found) < 2 * TENSORS * 4 * SIDE * SIDE
+    if is_shared:  # each by itself: four times as much; each its own file by itself: twice
+        assert sum(read for _, read in found) < 1.5 * STATE_BYTES
+
+
+def load_of_many(rank: int, count: int, root: Path, kind: str) -> tuple[list[bool], int]:
+    """As if there were so many tensors that a rank begins with its own file, before it is known what others read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "_AHEAD_MANIFEST_BYTES", 0)
+        patch.setattr(files, "_AHEAD_BYTES", 1)
+        return load(rank, count, root, kind)
+
+
+@pytest.mark.parametrize(("kind", "is_shared"), [("columns", True), ("rows", False)])
+def test_a_file_that_its_rank_begins_with_is_shared(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
+    two.run(save, tmp_path, "rows")
+    forget(tmp_path)
+    found = two.run(load_of_many, tmp_path, kind)
+    for opens, _ in found:
+        begun, *rest = opens
+        assert not begun
+        assert set(rest) == {is_shared}
+    assert sum(read for _, read in found) < 1.5 * STATE_BYTES
 
 
 @pytest.mark.parametrize(("kind", "is_shared"), [("copies", True), ("rows", False)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from aio_ckpt.ticket import SaveTicket
 from bench.gpu.train import Ground, Trainer, local_of
 from bench.rivals import DCP_DURABILITY, ENGINE_SAVE_DURABILITY
 
-__all__ = ["SAVERS", "Saver", "UnavailableError", "fsync_tree"]
+__all__ = ["SAVERS", "Saver", "UnavailableError"]
 
 NO_DURABILITY = "none: page cache"
 WAIT_SECS = 600.0
@@ -99,14 +98,6 @@ class Saver(ABC):
                 shutil.rmtree(path)
             elif not path.name.startswith("."):
                 path.unlink()
-
-
-def fsync_tree(folder: Path) -> None:
-    """fsync every file below, then the folders."""
-    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 # -- aio_ckpt -------------------------------------------------------------------------------------

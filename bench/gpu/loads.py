@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from aio_ckpt.sync import SyncCheckpointEngine
-from bench.gpu.contenders import WAIT_SECS, UnavailableError, fsync_tree
+from bench.gpu.contenders import WAIT_SECS, UnavailableError
 from bench.gpu.train import Ground, Trainer, local_of
+from bench.pagecache import fsync_tree, make_cold
 
 __all__ = ["LOADERS", "Loader"]
 
@@ -58,12 +58,8 @@ class Loader(ABC):
         """The timed operation; the device may still be copying."""
 
     def make_cold(self) -> None:
-        """Drop the files from the page cache; they are clean: fsynced."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                descriptor = os.open(path, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
+        """Before each load."""
+        make_cold(self.folder)
 
     def verify(self) -> None:
         """A fast load of wrong bytes is no load.

@@ -15,6 +15,7 @@ import torch
 from bench.gpu.options import Trial
 from bench.gpu.train import Ground, Trainer
 from bench.limits import PlainRead, PlainWrite, pack
+from bench.pagecache import make_cold
 
 __all__ = ["RAW", "measure_raw"]
 
@@ -33,7 +34,7 @@ def measure_raw(trainer: Trainer, ground: Ground, folder: Path, trial: Trial) ->
     plain = kind(packed, folder / f"rank{ground.rank}")
     secs: list[float] = []
     for number in range(1 + min(2, trial.repeats)):
-        _drop(plain.path)
+        make_cold(plain.path)
         gc.collect()
         ground.barrier()
         os.sync()
@@ -45,14 +46,6 @@ def measure_raw(trainer: Trainer, ground: Ground, folder: Path, trial: Trial) ->
         plain.after()
         yield "disk", {"number": number, "secs": secs[-1], "nbytes": nbytes}
     plain.close()
-
-
-def _drop(path: Path) -> None:
-    """From the page cache, if the file is there."""
-    if path.exists():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def _copy(packed: mmap.mmap, ground: Ground) -> dict[str, float] | None:
