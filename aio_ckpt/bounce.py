@@ -11,12 +11,13 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 
 import anyio
+import numpy as np
 
 from aio_ckpt.device import register_host_memory, unregister_host_memory
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.portal import Executor, Lock, run_blocking, run_owned
 
-__all__ = ["BounceLoan", "BounceRing", "address_of", "bounce_buffers", "page_locked"]
+__all__ = ["BounceLoan", "BounceRing", "address_of", "bounce_buffers", "page_locked", "touch"]
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -134,6 +135,12 @@ def _cut(memory: mmap.mmap, nbytes: int, count: int) -> list[memoryview]:
     size, view = align_up(nbytes, PAGE_BYTES), memoryview(memory)
     first = -address_of(view) % _HUGE_PAGE_BYTES
     return [view[first + size * number :][:size] for number in range(count)]
+
+
+def touch(buffers: Iterable[memoryview]) -> None:
+    """Have the kernel find the pages now."""
+    for buffer in buffers:
+        np.frombuffer(buffer, np.uint8)[::PAGE_BYTES] = 0
 
 
 def address_of(view: memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
-from aio_ckpt.bounce import address_of, page_locked
+from aio_ckpt.bounce import address_of, page_locked, touch
 from aio_ckpt.contents import Item, Slot
 from aio_ckpt.copies import Copies, HostCopies
 from aio_ckpt.device import begin_uploads, takes_registered
@@ -35,8 +36,16 @@ __all__ = [
     "read_ends",
 ]
 
+_IN_PLACE_PAYS = 1.5
+"""So much longer than through buffers reads to the tensors' own memory may take: they spare a copy. Where pages lie
+scattered a virtual disk takes two to three times as long (540 to 900 ms a GiB, 350 through buffers on huge pages), else
+a tenth less; how they lie no system tells, and it is another draw for each allocation."""
 _PLACERS = 2
 """Segments that are proven and copied while as many reads as allowed stay in flight."""
+
+
+_Read: TypeAlias = list[tuple[Segment, memoryview]]
+"""What one call reads: segments that follow each other in the file, and where to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +76,15 @@ async def fetch(
         MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
         ReadError: the operating system could not read.
     """
-    left = iter(segments)
     bounced = [segment.bounced_bytes for segment in segments if segment.file not in files.ahead]
     buffers = files.buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
-
-    async def work(buffer: memoryview) -> None:
-        for segment in left:
-            await run.segment(segment, buffer)
 
     locked = buffers if any(map(takes_registered, devices)) else []
     async with page_locked(locked, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
-        run = _Run(files, executor, anyio.Semaphore(readers), verify, copies)
+        run = _Run(files, executor, readers, verify, copies)
         try:
-            async with anyio.create_task_group() as group:
-                for buffer in buffers:
-                    group.start_soon(work, buffer)
+            await run.all(segments, buffers)
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from None
     return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
@@ -96,65 +98,97 @@ def _begin(devices: Sequence[torch.device]) -> list[Copies]:
 class _Run:
     """One run of a plan. Landings are opened and finished on the loop, filled by threads."""
 
-    def __init__(
-        self, files: Files, executor: Executor, reading: anyio.Semaphore, verify: bool, copies: Sequence[Copies]
-    ) -> None:
+    def __init__(self, files: Files, executor: Executor, readers: int, verify: bool, copies: Sequence[Copies]) -> None:
         self._files = files
         self._executor = executor
-        self._reading = reading
+        self._reading = anyio.Semaphore(readers)
         self._verify = verify
         self._copies = copies
+        self._is_in_place = True
         self._placed: defaultdict[int, anyio.Event] = defaultdict(anyio.Event)  # by id(segment)
         self.bytes_read = 0
         self.sums_checked = 0
 
-    async def segment(self, segment: Segment, buffer: memoryview) -> None:
-        """Read one segment and put its pieces where they belong."""
-        try:
-            await self._segment(segment, buffer)
-        finally:  # also of one that failed or never began: nobody may wait for ever, and then the load fails anyway
-            self._placed[id(segment)].set()
+    async def all(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
+        """Those of the trial first, which tell how the others are to be read; what is new to the disk is first slow."""
+        trial = [segment for segment in segments if segment.is_trial]
+        half = len(trial) // 2
+        if half:
+            longest = max(segment.bounced_bytes for segment in trial)
+            await run_blocking(self._executor, touch, [buffer[:longest] for buffer in buffers[:half]])
+            self._is_in_place = False
+            bounced_secs = await self._secs_a_byte(trial[:half], buffers)
+            self._is_in_place = True
+            in_place_secs = await self._secs_a_byte(trial[half:], buffers)
+            self._is_in_place = in_place_secs <= _IN_PLACE_PAYS * bounced_secs
+        await self._some([segment for segment in segments if not (half and segment.is_trial)], buffers)
+
+    async def _secs_a_byte(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> float:
+        began = time.perf_counter()
+        await self._some(segments, buffers)
+        return (time.perf_counter() - began) / sum(segment.stop - segment.start for segment in segments)
+
+    async def _some(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
+        """As many at once as there are buffers."""
+        left = iter(segments)
+
+        async def work(buffer: memoryview) -> None:
+            for segment in left:
+                try:
+                    await self._segment(segment, buffer)
+                finally:  # also of one that failed or never began: nobody may wait for ever, and then the load fails
+                    self._placed[id(segment)].set()
+
+        async with anyio.create_task_group() as group:
+            for buffer in buffers[: len(segments)]:
+                group.start_soon(work, buffer)
 
     async def _segment(self, segment: Segment, buffer: memoryview) -> None:
-        parts = [segment] if segment.rest is None else [segment, segment.rest]
+        """Read one segment and put its pieces where they belong."""
         ahead = await self._files.read_already(segment.file, segment.start, segment.stop)
-        is_read = ahead is not None
-        views = [_room(part, buffer, self._files) for part in parts] if ahead is None else [ahead]
+        for read in [[(segment, ahead)]] if ahead is not None else self._reads(segment, buffer):
+            await self._reading.acquire()  # here a cancelled fetch stops
+            # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
+            with anyio.CancelScope(shield=True):
+                await self._read_and_place(read, after=segment.after, is_read=ahead is not None)
+
+    def _reads(self, segment: Segment, buffer: memoryview) -> list[_Read]:
+        """What is read by one call each, and where to."""
+        if segment.target is None or not self._is_in_place:
+            return [[(part, self._room(part, buffer))] for part in segment.bounced()]
+        rest = [] if segment.rest is None else [(segment.rest, self._room(segment.rest, buffer))]
+        return [[(segment, segment.target), *rest]]
+
+    def _room(self, segment: Segment, buffer: memoryview) -> memoryview:
+        nbytes = segment.stop - segment.start
+        # One that should have been read ahead has no part in the size of the buffers.
+        return buffer[:nbytes] if nbytes <= buffer.nbytes else self._files.buffers(nbytes, 1)[0][:nbytes]
+
+    async def _read_and_place(self, read: _Read, *, after: Segment | None, is_read: bool) -> None:
+        """Gives back the turn to read, which was taken, as soon as that has ended."""
+        (segment, _), *_ = read
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
-        for landing in landings:
-            landing.open(self._copies[landing.device])
-        await self._reading.acquire()  # here a cancelled fetch stops
-        # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
-        with anyio.CancelScope(shield=True):
-            try:
-                if not is_read:
-                    got = await self._read(segment, views)
-                    self.bytes_read += got
-                    for part in parts:
-                        _check_length(part, segment.start + got)
-            finally:
-                self._reading.release()
-            if segment.after is not None:
-                await self._placed[id(segment.after)].wait()
-            is_proven = is_read and self._files.is_proven(segment.file)
-            reads = list(zip(parts, views, strict=True))
-            self.sums_checked += await run_blocking(self._executor, place, reads, self._verify, is_proven, self._copies)
-            complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
-            if complete:
-                self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
+        try:
+            for landing in landings:
+                landing.open(self._copies[landing.device])
+            if not is_read:
+                got = await self._read(segment, [view for _, view in read])
+                self.bytes_read += got
+                for part, _ in read:
+                    _check_length(part, segment.start + got)
+        finally:
+            self._reading.release()
+        if after is not None:
+            await self._placed[id(after)].wait()
+        is_proven = is_read and self._files.is_proven(segment.file)
+        self.sums_checked += await run_blocking(self._executor, place, read, self._verify, is_proven, self._copies)
+        complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
+        if complete:
+            self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
 
     async def _read(self, segment: Segment, views: Sequence[memoryview]) -> int:
         async with self._files.use(segment.file) as file:
             return await file.read_into(segment.start, *views)
-
-
-def _room(segment: Segment, buffer: memoryview, files: Files) -> memoryview:
-    """Where a segment is read to."""
-    if segment.target is not None:
-        return segment.target
-    nbytes = segment.stop - segment.start
-    # One that should have been read ahead has no part in the size of the buffers.
-    return buffer[:nbytes] if nbytes <= buffer.nbytes else files.buffers(nbytes, 1)[0][:nbytes]
 
 
 def _count_down(landing: Landing, count: int) -> bool:
@@ -201,7 +235,9 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
         for start, end in zip(starts, ends[id(slot)], strict=True):
             address = address_of(memoryview(end)) if end else 0
             pieces.setdefault(slot.file, PieceRows()).add(start, len(end), -1, address, slot.name)
-    segments = [found for file, rows in pieces.items() for found in cut_segments(file, rows, 4 * BLOCK_BYTES)]
+    segments = [
+        found for file, rows in pieces.items() for found in cut_segments(file, rows.ascending(), 4 * BLOCK_BYTES)
+    ]
     await fetch(files, segments, executor=executor, readers=readers, verify=False)
     return ends
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 
-from aio_ckpt.contents import ObjectArray, SmallItems
+from aio_ckpt.contents import Item, ObjectArray, SmallItems
 from aio_ckpt.copies import Copies
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
@@ -18,6 +18,8 @@ __all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_se
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20
 """Of a landing on a device, whose memory is the trainer's: as many as reads are in flight may be there at once."""
+_BOUNCED_BYTES_MAX = 16 << 20
+"""Of a buffer for what might have been read in place."""
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
@@ -88,7 +90,7 @@ class Pieces:
     crcs: IntArray
     """CRC32 of the bytes; -1 if they have none of their own."""
     addresses: IntArray
-    """Memory they are copied to; 0 if they go to the landing, or were read in place."""
+    """Memory they belong in, where a read in place has put them already; 0 if they go to the landing."""
     devices: IntArray
     """Whose memory: 0 for the host's, else 1 + the position in ``ReadPlan.devices``."""
     labels: ObjectArray
@@ -153,6 +155,13 @@ class PieceRows:
         self.landings.append(landing)
         self.positions.append(at)
 
+    def add_blocks(self, item: Item, numbers: Iterable[int], address: int, device: int = 0) -> None:
+        """Some blocks of an item, which belong where its target begins at ``address``."""
+        for number in numbers:
+            at = number * item.block_bytes
+            nbytes = min(item.block_bytes, item.raw_bytes - at)
+            self.add(item.raw_offset + at, nbytes, item.sums[number], address + at, item.name, device=device)
+
     def total_bytes(self) -> int:
         """Sum of all lengths."""
         return sum(self.nbytes) + sum(int(block.nbytes.sum()) for block in self.blocks)
@@ -207,9 +216,11 @@ class Segment:
     pieces: Pieces
     """What is in it."""
     target: memoryview | None = None
-    """Where the read itself goes, if straight to the tensor; else a bounce buffer, and the pieces are copied."""
+    """Where the read itself may go, straight to the tensor; else through a bounce buffer, and the pieces are copied."""
     rest: Segment | None = None
     """What the same read brings behind ``stop``, through a bounce buffer; it is placed after this one."""
+    is_trial: bool = False
+    """One of a few short ones, with a target, of which half are read in place, half not, to see which is faster."""
     after: Segment | None = None
     """What must be placed before this one is: its read, shifted, reaches over bytes of this one's."""
 
@@ -221,14 +232,25 @@ class Segment:
     @property
     def bounced_bytes(self) -> int:
         """Of the bounce buffer it needs."""
+        nbytes = self.stop - self.start
         if self.target is None:
-            return self.stop - self.start
-        return 0 if self.rest is None else self.rest.bounced_bytes
+            return nbytes
+        nbytes = min(nbytes + 2 * PAGE_BYTES, _BOUNCED_BYTES_MAX)  # whose ends are moved to pages
+        return max(nbytes, 0 if self.rest is None else self.rest.bounced_bytes)
+
+    def bounced(self) -> list[Segment]:
+        """The same in reads through a buffer of ``bounced_bytes``."""
+        if self.target is None:
+            return [self]
+        nbytes, most = self.stop - self.start, self.bounced_bytes - 2 * PAGE_BYTES
+        longest = int(self.pieces.nbytes.max())
+        count = -(-nbytes // (most // longest * longest))
+        parts = cut_segments(self.file, self.pieces, align_up(-(-nbytes // count), longest))
+        return parts if self.rest is None else [*parts, self.rest]
 
 
-def cut_segments(file: str, rows: PieceRows, segment_bytes: int) -> list[Segment]:
+def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]:
     """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece."""
-    pieces = rows.ascending()
     stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
     far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
     segments: list[Segment] = []

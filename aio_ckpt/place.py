@@ -60,7 +60,7 @@ def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, co
         checked = _prove(segment, view, begins)
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
-    is_moved = addresses != 0
+    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else read in place
     _move(moves[is_moved & (devices == 0)])
     numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
     try:

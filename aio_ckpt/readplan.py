@@ -22,8 +22,9 @@ from aio_ckpt.copies import Copies
 from aio_ckpt.device import copies_by_address, is_host
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.inplace import InPlace, in_place_segments
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
-from aio_ckpt.pieces import Landing, PieceRows, Pieces, Segment, copied_pieces, cut_segments
+from aio_ckpt.pieces import Landing, PieceRows, Segment, copied_pieces, cut_segments
 
 __all__ = ["ReadPlan", "Segment", "bytes_of"]
 
@@ -33,10 +34,6 @@ _SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
 _SHIFTED_BYTES_MIN = 32 << 20
 """From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
 on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
-_IN_PLACE_BYTES_MIN, _IN_PLACE_BYTES_MAX = 16 << 20, 64 << 20
-"""Of one read."""
-_IN_PLACE_A_READER = 4
-"""Wanted at least; each costs the loop's thread 0.4 ms."""
 _BOX_BYTES = 16 << 20
 """Of an item, that one part of a box is cut from: it is copied while others are read, and its scratch memory is used
 again. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
@@ -58,8 +55,8 @@ class ReadPlan:
     """Files that are read in any case, so that nothing of them is read in place."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
     """By file."""
-    in_place: list[_InPlace] = field(default_factory=list)
-    """What is read without a bounce buffer."""
+    in_place: list[InPlace] = field(default_factory=list)
+    """What may be read without a bounce buffer."""
     filled: list[torch.Tensor] = field(default_factory=list)
     """Targets that are written behind torch's back."""
     devices: list[torch.device] = field(default_factory=list)
@@ -138,11 +135,8 @@ class ReadPlan:
         found: list[Segment] = []
         for file, rows in self.pieces.items():
             is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
-            found += cut_segments(file, rows, rows.span_bytes() // 2 + BLOCK_BYTES if is_there else size)
-        total += sum(part.item.raw_bytes for part in self.in_place)
-        size = min(max(total // (_IN_PLACE_A_READER * readers), _IN_PLACE_BYTES_MIN), _IN_PLACE_BYTES_MAX)
-        for part in self.in_place:
-            found += part.segments(size)
+            found += cut_segments(file, rows.ascending(), rows.span_bytes() // 2 + BLOCK_BYTES if is_there else size)
+        found += in_place_segments(self.in_place, readers, total)
         return sorted(found, key=lambda segment: (segment.file, segment.start))
 
     # -- one item -----------------------------------------------------------------------------------
@@ -167,7 +161,7 @@ class ReadPlan:
 
     def _add_blocks(self, item: Item, target: torch.Tensor, numbers: Iterable[int]) -> None:
         """Blocks that are copied to memory."""
-        _add_rows(self._rows_of(item.file), item, numbers, target.data_ptr(), self._number_of(target))
+        self._rows_of(item.file).add_blocks(item, numbers, target.data_ptr(), self._number_of(target))
 
     def _add_host(self, item: Item, target: torch.Tensor) -> None:
         """Blocks straight to memory: read in place, as far as alignment allows it, else copied."""
@@ -181,7 +175,7 @@ class ReadPlan:
         if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return
-        self.in_place.append(_InPlace(item, target, count, shift))
+        self.in_place.append(InPlace(item, bytes_of(target).numpy().data, address, count, shift))
 
     def _land_raw(self, item: Item, target: torch.Tensor) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""
@@ -251,69 +245,6 @@ class ReadPlan:
         if found is None:
             found = self.pieces[file] = PieceRows()
         return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _InPlace:
-    """An item that is read into its target itself.
-
-    The memory that is read to is aligned, whatever the target is: it begins up to a page, ``shift``, behind its place,
-    to which the bytes are moved once they are proven.
-    """
-
-    item: Item
-    """What is read; its raw bytes begin on a page if reads are direct."""
-    target: torch.Tensor
-    """Host memory laid out like it."""
-    count: int
-    """Blocks that are read in place: all whole ones that have room."""
-    shift: int
-    """Bytes."""
-
-    def segments(self, nbytes: int) -> list[Segment]:
-        """Reads of about ``nbytes``; the last of them also brings what is left, through a bounce buffer.
-
-        With ``shift`` each is placed after the one before, which was read over the first bytes of its place.
-        """
-        item, shift = self.item, self.shift
-        view, block = bytes_of(self.target).numpy().data, item.block_bytes
-        begins = [*range(0, self.count, max(nbytes // block, 1)), self.count]
-        found: list[Segment] = []
-        for first, stop in itertools.pairwise(begins):
-            segment = Segment(
-                file=item.file,
-                start=item.raw_offset + first * block,
-                stop=item.raw_offset + stop * block,
-                pieces=self._pieces(range(first, stop), is_moved=bool(shift)),
-                target=view[first * block + shift : stop * block + shift],
-                rest=self._rest() if stop == self.count else None,
-                after=found[-1] if shift and found else None,
-            )
-            found.append(segment)
-        return found
-
-    def _rest(self) -> Segment | None:
-        """The blocks that are not read in place."""
-        item = self.item
-        blocks = range(self.count, len(item.sums))
-        if not blocks:
-            return None
-        start, stop = item.raw_offset + self.count * item.block_bytes, item.raw_offset + item.raw_bytes
-        pieces = self._pieces(blocks, is_moved=True)
-        return Segment(file=item.file, start=start, stop=align_up(stop, PAGE_BYTES), pieces=pieces)
-
-    def _pieces(self, blocks: range, *, is_moved: bool) -> Pieces:
-        rows = PieceRows()
-        _add_rows(rows, self.item, blocks, self.target.data_ptr() if is_moved else 0)
-        return rows.ascending()
-
-
-def _add_rows(rows: PieceRows, item: Item, numbers: Iterable[int], address: int, device: int = 0) -> None:
-    """Blocks that are copied to where the target begins at ``address``; 0: they are read in place."""
-    for number in numbers:
-        at = number * item.block_bytes
-        nbytes, place = min(item.block_bytes, item.raw_bytes - at), address and address + at
-        rows.add(item.raw_offset + at, nbytes, item.sums[number], place, item.name, device=device)
 
 
 def _label(item: Item) -> str:

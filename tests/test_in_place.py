@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_read import flip
 
-from aio_ckpt import SyncCheckpointEngine, mappings, readplan
+from aio_ckpt import SyncCheckpointEngine, fetch, inplace, mappings, readplan
 from aio_ckpt.bounce import address_of
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.files import Files
@@ -53,8 +53,8 @@ def storage(executor):
 def short_reads(monkeypatch):
     """Two blocks a read, so that a small tensor takes several."""
     monkeypatch.setattr(readplan, "_SHIFTED_BYTES_MIN", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(readplan, "_IN_PLACE_BYTES_MIN", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(readplan, "_IN_PLACE_BYTES_MAX", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(inplace, "_IN_PLACE_BYTES_MIN", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(inplace, "_IN_PLACE_BYTES_MAX", 2 * BLOCK_BYTES)
 
 
 def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
@@ -410,3 +410,97 @@ def test_what_others_write_to_a_target_is_no_damage_of_the_checkpoint(executor, 
     assert storage.times
     assert (report.step, report.skipped, steps) == (2, (), [1, 2])
     assert torch.equal(storage.target, stored)
+
+
+class Timed(OddReads):
+    """By a clock that moves with what is read: so many seconds a block in place, so many through a buffer."""
+
+    def __init__(self, executor: Executor, target: torch.Tensor, in_place_secs: float, bounced_secs: float) -> None:
+        super().__init__(executor)
+        self.target = target
+        self.secs = {True: in_place_secs, False: bounced_secs}
+        self.now = 0.0
+        self.ways: list[bool] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    async def read_into(self, inner: Inner, offset: int, *views: memoryview) -> int:
+        got = await inner(offset, *views)
+        is_in_place = 0 <= address_of(views[0]) - self.target.data_ptr() < self.target.nbytes
+        self.now += self.secs[is_in_place] * (got // BLOCK_BYTES)
+        self.ways.append(is_in_place)
+        return got
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """A trial of two reads of a block each way, whatever there is to gain."""
+    monkeypatch.setattr(inplace, "_TRIED_FROM_BYTES", 1)
+    monkeypatch.setattr(inplace, "_TRIAL_BYTES", BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("lead", [0, 64])
+@pytest.mark.parametrize(("in_place_secs", "is_in_place"), [(1.0, True), (1.4, True), (1.6, False), (9.0, False)])
+async def test_a_trial_tells_whether_the_rest_is_read_in_place(
+    executor, tmp_path, trials, monkeypatch, in_place_secs, is_in_place, lead
+):
+    count = 20 * BLOCK_BYTES + 12345
+    stored = random_bytes(count)
+    path = save_state(tmp_path / "c", {"t": stored})
+    memory, target = placed(count, lead)
+    first = target.data_ptr() - memory.data_ptr()
+    storage = Timed(executor, target, in_place_secs, 1.0)
+    monkeypatch.setattr(fetch, "time", storage)
+    await load(storage, path, {"t": target})
+    assert torch.equal(target, stored)
+    assert (memory[:first] == 7).all()
+    assert (memory[first + count :] == 7).all()
+    trial, rest = storage.ways[: 2 * READERS], storage.ways[2 * READERS :]
+    assert trial == [False] * READERS + [True] * READERS
+    assert len(rest) > READERS
+    assert set(rest) == {is_in_place}
+
+
+async def test_a_trial_of_unequal_halves_counts_by_the_byte(executor, tmp_path, trials, monkeypatch):
+    monkeypatch.setattr(inplace, "_TRIAL_BYTES", 2 * BLOCK_BYTES)
+    stored = random_bytes(15 * BLOCK_BYTES)  # seven of the trial, three against four, and one behind
+    path = save_state(tmp_path / "c", {"t": stored})
+    _, target = placed(len(stored), 0)
+    storage = Timed(executor, target, 1.4, 1.0)
+    monkeypatch.setattr(fetch, "time", storage)
+    await load(storage, path, {"t": target})
+    assert storage.ways == [False] * 3 + [True] * 4 + [True]
+    assert torch.equal(target, stored)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 9])
+@pytest.mark.parametrize("lead", [0, 64])
+async def test_what_is_too_little_for_a_trial_each_way_is_read_all_the_same(executor, tmp_path, trials, blocks, lead):
+    stored = random_bytes(blocks * BLOCK_BYTES + 100)
+    path = save_state(tmp_path / "c", {"t": stored})
+    _, target = placed(len(stored), lead)
+    await load(Timed(executor, target, 1.0, 1.0), path, {"t": target})
+    assert torch.equal(target, stored)
+
+
+async def test_a_trial_is_a_small_part_of_what_there_is_to_gain(storage, tmp_path):
+    path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
+    segments = await segments_of(storage, path, placed(NBYTES, 0)[1], is_apart=True)
+    assert not any(segment.is_trial for segment in segments)
+    assert 2 * 4 * inplace._TRIAL_BYTES <= inplace._TRIED_FROM_BYTES / 4
+
+
+async def test_damage_is_found_in_a_trial_and_behind_it(executor, tmp_path, trials, monkeypatch):
+    count = 20 * BLOCK_BYTES
+    path = save_state(tmp_path / "c", {"t": random_bytes(count)})
+    checkpoint = await open_checkpoint(LocalStorage(executor, "auto"), path, executor=executor)
+    for block in (0, 5, 12, 19):
+        at = checkpoint.ranks[0].tensors[0].raw_offset + block * BLOCK_BYTES + 17
+        flip(path / "__0_0.distcp", at)
+        _, target = placed(count, 64)
+        storage = Timed(executor, target, 9.0, 1.0)
+        monkeypatch.setattr(fetch, "time", storage)
+        with pytest.raises(CorruptCheckpointError, match="'t'"):
+            await asyncio.wait_for(load(storage, path, {"t": target}), SECS)
+        flip(path / "__0_0.distcp", at)
