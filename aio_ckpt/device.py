@@ -129,6 +129,7 @@ class CudaUploads(CudaCopies):
     def __init__(self, device: torch.device, side: torch.cuda.Stream) -> None:
         super().__init__(device, side, is_registered=False)
         self._driver_copy = _driver_copy("cuMemcpyHtoDAsync_v2", holds_gil=False)
+        self._is_full = False
 
     def issue(self, base: int, moves: Moves) -> None:
         """Issued, not done if the sources are page-locked; they must stay as they are until a later mark is reached."""
@@ -138,9 +139,12 @@ class CudaUploads(CudaCopies):
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
         """Memory of the current stream's pool, where the trainer finds it again; to be dropped behind a mark."""
+        if self._is_full or not copies_by_address(self._device):
+            return None
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # not asked again: to refuse, the allocator gives back all that it keeps
+            self._is_full = True
             return None
         self._side.wait_stream(torch.cuda.current_stream(self._device))  # which may be using it yet
         return memory

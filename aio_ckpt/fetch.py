@@ -86,6 +86,7 @@ async def fetch(
         try:
             await run.all(segments, buffers)
         except BaseExceptionGroup as errors:
+            _let_go(segments)
             raise first_cause(errors) from None
     return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
 
@@ -146,6 +147,7 @@ class _Run:
     async def _segment(self, segment: Segment, buffer: memoryview) -> None:
         """Read one segment and put its pieces where they belong."""
         ahead = await self._files.read_already(segment.file, segment.start, segment.stop)
+        assert ahead is None or segment.rest is None, "nothing of a file that is read ahead is read in place"
         for read in [[(segment, ahead)]] if ahead is not None else self._reads(segment, buffer):
             await self._reading.acquire()  # here a cancelled fetch stops
             # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
@@ -189,6 +191,14 @@ class _Run:
     async def _read(self, segment: Segment, views: Sequence[memoryview]) -> int:
         async with self._files.use(segment.file) as file:
             return await file.read_into(segment.start, *views)
+
+
+def _let_go(segments: Sequence[Segment]) -> None:
+    """Of the memory where parts landed: who keeps the error keeps the segments, too."""
+    for segment in segments:
+        for landing in segment.pieces.landings.tolist():
+            if landing is not None:
+                landing.scratch = None
 
 
 def _count_down(landing: Landing, count: int) -> bool:

@@ -27,7 +27,7 @@ def in_place_segments(tensors: Sequence[InPlace], readers: int, total: int) -> l
     trials = 2 * readers if in_place >= _TRIED_FROM_BYTES else 0
     found: list[Segment] = []
     for tensor in tensors:
-        found += tensor.segments(size, trials=max(trials - len(found), 0))
+        found += tensor.segments(size, trials=trials - sum(segment.is_trial for segment in found))
     return found
 
 

@@ -17,8 +17,8 @@ from aio_ckpt.manifest import IntArray
 __all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20
-"""Of a landing on a device, whose memory is the trainer's: as many as reads are in flight may be there at once."""
-_BOUNCED_BYTES_MAX = 16 << 20
+"""Of a landing on a device, whose memory is the trainer's: one is there for each part that has begun to be read."""
+_BOUNCED_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
 """Of a buffer for what might have been read in place."""
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
@@ -235,17 +235,20 @@ class Segment:
         nbytes = self.stop - self.start
         if self.target is None:
             return nbytes
-        nbytes = min(nbytes + 2 * PAGE_BYTES, _BOUNCED_BYTES_MAX)  # whose ends are moved to pages
+        nbytes = max(min(nbytes, _BOUNCED_BYTES_MAX), self._longest) + 2 * PAGE_BYTES  # whose ends are moved to pages
         return max(nbytes, 0 if self.rest is None else self.rest.bounced_bytes)
+
+    @property
+    def _longest(self) -> int:
+        return int(self.pieces.nbytes.max())
 
     def bounced(self) -> list[Segment]:
         """The same in reads through a buffer of ``bounced_bytes``."""
         if self.target is None:
             return [self]
-        nbytes, most = self.stop - self.start, self.bounced_bytes - 2 * PAGE_BYTES
-        longest = int(self.pieces.nbytes.max())
-        count = -(-nbytes // (most // longest * longest))
-        parts = cut_segments(self.file, self.pieces, align_up(-(-nbytes // count), longest))
+        nbytes, longest = self.stop - self.start, self._longest
+        count = -(-nbytes // max(_BOUNCED_BYTES_MAX // longest * longest, longest))
+        parts = cut_segments(self.file, self.pieces, align_up(-(-nbytes // count), longest))  # of about one length
         return parts if self.rest is None else [*parts, self.rest]
 
 

@@ -17,7 +17,17 @@ from gated_storage import TIMEOUT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine, bounce, datafile, fetch, place, readplan
+from aio_ckpt import (
+    CheckpointEngine,
+    EngineConfig,
+    SyncCheckpointEngine,
+    bounce,
+    datafile,
+    device,
+    fetch,
+    place,
+    readplan,
+)
 from aio_ckpt.copies import HostCopies, Mark
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import BLOCK_BYTES, align_up
@@ -269,6 +279,52 @@ def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Pa
     assert len(made) == 16
     assert 0 < min(filled_of) <= max(filled_of) <= 8
     assert not any(memory() is not None for memory in made)
+
+
+def test_who_keeps_the_error_of_a_load_keeps_no_memory_of_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def buffer(nbytes: int) -> torch.Tensor:
+        memory = np.empty(nbytes, np.uint8)
+        made.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    copies.buffer = buffer  # type: ignore[method-assign]
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.save(WIDE).result(TIMEOUT)
+        (path,) = tmp_path.glob("step_*/*.distcp")
+        data = bytearray(path.read_bytes())
+        data[-6 * MIB] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(MismatchError) as caught:
+            engine.load(columns(WIDE), step=1)
+        assert made
+        assert caught.value is not None
+        assert not any(memory() is not None for memory in made)
+
+
+def test_copies_that_go_by_no_address_take_no_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm: there the host lays out anew, and torch copies."""
+    uploads = object.__new__(device.CudaUploads)
+    uploads._device, uploads._is_full = torch.device("cuda"), False
+    monkeypatch.setattr(device, "_driver_is_there", lambda: False)
+    assert uploads.buffer(100) is None
+
+
+def test_a_device_that_is_full_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refused(nbytes: int, **_: object) -> torch.Tensor:
+        asked.append(nbytes)
+        raise torch.OutOfMemoryError("full")
+
+    uploads = object.__new__(device.CudaUploads)
+    uploads._device, uploads._is_full = torch.device("cuda"), False
+    monkeypatch.setattr(device, "_driver_is_there", lambda: True)
+    monkeypatch.setattr(torch, "empty", refused)
+    assert uploads.buffer(100) is None
+    assert uploads.buffer(100) is None
+    assert asked == [100]
 
 
 def test_a_device_without_room_only_costs_time(tmp_path: Path, copies: WatchedCopies) -> None:

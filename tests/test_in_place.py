@@ -22,9 +22,10 @@ from aio_ckpt import SyncCheckpointEngine, fetch, inplace, mappings, readplan
 from aio_ckpt.bounce import address_of
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.files import Files
-from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES
+from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.mappings import are_private, shared_mappings
 from aio_ckpt.match import match_template
+from aio_ckpt.pieces import PieceRows, Segment
 from aio_ckpt.portal import Executor
 from aio_ckpt.read import load_checkpoint, open_checkpoint
 from aio_ckpt.readplan import ReadPlan
@@ -484,11 +485,61 @@ async def test_what_is_too_little_for_a_trial_each_way_is_read_all_the_same(exec
     assert torch.equal(target, stored)
 
 
+@given(
+    blocks=st.integers(1, 70),
+    block=st.sampled_from([PAGE_BYTES, 100_001, BLOCK_BYTES, 5 * BLOCK_BYTES, 16 * BLOCK_BYTES, 40 * BLOCK_BYTES]),
+    start=st.integers(0, 3 * PAGE_BYTES),
+    rest=st.integers(0, 2),
+)
+def test_what_is_not_read_in_place_fits_its_buffer_part_by_part(blocks, block, start, rest):
+    """Whatever the size of a block: a manifest tells it."""
+
+    def pieces(first, stop):
+        rows = PieceRows()
+        for number in range(first, stop):
+            rows.add(start + number * block, block, 0, 1 + number * block, "t")
+        return rows.ascending()
+
+    end = start + blocks * block
+    behind = Segment(
+        file="f",
+        start=end // PAGE_BYTES * PAGE_BYTES,
+        stop=align_up(end + rest * block, PAGE_BYTES),
+        pieces=pieces(blocks, blocks + rest),
+    )
+    segment = Segment(
+        file="f",
+        start=start,
+        stop=end,
+        pieces=pieces(0, blocks),
+        target=memoryview(b""),
+        rest=behind if rest else None,
+    )
+    parts = segment.bounced()
+    assert all(part.stop - part.start <= segment.bounced_bytes for part in parts)
+    assert all(part.target is None for part in parts)
+    assert [at for part in parts for at in part.pieces.starts.tolist()] == [
+        start + number * block for number in range(blocks + rest)
+    ]
+    assert segment.bounced_bytes <= max(16 * BLOCK_BYTES, block + 2 * PAGE_BYTES, behind.stop - behind.start)
+
+
 async def test_a_trial_is_a_small_part_of_what_there_is_to_gain(storage, tmp_path):
     path = save_state(tmp_path / "c", {"t": random_bytes(NBYTES)})
     segments = await segments_of(storage, path, placed(NBYTES, 0)[1], is_apart=True)
     assert not any(segment.is_trial for segment in segments)
     assert 2 * 4 * inplace._TRIAL_BYTES <= inplace._TRIED_FROM_BYTES / 4
+
+
+async def test_small_tensors_before_do_not_take_the_place_of_a_trial(storage, tmp_path, trials, monkeypatch):
+    monkeypatch.setattr(inplace, "_TRIAL_BYTES", 2 * BLOCK_BYTES)
+    state = {f"a{i}": random_bytes(BLOCK_BYTES, i) for i in range(9)} | {"t": random_bytes(NBYTES)}
+    path = save_state(tmp_path / "c", state)
+    checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
+    plan = ReadPlan(is_direct={"__0_0.distcp": False})
+    for name, value in state.items():
+        plan.add_tensor(checkpoint.catalog.chunks[name], (0,), torch.empty_like(value))
+    assert sum(segment.is_trial for segment in plan.segments(READERS)) == NBYTES // (2 * BLOCK_BYTES)
 
 
 async def test_damage_is_found_in_a_trial_and_behind_it(executor, tmp_path, trials, monkeypatch):
