@@ -122,7 +122,8 @@ class _Run:
             self._is_in_place = True
             in_place_secs = await self._secs_a_byte(trial[half:], buffers)
             self._is_in_place = in_place_secs <= _IN_PLACE_PAYS * bounced_secs
-        await self._some([segment for segment in segments if not (half and segment.is_trial)], buffers)
+            segments = [segment for segment in segments if not segment.is_trial]
+        await self._some(segments, buffers)
 
     async def _secs_a_byte(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> float:
         began = time.perf_counter()

@@ -48,8 +48,7 @@ class Files:
         """Per measured file, its real length."""
         self.ahead: dict[str, _Ahead] = {}
         """Files that are read whole while it is found out what of them is wanted."""
-        self.are_shared = False
-        """Whether other ranks of this host read the same bytes of files that are opened from now on."""
+        self._are_shared = False
         self._reading_ahead = anyio.create_task_group()
         self._loan = BounceLoan(ring or BounceRing())
         self._lending = ExitStack()
@@ -77,6 +76,17 @@ class Files:
             for file in self._kept.values():
                 await file.close()
 
+    async def share(self) -> None:
+        """Other ranks of this host read the same bytes: what is open and not read ahead is opened anew, to be shared.
+
+        Nobody may be using a file; what was forgotten must be measured again.
+        """
+        self._are_shared = True
+        for name in self._kept.keys() - self.ahead.keys():
+            del self.sizes[name], self.is_direct[name]
+            with anyio.CancelScope(shield=True):
+                await self._kept.pop(name).close()
+
     async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
         """Learn the real length of files, before anything is believed that points into them.
 
@@ -97,26 +107,17 @@ class Files:
         """Begin to read a whole file, ``readers`` parts at once, and to sum it by ``executor`` (None: not at all).
 
         It is opened at once, and read once ``may_begin`` says so: smaller reads it would only hold up. A large one is
-        left alone, closed: it is not known yet whether it is shared. Returns when the reads wait for threads.
+        left alone. Returns when the reads wait for threads.
         """
         with suppress(Exception):  # told by whoever wants the file, if anybody does
             await self.measure([name], {})
-            if not 0 < self.sizes[name] <= _AHEAD_BYTES:
-                await self._forget(name)
-                return
             await may_begin()
+            if not 0 < self.sizes[name] <= _AHEAD_BYTES:
+                return
             ahead = self.ahead[name] = _Ahead(self.sizes[name], self._readers, self.buffers)
             for part in ahead.parts:
                 self._reading_ahead.start_soon(self._read_part, name, part, executor)
             await anyio.lowlevel.checkpoint()  # theirs goes to a thread before what the caller does next
-
-    async def _forget(self, name: str) -> None:
-        """As if it had never been measured."""
-        del self.sizes[name], self.is_direct[name]
-        file = self._kept.pop(name, None)
-        if file is not None:
-            with anyio.CancelScope(shield=True):
-                await file.close()
 
     async def _read_part(self, name: str, part: _Part, executor: Executor | None) -> None:
         try:
@@ -160,7 +161,7 @@ class Files:
             return
         try:
             path = self._directory / name
-            file = await self._storage.open_data_file(path, readers=self._readers, shared=self.are_shared)
+            file = await self._storage.open_data_file(path, readers=self._readers, shared=self._are_shared)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise MismatchError(f"{name}: missing") from error

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from aio_ckpt.contents import Item
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.pieces import PieceRows, Pieces, Segment
@@ -27,7 +29,9 @@ def in_place_segments(tensors: Sequence[InPlace], readers: int, total: int) -> l
     trials = 2 * readers if in_place >= _TRIED_FROM_BYTES else 0
     found: list[Segment] = []
     for tensor in tensors:
-        found += tensor.segments(size, trials=trials - sum(segment.is_trial for segment in found))
+        segments = tensor.segments(size, trials=trials)
+        trials -= sum(segment.is_trial for segment in segments)
+        found += segments
     return found
 
 
@@ -41,10 +45,8 @@ class InPlace:
 
     item: Item
     """What is read; its raw bytes begin on a page if reads are direct."""
-    view: memoryview
-    """Bytes of host memory that is laid out like it."""
-    address: int
-    """Where they are."""
+    memory: torch.Tensor
+    """Bytes of host memory, shape ``(nbytes,)``, laid out like it."""
     count: int
     """Blocks that are read in place: all whole ones that have room."""
     shift: int
@@ -55,7 +57,7 @@ class InPlace:
 
         With ``shift`` each is placed after the one before, which was read over the first bytes of its place.
         """
-        item, shift, view, block = self.item, self.shift, self.view, self.item.block_bytes
+        item, shift, view, block = self.item, self.shift, self.memory.numpy().data, self.item.block_bytes
         step, short = max(nbytes // block, 1), max(_TRIAL_BYTES // block, 1)
         tried = min(trials, self.count // short) * short
         begins = [*range(0, tried, short), *range(tried, self.count, step), self.count]
@@ -85,5 +87,5 @@ class InPlace:
 
     def _pieces(self, blocks: range) -> Pieces:
         rows = PieceRows()
-        rows.add_blocks(self.item, blocks, self.address)
+        rows.add_blocks(self.item, blocks, self.memory.data_ptr())
         return rows.ascending()

@@ -14,12 +14,13 @@ from aio_ckpt.errors import MismatchError
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.manifest import IntArray
 
-__all__ = ["Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
+__all__ = ["SEGMENT_BYTES_MAX", "Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20
 """Of a landing on a device, whose memory is the trainer's: one is there for each part that has begun to be read."""
-_BOUNCED_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
-"""Of a buffer for what might have been read in place."""
+SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
+"""Of a read through a bounce buffer: two pages below, so that one whose ends were moved to pages still fits a buffer of
+whole huge pages."""
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
@@ -235,7 +236,7 @@ class Segment:
         nbytes = self.stop - self.start
         if self.target is None:
             return nbytes
-        nbytes = max(min(nbytes, _BOUNCED_BYTES_MAX), self._longest) + 2 * PAGE_BYTES  # whose ends are moved to pages
+        nbytes = max(min(nbytes, SEGMENT_BYTES_MAX), self._longest) + 2 * PAGE_BYTES  # whose ends are moved to pages
         return max(nbytes, 0 if self.rest is None else self.rest.bounced_bytes)
 
     @property
@@ -247,7 +248,7 @@ class Segment:
         if self.target is None:
             return [self]
         nbytes, longest = self.stop - self.start, self._longest
-        count = -(-nbytes // max(_BOUNCED_BYTES_MAX // longest * longest, longest))
+        count = -(-nbytes // max(SEGMENT_BYTES_MAX // longest * longest, longest))
         parts = cut_segments(self.file, self.pieces, align_up(-(-nbytes // count), longest))  # of about one length
         return parts if self.rest is None else [*parts, self.rest]
 

@@ -108,7 +108,8 @@ async def load_checkpoint(
         found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
         if in_place and ranks_on_host > 1:
             wanted = await run_blocking(executor, wanted_bytes, found, checkpoint.catalog)
-            files.are_shared = is_read_by_several(wanted, checkpoint.catalog.nbytes, ranks_on_host=ranks_on_host)
+            if is_read_by_several(wanted, checkpoint.catalog.nbytes, ranks_on_host=ranks_on_host):
+                await files.share()
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         await on_matched(checkpoint.identity)

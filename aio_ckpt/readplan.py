@@ -24,13 +24,12 @@ from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.inplace import InPlace, in_place_segments
 from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
-from aio_ckpt.pieces import Landing, PieceRows, Segment, copied_pieces, cut_segments
+from aio_ckpt.pieces import SEGMENT_BYTES_MAX, Landing, PieceRows, Segment, copied_pieces, cut_segments
 
 __all__ = ["ReadPlan", "Segment", "bytes_of"]
 
-# Two pages below, so that a segment whose ends were moved to pages still fits a buffer of whole huge pages.
 _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
-_SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
+"""As ``SEGMENT_BYTES_MAX``."""
 _SHIFTED_BYTES_MIN = 32 << 20
 """From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
 on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
@@ -131,7 +130,7 @@ class ReadPlan:
     def segments(self, readers: int) -> list[Segment]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
         total = sum(rows.total_bytes() for rows in self.pieces.values())
-        size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), _SEGMENT_BYTES_MAX)
+        size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
         found: list[Segment] = []
         for file, rows in self.pieces.items():
             is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
@@ -175,7 +174,7 @@ class ReadPlan:
         if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
             self._add_blocks(item, target, range(len(item.sums)))
             return
-        self.in_place.append(InPlace(item, bytes_of(target).numpy().data, address, count, shift))
+        self.in_place.append(InPlace(item, bytes_of(target), count, shift))
 
     def _land_raw(self, item: Item, target: torch.Tensor) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""

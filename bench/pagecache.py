@@ -17,13 +17,12 @@ def fsync_tree(folder: Path) -> None:
             os.fsync(descriptor)
 
 
-def make_cold(*paths: Path) -> None:
-    """Drop files, and those below folders, from the page cache; they are clean: fsynced. What is not there is cold."""
-    for path in paths:
-        for file in path.rglob("*") if path.is_dir() else (path,):
-            if file.is_file():
-                with _opened(file) as descriptor:
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+def make_cold(path: Path) -> None:
+    """Drop a file, or those below a folder, from the page cache; they are clean: fsynced. What is not there is cold."""
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if file.is_file():
+            with _opened(file) as descriptor:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

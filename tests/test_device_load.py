@@ -77,9 +77,24 @@ class WatchedCopies(HostCopies):
         self.filled_from.append(source.untyped_storage().data_ptr())
         super().fill(target, source)
 
+    def has(self, address: int) -> bool:
+        """Whether it is in memory of the device."""
+        return self.room.data_ptr() <= address < self.room.data_ptr() + self.room.nbytes
+
     def bytes_issued_to_room(self) -> int:
-        low, high = self.room.data_ptr(), self.room.data_ptr() + self.room.nbytes
-        return sum(nbytes for target, nbytes in self.issued if low <= target < high)
+        return sum(nbytes for target, nbytes in self.issued if self.has(target))
+
+    def make_apart(self) -> list[weakref.ref[Any]]:
+        """Make each buffer memory of its own from now on: what becomes of it."""
+        made: list[weakref.ref[Any]] = []
+
+        def buffer(nbytes: int) -> torch.Tensor:
+            memory = np.empty(nbytes, np.uint8)
+            made.append(weakref.ref(memory))
+            return torch.from_numpy(memory)
+
+        self.buffer = buffer  # type: ignore[method-assign]
+        return made
 
 
 class WatchedMark:
@@ -105,13 +120,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     """Host memory is filled as if it were a device's."""
     watched = WatchedCopies()
     monkeypatch.setattr(readplan, "is_host", lambda _: False)
-    monkeypatch.setattr(place, "is_host", lambda memory: not is_in(watched.room, memory))
+    monkeypatch.setattr(place, "is_host", lambda memory: not watched.has(memory.data_ptr()))
     monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)
     return watched
-
-
-def is_in(room: torch.Tensor, memory: torch.Tensor) -> bool:
-    return room.data_ptr() <= memory.data_ptr() < room.data_ptr() + room.nbytes
 
 
 class Registered:
@@ -203,7 +214,7 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
 
     monkeypatch.setattr(datafile, "_read_fully", read)
     monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", 2 * MIB)
-    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MAX", 2 * MIB)
+    monkeypatch.setattr(readplan, "SEGMENT_BYTES_MAX", 2 * MIB)
     state = templates()
     engine.load(state)
     check_equal(state)
@@ -246,31 +257,22 @@ def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: P
     with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
         engine.save(WIDE).result(TIMEOUT)
         engine.load(columns(WIDE))
-    into_room = [(target, target + nbytes) for target, nbytes in copies.issued if is_at(copies.room, target)]
+    into_room = [(target, target + nbytes) for target, nbytes in copies.issued if copies.has(target)]
     assert into_room
     for low, high in into_room:
         assert any(first <= low and high <= last for first, last in made)
 
 
-def is_at(room: torch.Tensor, address: int) -> bool:
-    return room.data_ptr() <= address < room.data_ptr() + room.nbytes
-
-
 def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Path, copies: WatchedCopies) -> None:
     """Its allocator gives it to the trainer's stream at once, which knows nothing of ours."""
-    made: list[weakref.ref[Any]] = []
+    made = copies.make_apart()
     filled_of: list[int] = []
-
-    def buffer(nbytes: int) -> torch.Tensor:
-        memory = np.empty(nbytes, np.uint8)
-        made.append(weakref.ref(memory))
-        return torch.from_numpy(memory)
 
     def fill(target: torch.Tensor, source: torch.Tensor) -> None:
         HostCopies.fill(copies, target, source)
         copies.on_synchronize = lambda: filled_of.append(sum(memory() is not None for memory in made))
 
-    copies.buffer, copies.fill = buffer, fill  # type: ignore[method-assign]
+    copies.fill = fill  # type: ignore[method-assign]
     state = {f"{name} {i}": value for name, value in WIDE.items() for i in range(4)}
     state = {name: value.clone() for name, value in state.items()}
     with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
@@ -282,14 +284,7 @@ def test_memory_of_the_device_is_let_go_of_when_its_copies_are_done(tmp_path: Pa
 
 
 def test_who_keeps_the_error_of_a_load_keeps_no_memory_of_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
-    made: list[weakref.ref[Any]] = []
-
-    def buffer(nbytes: int) -> torch.Tensor:
-        memory = np.empty(nbytes, np.uint8)
-        made.append(weakref.ref(memory))
-        return torch.from_numpy(memory)
-
-    copies.buffer = buffer  # type: ignore[method-assign]
+    made = copies.make_apart()
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(WIDE).result(TIMEOUT)
         (path,) = tmp_path.glob("step_*/*.distcp")

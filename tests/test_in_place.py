@@ -542,6 +542,16 @@ async def test_small_tensors_before_do_not_take_the_place_of_a_trial(storage, tm
     assert sum(segment.is_trial for segment in plan.segments(READERS)) == NBYTES // (2 * BLOCK_BYTES)
 
 
+async def test_a_trial_of_several_tensors_is_no_longer_than_of_one(storage, tmp_path, trials):
+    state = {name: random_bytes(NBYTES) for name in "ab"}
+    path = save_state(tmp_path / "c", state)
+    checkpoint = await open_checkpoint(storage, path, executor=storage._executor)
+    plan = ReadPlan(is_direct={"__0_0.distcp": False})
+    for name, value in state.items():
+        plan.add_tensor(checkpoint.catalog.chunks[name], (0,), torch.empty_like(value))
+    assert sum(segment.is_trial for segment in plan.segments(READERS)) == 2 * READERS
+
+
 async def test_damage_is_found_in_a_trial_and_behind_it(executor, tmp_path, trials, monkeypatch):
     count = 20 * BLOCK_BYTES
     path = save_state(tmp_path / "c", {"t": random_bytes(count)})

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from aio_ckpt import CheckpointEngine, EngineConfig, catalog, files
 from aio_ckpt.dcp import Reader
 from aio_ckpt.errors import TemplateMismatchError
+from aio_ckpt.files import Files
 from aio_ckpt.portal import Executor
 from aio_ckpt.sharing import covering_bytes
 from aio_ckpt.storage import LocalStorage, ReadFile
@@ -124,8 +125,27 @@ def test_a_file_that_its_rank_begins_with_is_shared(two: Ranks, tmp_path: Path, 
     for opens, _ in found:
         begun, *rest = opens
         assert not begun
-        assert set(rest) == {is_shared}
+        # The other's, and its own once more where that is shared, and only there.
+        assert rest == ([True, True] if is_shared else [False])
     assert sum(read for _, read in found) < 1.5 * STATE_BYTES
+
+
+async def test_what_is_being_read_ahead_stays_open_when_the_rest_is_opened_to_be_shared(tmp_path: Path) -> None:
+    for name in ("ahead", "other"):
+        (tmp_path / name).write_bytes(bytes(9000))
+    executor = Executor("opens", 4)
+    storage = WatchedOpens(executor)
+    try:
+        async with Files(storage, tmp_path, readers=1) as opened:
+            await opened.read_ahead("ahead", lambda: asyncio.sleep(0), executor=None)
+            await opened.measure(["other"], {})
+            assert list(opened.ahead) == ["ahead"]
+            await opened.share()
+            await opened.measure(["ahead", "other"], {})
+            assert storage.shared == [False, False, True]
+            assert await opened.read_already("ahead", 0, 8192) == bytes(8192)
+    finally:
+        executor.close(SECS)
 
 
 @pytest.mark.parametrize(("kind", "is_shared"), [("copies", True), ("rows", False)])

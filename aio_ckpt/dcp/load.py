@@ -100,7 +100,8 @@ class Load:
             segments = await run_blocking(executor, reads.segments, config.workers)
             if (ranks_on_host := peers_on_host()) > 1:
                 stored = sum(place.length for place in self.metadata.storage_data.values())
-                files.are_shared = is_read_by_several(reads.total_bytes, stored, ranks_on_host=ranks_on_host)
+                if is_read_by_several(reads.total_bytes, stored, ranks_on_host=ranks_on_host):
+                    await files.share()
             await files.measure({segment.file for segment in segments}, {})
             await fetch(
                 files,

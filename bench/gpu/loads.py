@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 from aio_ckpt.sync import SyncCheckpointEngine
 from bench.gpu.contenders import WAIT_SECS, UnavailableError
 from bench.gpu.train import Ground, Trainer, local_of
-from bench.pagecache import fsync_tree, make_cold
+from bench.pagecache import fsync_tree
 
 __all__ = ["LOADERS", "Loader"]
 
@@ -56,10 +56,6 @@ class Loader(ABC):
     @abstractmethod
     def load(self) -> None:
         """The timed operation; the device may still be copying."""
-
-    def make_cold(self) -> None:
-        """Before each load."""
-        make_cold(self.folder)
 
     def verify(self) -> None:
         """A fast load of wrong bytes is no load.

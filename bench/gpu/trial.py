@@ -28,7 +28,7 @@ from bench.gpu.loads import LOADERS, Loader
 from bench.gpu.options import Trial
 from bench.gpu.raw import RAW, measure_raw
 from bench.gpu.train import Ground, StepClock, Trainer, make_trainer, train_for
-from bench.pagecache import fsync_tree
+from bench.pagecache import fsync_tree, make_cold
 
 __all__ = ["contender_keys", "main"]
 
@@ -361,7 +361,7 @@ def _load(kind: type[Loader], trial: Trial, trainer: Trainer, ground: Ground, ev
     for number in range(1 + trial.repeats):
         if number > 1 and not ground.all_agree(events.secs + longest < trial.secs):
             break
-        loader.make_cold()
+        make_cold(loader.folder)
         _settle(ground)
         cpu, begin = _tree_cpu_secs(), time.perf_counter()
         loader.load()
