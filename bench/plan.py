@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from aio_ckpt.engine import CheckpointEngine
 from aio_ckpt.items import SaveReport
+from aio_ckpt.moves import PreparedMoves
 from bench.limits import page_aligned
 from bench.measure import Spread
 from bench.options import Options, log, parse, work_folder
@@ -21,11 +23,6 @@ from bench.report import FigureRow, Goal, Report, publish
 from bench.states import flattened_optimizer, tiny_tensors
 
 __all__ = ["main", "planning"]
-
-# PyDLL keeps the GIL, as the engine's own copies of small tensors do.
-_memmove = ctypes.PyDLL(None).memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
 
 
 def main() -> None:
@@ -76,22 +73,19 @@ def planning(title: str, state: Mapping[str, object], folder: Path, options: Opt
 
 
 class Copies:
-    """The copies of a save of small host tensors, and nothing else: one memmove each to warm memory."""
+    """The copies of a save of small host tensors, and nothing else, as the engine makes them: to warm memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         step = 1024  # about what an item takes in the image
-        self._memory = page_aligned(sum(tensor.nbytes + step for tensor in tensors))
+        offsets = itertools.accumulate((tensor.nbytes + step for tensor in tensors), initial=0)
+        rows = [(offset, tensor.data_ptr(), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=False)]
         self._tensors = tensors
-        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self._moves: list[tuple[int, int, int]] = []
-        for tensor in tensors:
-            self._moves.append((address, tensor.data_ptr(), tensor.nbytes))
-            address += tensor.nbytes + step
+        self._memory = page_aligned(sum(tensor.nbytes + step for tensor in tensors))
+        self._moves = PreparedMoves.of(np.array([row for row in rows if row[2]], np.uint64).reshape(-1, 3))
 
     def run(self) -> None:
         """Copy."""
-        for target, source, nbytes in self._moves:
-            _memmove(target, source, nbytes)
+        self._moves.copy(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
 
 
 def _save(engine: CheckpointEngine, state: object) -> SaveReport:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 
 from aio_ckpt import CheckpointEngine, EngineConfig
@@ -48,6 +49,7 @@ def _save(engine: CheckpointEngine, step: int, value: int, overwrite: bool) -> d
         path = str(error.filename) if isinstance(error, OSError) else ""
         stage = error.stage if isinstance(error, AioCkptError) else ""
         answer = {"error": type(error).__name__, "code": code, "path": path, "stage": stage}
+    wait(engine._keeper.passes, WAIT_SECS)  # which remove what an overwrite could not
     files = [name for name in os.listdir("/proc/self/fd") if _is_file(name)]
     return {**answer, "files": len(files), "leases": engine.lifetime.leases}
 
