@@ -249,7 +249,8 @@ def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template
     if is_apart.all():  # so chunks need not be made
         return apart, []
     small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
-    named = [(name, value) for name, value in zip(template.names, template.values, strict=True) if id(value) in small]
+    stored = ((name, value) for name, value in zip(template.names, template.values, strict=True) if name in chunks)
+    named = [(name, value) for name, value in stored if id(value) in small]  # a name that is not stored may be tied
     named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
     names, tensors = [name for name, _ in named], cast("list[torch.Tensor]", [tensor for _, tensor in named])
     return apart, [

@@ -11,12 +11,13 @@ import errno
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Moves", "copy_all", "copy_near", "memmove"]
+__all__ = ["Moves", "PreparedMoves", "copy_all", "memmove", "unreadable"]
 
 Moves: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
@@ -71,38 +72,80 @@ def copy_all(base: int, moves: Moves) -> None:
         _copy(targets[part], sources[part])
 
 
-def copy_near(moves: Moves) -> None:
-    """As :func:`copy_all` from address 0, for sources that mostly lie near each other, as what one read has brought in.
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedMoves:
+    """Moves made ready, those whose sources nearly follow each other to be read as one.
 
-    20 MB in pieces of 4 KiB take 2.8 ms so, and 5.2 by themselves; sources that lie anywhere take longer so.
+    20,000 pieces of 64 bytes that lie in one heap take 2.2 ms so and 10.4 by :func:`copy_all`, 5,000 of 4 KiB 2.9 and
+    5.0. To make 20,000 ready takes 1.1 ms.
     """
-    if not len(moves) or _is_refused():
-        copy_all(0, moves)
-        return
-    order = np.argsort(moves[:, 1], kind="stable")
-    dropped = np.empty(_GAP_BYTES, np.uint8)
-    for pair in _calls(moves[order, ::2], moves[order, 1:], dropped.ctypes.data):
-        _copy(*pair)
+
+    moves: Moves
+    """As given."""
+    targets: _Vectors
+    """Offset and length of each, and of each gap between two."""
+    is_gap: npt.NDArray[np.bool_]
+    """Of each target."""
+    sources: _Vectors
+    """Address and length of what is read as one."""
+    calls: tuple[tuple[slice, slice], ...]
+    """Targets and sources of one system call."""
+
+    @classmethod
+    def of(cls, moves: Moves) -> PreparedMoves:
+        """Of these."""
+        order = np.argsort(moves[:, 1], kind="stable")
+        targets, starts, stops = moves[order, ::2], moves[order, 1], moves[order, 1:].sum(axis=1)
+        gaps = (starts[1:] - stops[:-1]).astype(np.int64)
+        is_near = (gaps >= 0) & (gaps <= _GAP_BYTES)
+        is_near[_MOVES_A_CALL - 1 :: _MOVES_A_CALL] = False
+        fillers = np.flatnonzero(is_near & (gaps > 0))
+        gap_rows = fillers + np.arange(1, len(fillers) + 1)
+        targets = np.insert(targets, fillers + 1, 0, axis=0)
+        targets[gap_rows, 1] = gaps[fillers]
+        is_gap = np.zeros(len(targets), dtype=np.bool_)
+        is_gap[gap_rows] = True
+        firsts = np.flatnonzero(np.append(True, ~is_near)[: len(moves)])
+        lasts = np.append(firsts, len(moves))[1:] - 1
+        cuts = np.arange(0, len(moves), _MOVES_A_CALL)
+        return cls(
+            moves=moves,
+            targets=targets,
+            is_gap=is_gap,
+            sources=np.stack([starts[firsts], stops[lasts] - starts[firsts]], axis=1),
+            calls=tuple(
+                zip(
+                    _slices(cuts + np.searchsorted(fillers, cuts), len(targets)),
+                    _slices(np.searchsorted(firsts, cuts), len(firsts)),
+                    strict=True,
+                )
+            ),
+        )
+
+    def copy(self, base: int) -> None:
+        """As :func:`copy_all`."""
+        if _is_refused():
+            copy_all(base, self.moves)
+            return
+        dropped, targets = np.empty(_GAP_BYTES, np.uint8), self.targets.copy()
+        targets[:, 0] += np.where(self.is_gap, np.uint64(dropped.ctypes.data), np.uint64(base % (1 << 64)))
+        for written, read in self.calls:
+            _copy(targets[written], self.sources[read])
 
 
-def _calls(targets: _Vectors, sources: _Vectors, dropped: int) -> Iterator[tuple[_Vectors, _Vectors]]:
-    """The same copies, those joined whose sources nearly follow each other; what is between goes to ``dropped``."""
-    stops = sources[:, 0] + sources[:, 1]
-    gaps = (sources[1:, 0] - stops[:-1]).astype(np.int64)
-    is_near = (gaps >= 0) & (gaps <= _GAP_BYTES)
-    is_near[_MOVES_A_CALL - 1 :: _MOVES_A_CALL] = False
-    fillers = np.flatnonzero(is_near & (gaps > 0))
-    targets = np.insert(targets, fillers + 1, dropped, axis=0)
-    targets[fillers + np.arange(1, len(fillers) + 1), 1] = gaps[fillers]
-    firsts = np.append(0, np.flatnonzero(~is_near) + 1)
-    lasts = np.append(firsts[1:], len(sources)) - 1
-    sources = np.column_stack([sources[firsts, 0], stops[lasts] - sources[firsts, 0]])
-    starts = np.arange(_MOVES_A_CALL, len(stops), _MOVES_A_CALL)
-    parts = (
-        np.split(targets, starts + np.searchsorted(fillers, starts)),
-        np.split(sources, np.searchsorted(firsts, starts)),
-    )
-    return zip(*parts, strict=True)
+def unreadable(base: int, moves: Moves) -> int:
+    """Which of the moves has a source or target that is no memory of this process (any more); the first if none has."""
+    for row in range(len(moves)):
+        try:
+            copy_all(base, moves[row : row + 1])
+        except OSError:
+            return row
+    return 0
+
+
+def _slices(starts: npt.NDArray[np.int64], end: int) -> Iterator[slice]:
+    """From each to the next."""
+    return map(slice, starts.tolist(), [*starts[1:].tolist(), end])
 
 
 def _copy(targets: _Vectors, sources: _Vectors) -> None:

@@ -7,13 +7,14 @@ whether cached copy descriptors may.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, eq
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, placement_types
+from torch.distributed.tensor import DTensor, Shard, placement_types
 
 from aio_ckpt import envelope, tree
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
@@ -44,31 +45,37 @@ class Leaves:
         if flat.kinds.count(LeafKind.TENSOR) == len(flat.kinds):
             leaves, objects = flat.values, []
         else:
-            rows = list(zip(flat.names, flat.values, flat.kinds, strict=True))
-            leaves = [as_tensor(value, kind) for _, value, kind in rows if kind is not LeafKind.OBJECT]
+            # Twice, and no list of rows: thousands of live tuples would wake the garbage collector.
+            leaves = [
+                as_tensor(value, kind)
+                for value, kind in zip(flat.values, flat.kinds, strict=True)
+                if kind is not LeafKind.OBJECT
+            ]
+            rows = zip(flat.names, flat.values, flat.kinds, strict=True)
             objects = [(name, value) for name, value, kind in rows if kind is LeafKind.OBJECT]
         types = list(map(type, leaves))
         shards: dict[int, tuple[object, ...]] = {}
         tensors: list[torch.Tensor] = leaves  # type: ignore[assignment]
         if DTensor in types:
-            tensors, meshes = list(tensors), dict[int, tuple[object, ...]]()
-            for position, leaf in enumerate(leaves):
-                if isinstance(leaf, DTensor):
-                    mesh = leaf.device_mesh
-                    if id(mesh) not in meshes:
-                        meshes[id(mesh)] = _mesh_key(mesh)
-                    shards[position] = (tuple(leaf.shape), meshes[id(mesh)], _placements_key(leaf.placements))
-                    tensors[position] = leaf._local_tensor
+            positions = [position for position, kind in enumerate(types) if kind is DTensor]
+            sharded: list[DTensor] = [leaves[position] for position in positions]  # type: ignore[misc]
+            shards = dict(zip(positions, _shards(sharded), strict=True))
+            tensors = list(tensors)
+            for position, leaf in zip(positions, sharded, strict=True):
+                tensors[position] = leaf._local_tensor
         return cls(tensors=tensors, types=types, shards=shards, objects=objects)
 
 
 # One pass an attribute, without a line of Python a tensor.
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_mesh, _placements = attrgetter("device_mesh"), attrgetter("placements")
 _stride, _is_conj, _is_neg = torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg
 
 _strided = getattr(placement_types, "_StridedShard", None)
 _SHARDS_DIFFER = _strided is None or Shard(0) != _strided(0, split_factor=2)
 """Not so in torch 2.6, although the two cut a tensor in different ways."""
+_MESH_KEYS: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionary()
+"""What :func:`_mesh_key` has found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +187,27 @@ class Structure:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _placements_key(placements: tuple[Placement, ...]) -> object:
-    """Equal for equal placements only."""
-    return placements if _SHARDS_DIFFER else tuple(map(repr, placements))
+def _shards(leaves: Sequence[DTensor]) -> Iterator[tuple[object, ...]]:
+    """Global shape, key of the mesh and placements of each."""
+    meshes, placements = list(map(_mesh, leaves)), map(_placements, leaves)
+    keys = {number: _mesh_key(mesh) for number, mesh in {id(mesh): mesh for mesh in meshes}.items()}
+    return zip(
+        map(tuple, map(_shape, leaves)),
+        [keys[id(mesh)] for mesh in meshes],
+        placements if _SHARDS_DIFFER else (tuple(map(repr, each)) for each in placements),
+        strict=True,
+    )
 
 
 def _mesh_key(mesh: DeviceMesh) -> tuple[object, ...]:
-    """Equal for equal meshes, short for any number of ranks. 50 us (torch makes ``mesh.mesh`` anew): once a mesh."""
-    ranks = mesh.mesh.to(torch.int64).numpy()
-    digest = hashlib.blake2b(ranks.tobytes(), digest_size=16).hexdigest()
-    return (mesh.device_type, ranks.shape, digest, mesh.mesh_dim_names)
+    """Equal for equal meshes, short for any number of ranks. Found once a mesh, which nothing changes: torch makes
+    ``mesh.mesh`` anew each time, 0.3 to 0.6 ms of a save."""
+    key = _MESH_KEYS.get(mesh)
+    if key is None:
+        ranks = mesh.mesh.to(torch.int64).numpy()
+        digest = hashlib.blake2b(ranks.tobytes(), digest_size=16).hexdigest()
+        key = _MESH_KEYS[mesh] = (mesh.device_type, ranks.shape, digest, mesh.mesh_dim_names)
+    return key
 
 
 def partition(structure: Structure, fingerprint: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ inside either. Every other list or tuple, whatever arrays it holds, is one objec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import NoneType
@@ -228,13 +228,13 @@ class _Walk:
 
     def mapping(self, value: Mapping[Any, object], code: int, name: str | None, depth: int) -> Skeleton:
         """The hot loop: 20,000 tensors in one dict take no call each."""
-        items = _items(value, name)
-        if len(items) >= _MANY and (skeleton := self.leaves(items, code, name)) is not None:
+        given, items = _entries(value, name)
+        if len(given) >= _MANY and (skeleton := self.leaves(given, items, code, name)) is not None:
             return skeleton
         names, values, kinds, prefix = self.names, self.values, self.kinds, _prefix(name)
         keys: list[Key] = []
         children: list[Skeleton] = []
-        for key, item in items:
+        for key, item in zip(given, items, strict=True):
             if type(key) is str:
                 text = prefix + key
                 keys.append(key)
@@ -251,9 +251,8 @@ class _Walk:
                 children.append(kind)
         return code, tuple(keys), tuple(children)
 
-    def leaves(self, items: Sequence[tuple[Any, object]], code: int, name: str | None) -> Skeleton | None:
+    def leaves(self, keys: tuple[Any, ...], values: list[object], code: int, name: str | None) -> Skeleton | None:
         """A mapping from str to leaves alone, without a line of Python a leaf; None if it is none."""
-        keys, values = tuple(map(_KEY, items)), list(map(_VALUE, items))
         if not {*map(type, values)} <= _LEAVES.keys() or {*map(type, keys)} != {str}:
             return None
         kinds = tuple(map(_LEAVES.__getitem__, map(type, values)))
@@ -273,15 +272,19 @@ class _Walk:
         return Container.STATEFUL, (), ()
 
 
-def _items(value: Mapping[Any, object], name: str | None) -> list[tuple[Any, object]]:
-    """Read once: what another thread changes meanwhile is then an error, and no value under another's key."""
+def _entries(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any, ...], list[object]]:
+    """Keys and values, read at once: no value under another's key, whatever another thread changes meanwhile."""
+    if type(value) is dict:  # whose copy is one step: 20,000 entries take 0.2 ms, and their pairs 1.6
+        still = value.copy()
+        return tuple(still), list(still.values())
     try:
-        return list(value.items())
+        items = list(value.items())
     except RuntimeError as error:
         raise SourceChangedError(
             f"{name or 'the state'}: another thread changed this {type_name(value)} while it was read ({error}): keep "
             "the state still until save() returns"
         ) from error
+    return tuple(map(_KEY, items)), list(map(_VALUE, items))
 
 
 def _prefix(name: str | None) -> str:

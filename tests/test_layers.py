@@ -90,6 +90,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("remains", "sealed"),
     ("rescue", "pending"),
     ("rescue", "undo"),
+    ("pending", "undo"),
     ("keeper", "rescue"),
     ("engine", "rescue"),
     ("staging", "arena"),

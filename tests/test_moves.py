@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aio_ckpt import moves
-from aio_ckpt.moves import Moves, copy_all, copy_near
+from aio_ckpt.moves import Moves, PreparedMoves, copy_all, unreadable
 
 
 @pytest.fixture(params=["at once", "one by one"])
@@ -46,7 +46,7 @@ def test_each_stretch_lands_where_it_belongs_and_nothing_else_is_touched(way: st
     copy_all(target.ctypes.data - base, made)
     assert np.array_equal(target, wanted)
     target[:] = 0
-    copy_near(as_moves([(target.ctypes.data + start, source.ctypes.data + offset, n) for start, offset, n in rows]))
+    PreparedMoves.of(made).copy(target.ctypes.data - base)
     assert np.array_equal(target, wanted)
 
 
@@ -61,6 +61,7 @@ def test_a_source_that_is_no_memory_any_more_is_an_error_and_no_crash() -> None:
     try:
         with pytest.raises(OSError, match=r"of 4104 bytes were copied") as caught:
             copy_all(target.ctypes.data, rows)
+        assert unreadable(target.ctypes.data, rows) == 1
     finally:  # so that what unmaps the object later unmaps nothing of others
         ctypes.CDLL(None).mmap(
             ctypes.c_void_p(address), ctypes.c_size_t(1 << 16), 3, 0x32, -1, ctypes.c_long(0)
@@ -109,7 +110,7 @@ def test_sources_that_nearly_follow_each_other_are_read_as_one(count: int, monke
         (target.ctypes.data + 100 * place, source.ctypes.data + int(stops[n]) - 100, 100)
         for place, n in enumerate(order)
     ]
-    copy_near(as_moves(rows))
+    PreparedMoves.of(as_moves(rows)).copy(0)
     assert np.array_equal(target, wanted)
     assert len(calls) == -(-count // 512)
     assert all(n_targets <= 1024 and n_sources == 1 for n_targets, n_sources in calls)
@@ -126,5 +127,5 @@ def test_sources_that_overlap_or_lie_apart_are_read_each_for_itself() -> None:
         (target.ctypes.data + start, source.ctypes.data + offset, n)
         for start, (offset, n) in zip(targets, spans, strict=True)
     ]
-    copy_near(as_moves(rows))
+    PreparedMoves.of(as_moves(rows)).copy(0)
     assert np.array_equal(target, wanted)

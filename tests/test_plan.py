@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import mmap
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aio_ckpt import PerRank, SyncCheckpointEngine, tree
+from aio_ckpt import PerRank, SyncCheckpointEngine, structure, tree
+from aio_ckpt import plan as plan_module
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.plan import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.routes import SMALL_COPY_BYTES
@@ -177,9 +180,10 @@ def test_a_sum_that_no_rank_holds_is_refused_by_name(two_ranks: None) -> None:
         resolve(PlanCache(rank=0, world_size=2), state)
 
 
-def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it(
+def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it_and_however_often_it_is_saved(
     two_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(structure, "_MESH_KEYS", weakref.WeakKeyDictionary())  # those of other tests look the same
     mesh, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])
     local = torch.ones(2, 2)
     state = {f"{i}": DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for i in range(5)}
@@ -192,6 +196,7 @@ def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it(
 
     monkeypatch.setattr(DeviceMesh, "mesh", property(mesh_of))
     shards = describe(state)[0].shards
+    assert describe(state)[0].shards == shards
     assert read == [mesh, other]
     assert len({shard[1] for shard in shards.values()}) == 2
 
@@ -333,7 +338,8 @@ def assert_holds_no_data(plan: Plan) -> None:
     # Numbers, whose arrays are their own: addresses, and where they go.
     rows = [*plan.places.moved, *plan.places.issued.values()]
     issues = [array for found in plan.descriptors.issues.values() for array in (found.moves, found.leaves)]
-    numbers = [*plan.descriptors.moves, *issues, *(getattr(row, name) for row in rows for name in row.__slots__)]
+    ready = [getattr(found, name) for found in plan.descriptors.moves for name in found.__slots__ if name != "calls"]
+    numbers = [*ready, *issues, *(getattr(row, name) for row in rows for name in row.__slots__)]
     assert all(array.base is None for array in numbers)
     allowed |= {id(array) for array in numbers}
     assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []
@@ -451,3 +457,39 @@ def test_an_empty_view_of_a_freed_storage_is_fine():
     view = tensor[:0]
     tensor.untyped_storage().resize_(0)
     assert resolve(PlanCache(rank=0), {"w": view}).plan.layout.raw_bytes == 0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_planning_anew_pauses_the_garbage_collector_and_leaves_it_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, is_on: bool, fails: bool
+) -> None:
+    inside, inner = list[bool](), plan_module.make_plan
+
+    def watched(*arguments: Any, **options: Any) -> Plan:
+        inside.append(gc.isenabled())
+        if fails:
+            raise SourceChangedError("while it is planned")
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(plan_module, "make_plan", watched)
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(SourceChangedError) if fails else contextlib.nullcontext():
+            resolve(PlanCache(rank=0), {"a": W})
+        assert (inside, gc.isenabled()) == ([False], is_on)
+    finally:
+        gc.enable()
+
+
+def test_new_addresses_are_looked_at_with_the_garbage_collector_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, inside = PlanCache(rank=0), list[bool]()
+    resolve(cache, {"a": W})
+
+    def watched(*arguments: Any) -> list[int]:
+        inside.append(gc.isenabled())
+        return partition(*arguments)
+
+    monkeypatch.setattr(plan_module, "partition", watched)
+    found = resolve(cache, {"a": W.clone()})
+    assert (found.plan_hit, found.fingerprint_hit, inside, gc.isenabled()) == (True, False, [False], True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from aio_ckpt import SyncCheckpointEngine
-from aio_ckpt.errors import TemplateMismatchError
+from aio_ckpt.errors import MissingNameError, TemplateMismatchError
 from aio_ckpt.targets import are_apart, overlapping
 
 MANY = {f"other.{number}": torch.full((3,), float(number)) for number in range(600)}
@@ -99,6 +99,19 @@ def test_views_side_by_side_and_tied_views_are_filled(engine: SyncCheckpointEngi
     engine.save(saved).result(TIMEOUT)
     engine.load(state)
     assert all(torch.equal(state[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("names", ["abc", "cab", "acb"])
+def test_a_tied_name_that_is_not_stored_is_missing_and_the_others_are_filled(
+    engine: SyncCheckpointEngine, names: str
+) -> None:
+    engine.save({"a": torch.ones(4), "b": torch.ones(4)} | MANY).result(TIMEOUT)
+    tied = torch.zeros(4)
+    with pytest.raises(MissingNameError, match="'c'"):
+        engine.load(dict.fromkeys(names, tied))
+    assert not tied.any()
+    engine.load(dict.fromkeys(names, tied), allow_missing=True)
+    assert tied.all()
 
 
 def test_every_pair_that_shares_a_byte_is_told_once() -> None:

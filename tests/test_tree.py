@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import random
+import sys
+import threading
 import types
 import warnings
 from collections import OrderedDict
@@ -454,3 +456,25 @@ def test_a_mapping_that_grows_while_it_is_read_is_an_error_with_its_name(
     state = Growing(w0=torch.ones(1), w1=torch.ones(1))
     with pytest.raises(SourceChangedError, match=f"{name or 'the state'}.*keep the state still"):
         tree.flatten({name: state} if name else state, rank=0)
+
+
+def test_a_dict_that_changes_while_it_is_read_gives_no_value_under_another_name() -> None:
+    state = {f"w{i}": i for i in range(40)}
+    ended = threading.Event()
+
+    def turn_over() -> None:
+        while not ended.is_set():
+            for name in list(state):
+                state[name] = state.pop(name)  # at the end
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=turn_over)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(500):
+            found = tree.flatten(state, rank=0)
+            assert [name for name, value in zip(found.names, found.values, strict=True) if name != f"w{value}"] == []
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
