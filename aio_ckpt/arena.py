@@ -57,21 +57,25 @@ class Arena:
         """When a thread last let go of the bytes."""
         self.is_registered = False
         """Whether it is page-locked for CUDA."""
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self._source: torch.device | None = None
+        with torch.inference_mode(mode=False):  # one made inside could not be written to outside
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address: int = self.tensor.data_ptr()
 
-    def register(self) -> None:
-        """Page-lock for CUDA, once."""
+    def register(self, source: torch.device) -> None:
+        """Page-lock for CUDA, for copies from ``source`` above all, once."""
         if self.is_registered:
             return
-        try:
-            device.register_host_memory(self.address, self.capacity)
-            self.is_registered = True
-        except KeyboardInterrupt:  # before or behind the driver's work: memory cannot be registered twice
-            self.is_registered = False
-            with contextlib.suppress(RuntimeError):
-                device.unregister_host_memory(self.address)
-            raise
+        self._source = source
+        with device.using(source):
+            try:
+                device.register_host_memory(self.address, self.capacity)
+                self.is_registered = True
+            except KeyboardInterrupt:  # before or behind the driver's work: memory cannot be registered twice
+                self.is_registered = False
+                with contextlib.suppress(RuntimeError):
+                    device.unregister_host_memory(self.address)
+                raise
 
     def poison(self) -> None:
         """Overwrite everything, so that a use after release shows in the data."""
@@ -80,13 +84,16 @@ class Arena:
 
     def release(self) -> None:
         """Give the memory back to the system once the last view of it is gone."""
-        if self.is_registered:
-            device.unregister_host_memory(self.address)
-            self.is_registered = False
-        if self.segment is not None:
-            self.segment.remove()
-        # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
-        del self.tensor, self.memory, self.segment
+        try:
+            if self.is_registered:
+                self.is_registered = False
+                with device.using(self._source):
+                    device.unregister_host_memory(self.address)
+        finally:  # a context that is dead refuses, and its process must end all the same
+            if self.segment is not None:
+                self.segment.remove()
+            # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
+            del self.tensor, self.memory, self.segment
 
 
 def map_arena(nbytes: int, kind: ArenaKind, segments: SegmentDirectory | None) -> Arena:

@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager, suppress
 
 import anyio
 import numpy as np
+import torch
 
-from aio_ckpt.device import register_host_memory, unregister_host_memory
+from aio_ckpt.device import register_host_memory, unregister_host_memory, using
 from aio_ckpt.items import PAGE_BYTES, align_up
 from aio_ckpt.portal import Executor, Lock, run_blocking, run_owned
 
@@ -149,13 +150,19 @@ def address_of(view: memoryview) -> int:
 
 
 @asynccontextmanager
-async def page_locked(buffers: Sequence[memoryview], *, executor: Executor) -> AsyncIterator[None]:
-    """Buffers that lie in a row are page-locked for CUDA inside; if the driver refuses, copies from them are slower."""
+async def page_locked(
+    buffers: Sequence[memoryview], device: torch.device | None, *, executor: Executor
+) -> AsyncIterator[None]:
+    """Buffers that lie in a row are page-locked for CUDA inside; if the driver refuses, copies from them are slower.
+
+    ``device`` is one that this process uses: to lock memory makes a context.
+    """
     if not any(buffer.nbytes for buffer in buffers):
         yield
         return
-    unlock = functools.partial(_unlock, buffers)  # holds the memory until then, also for a wait that was given up
-    is_locked = await run_owned(executor, _lock, buffers, dispose=unlock)
+    # Holds the memory until then, also for a wait that was given up.
+    unlock = functools.partial(_unlock, buffers, device)
+    is_locked = await run_owned(executor, _lock, buffers, device, dispose=unlock)
     try:
         yield
     finally:
@@ -163,15 +170,17 @@ async def page_locked(buffers: Sequence[memoryview], *, executor: Executor) -> A
             await run_blocking(executor, unlock, is_locked)
 
 
-def _lock(buffers: Sequence[memoryview]) -> bool:
+def _lock(buffers: Sequence[memoryview], device: torch.device | None) -> bool:
     try:
-        register_host_memory(address_of(buffers[0]), sum(buffer.nbytes for buffer in buffers))
+        with using(device):
+            register_host_memory(address_of(buffers[0]), sum(buffer.nbytes for buffer in buffers))
     except RuntimeError as error:
         _log.info("reading through memory that is not page-locked: %s", error)
         return False
     return True
 
 
-def _unlock(buffers: Sequence[memoryview], is_locked: bool) -> None:
+def _unlock(buffers: Sequence[memoryview], device: torch.device | None, is_locked: bool) -> None:
     if is_locked:
-        unregister_host_memory(address_of(buffers[0]))
+        with using(device):
+            unregister_host_memory(address_of(buffers[0]))

@@ -150,11 +150,11 @@ async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
     await storage.sync_dir(pending)
 
 
-async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> None:
+async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> tuple[Path, ...]:
     """Leader, root mode: make a sealed directory visible, durably.
 
     It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
-    when the new one is durable.
+    when the new one is durable. Where that fails it is under one of the names that are returned.
     """
     replaces = overwrite and await _holds_checkpoint(storage, final)  # else it would go without ever being one
     try:
@@ -168,10 +168,13 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
                 await storage.remove_file(final / OWNER_FILE)
         raise
     # Shielded, with a limit of its own: the step is committed, and no stall from here on may say that it is not.
+    trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}") if replaces else None
+    is_tidy = False
     with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
-        await _tidy(storage, pending, final, replaces=replaces)
+        is_tidy = await _tidied(storage, pending, final, trash)
     if tidying.cancelled_caught:
         _log.warning("%s is committed, but what it replaces was not removed within %s s", final, _TIDY_SECS)
+    return () if is_tidy or trash is None else (pending, trash)
 
 
 async def _holds_checkpoint(storage: Storage, path: Path) -> bool:
@@ -203,17 +206,18 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
         raise
 
 
-async def _tidy(storage: Storage, pending: Path, final: Path, *, replaces: bool) -> None:
+async def _tidied(storage: Storage, pending: Path, final: Path, trash: Path | None) -> bool:
     try:
         # Not before: without its owner what a crash leaves would be nobody's, and stay.
         await storage.remove_file(final / OWNER_FILE)
-        if replaces:
+        if trash is not None:
             # As trash it is cleared even if a crash ends the removal.
-            trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}")
             await storage.rename(pending, trash)
             await storage.remove_tree(trash)
     except Exception as error:  # noqa: BLE001 - MemoryError too: it is committed, and nothing may say that it is not
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
+        return False
+    return True
 
 
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:

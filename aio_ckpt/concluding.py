@@ -160,7 +160,9 @@ async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, roo
         save.begin("making it visible (rename, fsync)")
         # Shielded: a rename that was begun is finished or undone.
         with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-            await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)
+            left = await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)
+            for directory in left:
+                site.left_behind.add(directory, lambda: True)
     if scope.cancelled_caught:
         stalled = StallError(
             f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "

@@ -141,9 +141,10 @@ class _Created:
 
     def discard(self) -> None:
         """Undo the creation."""
-        for number in self.numbers:
-            os.close(number)
-        self.path.unlink(missing_ok=True)
+        try:
+            _close_numbers(self.numbers)
+        finally:
+            self.path.unlink(missing_ok=True)
 
 
 class LocalDataFile:

@@ -11,7 +11,7 @@ import torch
 
 from aio_ckpt.items import ImageLayout, Piece
 from aio_ckpt.manifest import IntArray
-from aio_ckpt.moves import Moves
+from aio_ckpt.moves import Moves, PreparedMoves
 from aio_ckpt.routes import ChunkRoutes
 from aio_ckpt.structure import Structure
 
@@ -58,7 +58,7 @@ class CopyDescriptors:
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
-    moves: tuple[Moves, ...]
+    moves: tuple[PreparedMoves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
     issues: Mapping[torch.device, Issues]
     """Tensors on CUDA."""
@@ -119,7 +119,7 @@ class Places:
         addresses = np.array(fingerprint, dtype=np.uint64)
         return CopyDescriptors(
             fingerprint,
-            moves=tuple(rows.moves(addresses) for rows in self.moved),
+            moves=tuple(PreparedMoves.of(rows.moves(addresses)) for rows in self.moved),
             issues=self.issues(addresses),
         )
 

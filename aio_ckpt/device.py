@@ -5,11 +5,13 @@ Host memory has a real implementation of the same interface, not a stub: :class:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -33,9 +35,12 @@ __all__ = [
     "register_host_memory",
     "takes_registered",
     "unregister_host_memory",
+    "using",
 ]
 
 
+_CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 _GATHERED_BYTES = 1 << 20
 """Borrowed fact (FACTS): issued one by one a transfer of 64 KiB reaches 19.6 GB/s, one of 1 MiB 49.7; 10,000 of 64 KiB
 cost the host 30 ms, and 3 ms gathered."""
@@ -47,15 +52,18 @@ class _CudaMark:
     """An event of a side stream."""
 
     def __init__(self, side: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # else synchronize() spins
-        self._event.record(side)
         self._device = side.device
+        with using(self._device):
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # else synchronize() spins
+            self._event.record(side)
 
     def query(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with using(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        with using(self._device):
+            self._event.synchronize()
 
     def fence(self, stream: object = None) -> None:
         waiting = torch.cuda.current_stream(self._device) if stream is None else stream
@@ -75,9 +83,15 @@ class CudaCopies:
         self._batch = batch_copy() if is_registered else None
         self._side.wait_event(torch.cuda.current_stream(device).record_event())
 
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        # The device first: to leave the stream alone would set that of the thread, 0, and so make a context there.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            yield
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issued, not done; the source must be kept alive until a later mark is reached."""
-        with torch.cuda.stream(self._side):
+        with self._on_side():
             target.copy_(source, non_blocking=True)
 
     def issue(self, base: int, moves: Moves) -> None:
@@ -97,23 +111,23 @@ class CudaCopies:
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Blocks until ``source``, if host memory, was read; ``target`` is filled behind the next mark."""
-        with torch.cuda.stream(self._side), torch.no_grad():
+        with self._on_side(), torch.no_grad():
             target.copy_(source)
 
     def assemble(self, groups: Groups) -> None:
         """Issued, not done, as :meth:`copy`."""
-        with torch.cuda.stream(self._side):
+        with self._on_side():
             foreach_copy(groups)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
         """Computed on the side stream."""
-        with torch.cuda.stream(self._side):
+        with self._on_side():
             return source.resolve_conj().resolve_neg().contiguous()
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
         """Memory of the side stream's pool."""
         try:
-            with torch.cuda.stream(self._side):
+            with self._on_side():
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             return None
@@ -133,7 +147,7 @@ class CudaUploads(CudaCopies):
 
     def issue(self, base: int, moves: Moves) -> None:
         """Issued, not done if the sources are page-locked; they must stay as they are until a later mark is reached."""
-        with torch.cuda.device(self._device):
+        with using(self._device):
             self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
             super().issue(base, moves)
 
@@ -169,7 +183,8 @@ def begin_uploads(device: torch.device) -> Copies:
     """Start the copies of one load to ``device``."""
     if device.type != "cuda":
         return HostCopies()
-    return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    with using(device):
+        return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def is_host(tensor: torch.Tensor) -> bool:
@@ -285,6 +300,39 @@ def is_capturing_graph() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+@contextlib.contextmanager
+def using(device: torch.device | None) -> Iterator[None]:
+    """What this thread asks of CUDA goes to ``device``, and is no concern of a graph that another thread captures.
+
+    Every thread begins on device 0, where a question alone makes a context: half a gigabyte for each rank of the host.
+    """
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        yield
+        return
+    mode, exchange = ctypes.c_int(_CAPTURE_RELAXED), _exchange_capture_mode()
+    with torch.cuda.device(device):
+        exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[..., int]:
+    return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode if _driver_is_there() else lambda _: 0
+
+
+@functools.cache
+def _forget_error() -> Callable[[], int]:
+    """``cudaGetLastError`` of the runtime that torch has loaded: what failed would be told of its next kernel else."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith("libcudart."):
+            return cast("Callable[[], int]", ctypes.CDLL(path).cudaGetLastError)
+    return lambda: 0
+
+
 def register_host_memory(address: int, nbytes: int) -> None:
     """Page-lock host memory for the driver (``cudaHostRegister``), so that copies to it can be asynchronous.
 
@@ -294,11 +342,15 @@ def register_host_memory(address: int, nbytes: int) -> None:
     """
     if not cuda_is_available():
         raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
+    _check(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))  # type: ignore[no-untyped-call]
 
 
 def unregister_host_memory(address: int) -> None:
     """Undo :func:`register_host_memory`."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+    _check(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
+
+
+def _check(code: int) -> None:
+    if code:
+        _forget_error()()
+    torch.cuda.check_error(code)

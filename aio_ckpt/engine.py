@@ -84,7 +84,8 @@ class CheckpointEngine:
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
         self._portal.start()
-        peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs)
+        rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
+        peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
         self._notice = Notice(peers, self._portal)
         self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
         self._site = Site(
@@ -104,7 +105,7 @@ class CheckpointEngine:
         )
         self._closing = Closing(
             self._saver.in_flight,
-            background=lambda: [*self._keeper.passes, *self._saver.dropping],
+            background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
             release=self._shut_down,
         )
         self._portal.at_exit(self._drain)
@@ -385,12 +386,13 @@ class CheckpointEngine:
         self._closing.drain(self.config.drain_timeout_secs)
 
     def _shut_down(self) -> None:
-        self._saver.let_go()
         coordinator = self._site.peers.coordinator
-        with contextlib.suppress(EngineClosedError, StallError):
-            self._portal.call(coordinator.leave, timeout=STOP_SECS)
-        self._portal.close(STOP_SECS)
-        coordinator.close()
-        self._saver.lifetime.close()
-        self._keeper.release()
-        self._notice.local.restore()
+        with contextlib.ExitStack() as steps:  # the last comes first; each, whatever the others raise
+            steps.callback(self._notice.local.restore)
+            steps.callback(self._keeper.release)
+            steps.callback(self._saver.lifetime.close)
+            steps.callback(coordinator.close)
+            steps.callback(self._portal.close, STOP_SECS)
+            steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
+            steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
+            steps.callback(self._saver.let_go)

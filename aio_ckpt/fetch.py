@@ -79,8 +79,8 @@ async def fetch(
     bounced = [segment.bounced_bytes for segment in segments if segment.file not in files.ahead]
     buffers = files.buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
 
-    locked = buffers if any(map(takes_registered, devices)) else []
-    async with page_locked(locked, executor=executor):
+    locking = next(filter(takes_registered, devices), None)
+    async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
         run = _Run(files, executor, readers, verify, copies)
         try:

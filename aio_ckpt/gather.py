@@ -48,7 +48,8 @@ class GatherBuffers:
             self._layout, self._lines = plan.layout, {}
         found = self._lines
         if span.device not in found:
-            found[span.device] = _lay_out(plan, span.device, copies)
+            with torch.inference_mode(mode=False):  # a buffer made inside could not be written to outside
+                found[span.device] = _lay_out(plan, span.device, copies)
         lines = found[span.device]
         return None if lines is None else lines[span]
 

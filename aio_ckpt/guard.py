@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -18,6 +19,7 @@ from aio_ckpt.targets import span_of
 __all__ = ["Guards"]
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
 
 
 class Guards:
@@ -96,7 +98,8 @@ class Guards:
         """Take every guard off; what was issued is still awaited by a last wait of the caller's current stream."""
         self._is_closed = True
         for mark in self._marks:
-            mark.fence()
+            with contextlib.suppress(RuntimeError):  # a dead context: the trainer ends, and nothing steps any more
+                mark.fence()
         for remove in self._removers:
             remove()
         self._objects, self._removers, self._marks = [], [], ()
@@ -145,7 +148,9 @@ def _tensors_of(guarded: Any) -> list[torch.Tensor]:
         # isinstance() of an abstract class takes ten times as long.
         entries = (entry for entry in state.values() if type(entry) is dict or isinstance(entry, Mapping))
         values += chain.from_iterable(entry.values() for entry in entries)
-    if {*map(type, values)} <= _PLAIN_TYPES:
+    kinds = {*map(type, values)}
+    if kinds <= _PLAIN_TYPES:
         return values  # type: ignore[return-value]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    if not kinds <= _SHARDED_TYPES:
+        values = [value for value in values if isinstance(value, torch.Tensor)]
+    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]  # type: ignore[misc]

@@ -71,13 +71,15 @@ class RootKeeper:
     """The root of one engine. Every call blocks its caller, for ``stall_timeout_secs`` at most.
 
     Invariant: nothing under the root is renamed, cleared or deleted without its lock, which is held from the first
-    :meth:`become_writer` until :meth:`release`. A mark of protection is no such change: any process may set it.
+    :meth:`become_writer` until :meth:`release`, but the directory of a save of its own that failed. A mark of
+    protection is no such change: any process may set it.
     """
 
     def __init__(self, site: Site, portal: Portal, *, must_wait: Callable[[], bool]) -> None:
         """Nothing is deleted while ``must_wait()`` says so."""
         self._site = site
         self._portal = portal
+        self._must_wait = must_wait
         config = site.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
         self._retention = retention.Retention(
@@ -199,24 +201,36 @@ class RootKeeper:
         return self._retention.undeleted
 
     def delete_expired(self, good: int) -> None:
-        """Step ``good`` is committed: begin to delete, in the background, what expires by it; without the lock nothing.
+        """Step ``good`` is committed: begin to delete what expires by it and what failed saves left, in the background.
 
-        So of several ranks the leader alone deletes, by its own settings.
+        Without the lock nothing expires: so of several ranks the leader alone deletes, by its own settings.
         """
         self._passes = [done for done in self._passes if not done.done()]
-        if self._retention.is_enabled and self._lock is not None:
-            with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
-                self._passes.append(self._portal.submit(self._enforce, good))
+        expires = self._retention.is_enabled and self._lock is not None
+        if expires or len(self._site.left_behind):
+            self._begin_pass(good if expires else None)
 
     @property
     def passes(self) -> tuple[Future[None], ...]:
         """Deletions in the background."""
         return tuple(self._passes)
 
-    async def _enforce(self, good: int) -> None:
+    def last_passes(self) -> tuple[Future[None], ...]:
+        """The same, with one more for what failed saves left: the engine is closing."""
+        if len(self._site.left_behind) and not self._must_wait():
+            self._begin_pass(None)
+        return self.passes
+
+    def _begin_pass(self, good: int | None) -> None:
+        with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
+            self._passes.append(self._portal.submit(self._delete, good))
+
+    async def _delete(self, good: int | None) -> None:
         limit = self._site.config.stall_timeout_secs
         with anyio.move_on_after(limit) as scope:
-            await self._retention.enforce(good)
+            await self._site.left_behind.clear(self._site.storage)
+            if good is not None:
+                await self._retention.enforce(good)
         if scope.cancelled_caught:
             _log.warning("%s: deleting expired steps did not end within %s s", self._site.root, limit)
 

@@ -7,6 +7,7 @@ cancelled await does not stop its thread (ACCEPTANCE S1).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -234,12 +235,13 @@ class LifetimeManager:
             for arena in idle:
                 del self._arenas[arena]
             self._changed.notify_all()
-        for arena in idle:
-            arena.release()
-        for lease in leases:
-            lease.close()
-        if self._segments is not None:
-            self._segments.close()  # names of what a thread that does not end still has, too
+        with contextlib.ExitStack() as releases:  # each, whatever the others raise
+            if self._segments is not None:
+                releases.callback(self._segments.close)  # names of what a thread that does not end still has, too
+            for lease in leases:
+                releases.callback(lease.close)
+            for arena in idle:
+                releases.callback(arena.release)
 
     @property
     def _idle(self) -> list[Arena]:
@@ -343,4 +345,4 @@ def _make_arena(spec: ArenaSpec, segments: SegmentDirectory | None) -> Arena:
 
 def _register(arena: Arena, spec: ArenaSpec) -> None:
     if spec.source is not None and spec.kind != "pageable":
-        arena.register()
+        arena.register(spec.source)

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +26,7 @@ from aio_ckpt.agreement import (
     slowest_ranks,
 )
 from aio_ckpt.coordinator import Coordinator
-from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError, RootError
+from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, PlanChangedError, RootError
 from aio_ckpt.frames import Verdict
 from aio_ckpt.lifetime import ranks_on_host
 from aio_ckpt.owner import Owner, pending_path
@@ -60,7 +60,8 @@ class _Met(msgspec.Struct, frozen=True, array_like=True):
 
 _MET = msgspec.msgpack.Decoder(_Met)
 _ASKED = msgspec.msgpack.Decoder(tuple[int, bool])
-_HOSTS = msgspec.msgpack.Decoder(tuple[str, bool])
+_HOSTS = msgspec.msgpack.Decoder(tuple[str, bool, dict[str, str]])
+_FAULTS = msgspec.msgpack.Decoder(tuple[str, str])
 
 
 class Peers:
@@ -70,7 +71,11 @@ class Peers:
     into the pending directory, which is made in the leader's name.
     """
 
-    def __init__(self, coordinator: Coordinator, owner: Owner, *, stall_secs: float) -> None:
+    def __init__(
+        self, coordinator: Coordinator, owner: Owner, *, stall_secs: float, rules: Mapping[str, str] | None = None
+    ) -> None:
+        """``rules``: settings that must be the same on all ranks."""
+        self._rules = rules or {}
         self.stall_secs = stall_secs
         """How long a rank may give no sign of life."""
         self.coordinator = coordinator
@@ -149,6 +154,7 @@ class Peers:
 
         Raises:
             PeerFailedError: a rank did not come in time.
+            ConfigError: a setting of a rank differs that all must have alike; names it and the rank.
             RootError: a rank does not see what the leader wrote under the root; names the hosts.
         """
         coordinator = self.coordinator
@@ -160,9 +166,10 @@ class Peers:
             return Verdict(common=msgspec.msgpack.encode(met))
 
         async def compare(messages: tuple[bytes, ...]) -> Verdict:
-            hosts = [_HOSTS.decode(message) for message in messages]
-            blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(hosts) if not sees]
-            return Verdict(common=", ".join(blind).encode())
+            told = [_HOSTS.decode(message) for message in messages]
+            blind = [f"rank {rank} on {host}" for rank, (host, sees, _) in enumerate(told) if not sees]
+            odd = _odd_rules([rules for _, _, rules in told], coordinator.leader)
+            return Verdict(common=msgspec.msgpack.encode((", ".join(blind), odd)))
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
@@ -170,8 +177,8 @@ class Peers:
             met = _MET.decode(word)
             self.owner, self.newest = met.owner, met.newest
             sees = not met.is_marked or await self._sees(storage, pending_path(root, met.owner, 0))
-            message = msgspec.msgpack.encode((socket.gethostname(), sees))
-            blind = await coordinator.agree(_ROOT, message, compare, stage="open")
+            message = msgspec.msgpack.encode((socket.gethostname(), sees, self._rules))
+            blind, odd = _FAULTS.decode(await coordinator.agree(_ROOT, message, compare, stage="open"))
         except BaseException as error:
             error.add_note("the ranks have not met: close their engines and open them anew, on all ranks")
             with anyio.CancelScope(shield=True):
@@ -181,10 +188,12 @@ class Peers:
             if self.is_leader:
                 with anyio.CancelScope(shield=True):
                     await _unmark(storage, mark)
+        if odd:
+            raise ConfigError(f"the settings of the ranks differ: {odd}: give all of them the same, and open anew")
         if blind:
             raise RootError(
                 errno.ENOTUNIQ,
-                f"the ranks have different roots, {blind.decode()} does not see that of rank {coordinator.leader} on "
+                f"the ranks have different roots, {blind} does not see that of rank {coordinator.leader} on "
                 f"{met.owner.host}: give a directory on a file system that all of them share",
                 str(root),
             )
@@ -196,6 +205,15 @@ class Peers:
             with anyio.CancelScope(shield=True):
                 await self.coordinator.abandon(_ROOT, error, stage="open")
             raise
+
+
+def _odd_rules(rules: Sequence[Mapping[str, str]], leader: int) -> str:
+    """The first setting that a rank has otherwise than the leader, or ''."""
+    for rank, own in enumerate(rules):
+        for name, value in rules[leader].items():
+            if own.get(name) != value:
+                return f"{name} is {value} on rank {leader} and {own.get(name)} on rank {rank}"
+    return ""
 
 
 async def _persistently(look: Callable[[], Awaitable[T]]) -> T:

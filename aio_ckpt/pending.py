@@ -29,6 +29,7 @@ from aio_ckpt.storage import Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.tracing import NO_TRACE, SaveTrace, TraceFile
+from aio_ckpt.undo import LeftBehind
 
 __all__ = ["PendingSave", "SaveCall", "Site", "pending_of", "save_id_of"]
 
@@ -59,6 +60,8 @@ class Site:
     """The rate of writing."""
     ring: BounceRing = field(default_factory=BounceRing)
     """What loads read through."""
+    left_behind: LeftBehind = field(default_factory=LeftBehind)
+    """Directories that are still to be removed."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
         """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""

@@ -59,7 +59,15 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
                 cause.in_doubt = True
             is_failed = save.round.is_failed and not save.is_visible
             pending = pending_of(site, save) if is_failed else None
-            await undo.settle_failure(site.storage, pending, save.image, save.threads, step=save.step, cause=cause)
+            await undo.settle_failure(
+                site.storage,
+                pending,
+                save.image,
+                save.threads,
+                step=save.step,
+                cause=cause,
+                left_behind=site.left_behind,
+            )
             await keep_trace(site, save, cause)
         if cause is error:
             raise

@@ -12,7 +12,7 @@ from aio_ckpt.copies import Copies
 from aio_ckpt.device import is_host
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.manifest import IntArray
-from aio_ckpt.moves import copy_near, memmove
+from aio_ckpt.moves import PreparedMoves, memmove
 from aio_ckpt.pieces import Landing, Pieces, Segment
 
 __all__ = ["finish", "place"]
@@ -87,7 +87,7 @@ def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:
 def _move(moves: IntArray) -> None:
     """Within the host's memory: (target, source, bytes) each."""
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
-    copy_near(moves[is_small].astype(np.uint64))
+    PreparedMoves.of(moves[is_small].astype(np.uint64)).copy(0)
     if not is_small.all():
         for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
             memmove(*move)

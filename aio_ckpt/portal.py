@@ -20,8 +20,12 @@ from concurrent.futures import wait as wait_for_futures
 from threading import Condition, Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
+# The last three else by their packages at first use, on a thread: a fork meanwhile keeps their locks for ever.
 import anyio
+import anyio._backends._asyncio
 import anyio.abc
+import anyio.to_thread
+import numpy.ma  # noqa: F401
 
 from aio_ckpt.errors import (
     AioCkptError,

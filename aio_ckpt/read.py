@@ -25,6 +25,7 @@ from aio_ckpt import tree
 from aio_ckpt.bounce import BounceRing
 from aio_ckpt.catalog import Checkpoint, is_worth_reading_ahead, open_checkpoint
 from aio_ckpt.contents import Catalog, Chunks, Item, Slot, StoredObject, global_shape
+from aio_ckpt.device import using
 from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
@@ -38,7 +39,7 @@ from aio_ckpt.sharing import is_read_by_several, wanted_bytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.targets import memory_of
 
-__all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state"]
+__all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state", "synchronize"]
 
 _FREED_AFTER_SECS = 0.01
 _MAX_EXPANSION = 1 << 16
@@ -106,10 +107,8 @@ async def load_checkpoint(
         files.vouch(manifest.file for manifest in checkpoint.ranks)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
-        if in_place and ranks_on_host > 1:
-            wanted = await run_blocking(executor, wanted_bytes, found, checkpoint.catalog)
-            if is_read_by_several(wanted, checkpoint.catalog.nbytes, ranks_on_host=ranks_on_host):
-                await files.share()
+        if in_place:
+            await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         await on_matched(checkpoint.identity)
@@ -125,6 +124,21 @@ async def load_checkpoint(
         identity=checkpoint.identity,
         put_back=put_back,
     )
+
+
+async def _share(files: Files, found: Match, catalog: Catalog, executor: Executor, ranks_on_host: int) -> None:
+    """Read what other ranks of this host read, too, from the disk once."""
+    if ranks_on_host > 1:
+        wanted = await run_blocking(executor, wanted_bytes, found, catalog)
+        if is_read_by_several(wanted, catalog.nbytes, ranks_on_host=ranks_on_host):
+            await files.share()
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all that was begun on the devices: a caller's stream and a copy of ours know nothing of each other."""
+    for device in devices:
+        with using(device):
+            torch.accelerator.synchronize(device)
 
 
 def _decode(
@@ -288,12 +302,7 @@ class _Draft:
                     f"{name}: written through an extension of DCP, whose reader runs code; set trusted_objects=True "
                     "if you trust whoever wrote the checkpoint"
                 )
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        """Wait for the devices: a caller's stream and a copy of ours know nothing of each other."""
-        for device in self.devices:
-            torch.accelerator.synchronize(device)
+        synchronize(self.devices)
 
     def _add_fresh(self, names: Iterable[str]) -> None:
         tied: dict[tuple[int, ...], torch.Tensor] = {}
@@ -362,7 +371,7 @@ def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
     """Decode objects; tell torch and the devices what was written behind their backs."""
     if draft.by_dcp:
         _load_by_dcp(checkpoint, draft)
-    draft.synchronize()
+    synchronize(draft.devices)
     increment_version(draft.plan.filled)
     for name, data in draft.undecoded.items():
         if checkpoint.root is None:

@@ -149,8 +149,12 @@ def selection(only: Any) -> list[str] | None:
     """
     if only is None:
         return None
+    try:
+        given = iter(only if isinstance(only, Iterable) and not isinstance(only, str) else [only])
+    except TypeError:  # of an array of no dimension, which says that it is iterable
+        given = iter([only])
     names: list[str] = []
-    for name in [only] if isinstance(only, str) or not isinstance(only, Iterable) else only:
+    for name in given:
         if not isinstance(name, str):  # at the first: there may be no last one
             raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
         names.append(name)

@@ -329,14 +329,15 @@ class Saver:
         return replace(planned, plan=plan, objects=mine), narrowed_objects(objects, whole.object_names, kept)
 
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
-        return lease_image(
+        lease = functools.partial(
+            lease_image,
             planned,
             len(objects.region),
             self.lifetime,
-            self._staging.kind(planned.plan.source),
             timeout_secs=self._site.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
         )
+        return self._staging.take(planned.plan.source, lease)
 
     def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:
         """In the background of this save: the arena that the next one would have to map."""

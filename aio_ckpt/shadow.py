@@ -50,7 +50,8 @@ class Shadows:
         """The shadow of ``plan``; None if it has no large tensors on devices, or a device has no room for them."""
         if self._most_bytes and self._layout is not plan.layout:
             self.clear()
-            self._layout, self._shadow = plan.layout, self._lay_out(plan, copies_from)
+            with torch.inference_mode(mode=False):  # memory made inside could not be written to outside
+                self._layout, self._shadow = plan.layout, self._lay_out(plan, copies_from)
         return self._shadow
 
     def clear(self) -> None:

@@ -17,7 +17,7 @@ from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.gather import GatherBuffers, LeafGroups
 from aio_ckpt.image import Image
 from aio_ckpt.items import Chunk, Piece
-from aio_ckpt.moves import copy_all
+from aio_ckpt.moves import unreadable
 from aio_ckpt.plan import ImagePlan, PlannedImage
 from aio_ckpt.progress import CapturedRun
 from aio_ckpt.routes import Span
@@ -173,7 +173,7 @@ class Capture:
         for chunk in run:
             route = plan.routes[chunk.index]
             if route.moved:
-                copy_all(self._base(chunk), plan.descriptors.moves[chunk.index])
+                self._move(chunk)
             if route.copied:
                 self._copy(chunk, route.copied)
         if run:
@@ -244,7 +244,8 @@ class Capture:
         """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
         plan, turns = self._planned.plan, self._turns
         for device, issues in turns.issues(is_guarded=is_guarded).items():
-            moves = issues.within(run[0].start, run[-1].stop)
+            # Not to the end of a file whose objects grow: each cut is kept.
+            moves = issues.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
             if len(moves):
                 self._copies_from(device).issue(self._base(run[0]), moves)
         for chunk in run:
@@ -254,6 +255,18 @@ class Capture:
                     self._gather(chunk, span)
             if route.converted and not is_guarded:
                 self._copy(chunk, route.converted)
+
+    def _move(self, chunk: Chunk) -> None:
+        plan, base = self._planned.plan, self._base(chunk)
+        prepared = plan.descriptors.moves[chunk.index]
+        try:
+            prepared.copy(base)
+        except OSError as error:
+            item = plan.layout.items[plan.routes[chunk.index].moved[unreadable(base, prepared.moves)].item]
+            raise SourceChangedError(
+                f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
+                "that was truncated: keep it until save() returns, or give a clone()"
+            ) from error
 
     def _gather(self, chunk: Chunk, span: Span) -> None:
         copies = self._copies_from(span.device)
@@ -340,12 +353,14 @@ def capture(
         work.check_sources()
         if untold:
             on_captured(untold)
+        work.end()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
-        work.end()
-        work.finish()
+        try:
+            work.end()
+        finally:
+            work.finish()
         raise
-    work.end()
     return work
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from aio_ckpt.arena import Arena, ArenaKind, map_arena
 from aio_ckpt.config import Staging
 from aio_ckpt.device import copy_secs, cuda_is_available
-from aio_ckpt.errors import BudgetExceededError, ConfigError
+from aio_ckpt.errors import AioCkptError, BudgetExceededError, ConfigError
 
 __all__ = ["StagingChoice", "check_staging", "fastest", "measure"]
 
+T = TypeVar("T")
 _PROBE_BYTES = 16 << 20
 _PROBE_ROUNDS = 2
 _log = logging.getLogger("aio_ckpt")
@@ -51,7 +53,7 @@ def measure(source: torch.device) -> dict[ArenaKind, float]:
         arena = map_arena(_PROBE_BYTES, kind, None)
         try:
             if kind == "pinned":
-                arena.register()
+                arena.register(source)
             found[kind] = _bytes_per_sec(arena, source)
         except torch.OutOfMemoryError:
             raise
@@ -89,6 +91,21 @@ class StagingChoice:
         if self._measured is None:
             self._measured = self._measure(source)
         return self._measured
+
+    def take(self, source: torch.device | None, lease: Callable[[ArenaKind], T]) -> T:
+        """What ``lease`` gives for memory of the kind; with ``auto`` of pageable memory if none can be locked.
+
+        A limit on locked memory may let the probe pass and not the arena of a state.
+        """
+        kind = self.kind(source)
+        try:
+            return lease(kind)
+        except RuntimeError as error:
+            if isinstance(error, AioCkptError) or kind != self._measured or kind == "pageable":
+                raise
+            _log.warning('staging="auto": pageable memory is taken from now on, for %s is refused: %s', kind, error)
+            self._measured = "pageable"
+        return lease("pageable")
 
     def _measure(self, source: torch.device) -> ArenaKind:
         try:

@@ -282,6 +282,9 @@ def test_an_infinite_selection_ends_at_its_first_wrong_name(root: Path) -> None:
         engine.save(STATE).result(TIMEOUT)
         with pytest.raises(ConfigError, match="only="):
             engine.read(only=endless())  # type: ignore[arg-type]
+        for odd in (np.array("w"), torch.tensor(3)):  # iterable, they say
+            with pytest.raises(ConfigError, match="only="):
+                engine.read(only=odd)  # type: ignore[arg-type]
 
 
 # -- tickets ----------------------------------------------------------------------------------------

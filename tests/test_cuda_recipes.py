@@ -215,7 +215,7 @@ def host_buffers(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
         if shutil.disk_usage("/dev/shm").free > 2 * nbytes:
             named = Segment(Path(f"/dev/shm/test-{os.getpid()}"), nbytes)
             arena = Arena(named.memory, "shm", named)
-            arena.register()
+            arena.register(torch.device(DEVICE, 0))
             buffers["shm_path"] = arena.tensor
         yield buffers
         buffers.clear()

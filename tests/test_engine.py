@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -511,6 +511,40 @@ def test_a_directory_that_another_rank_clears_or_still_fills_is_no_leftover(
             engine.save(weights(1)).result(TIMEOUT)
         assert bool(listing(root)) is (code != errno.ENOTEMPTY)
         assert ("stays until it is cleared" in caplog.text) is (code == errno.EIO)
+
+
+@pytest.mark.parametrize("behind", ["a later commit", "close()"])
+def test_what_could_not_be_removed_at_once_is_removed_later(root: Path, behind: str) -> None:
+    with gated_engine(root) as (engine, storage):
+        storage.fail("create_data_file", "*", broken())
+        storage.fail("remove_tree", ".pending-*", WriteError(errno.EIO, os.strerror(errno.EIO), "/x"))
+        with pytest.raises(WriteError, match="the disk is gone"):
+            engine.save(weights(1)).result(TIMEOUT)
+        assert [name.partition("-")[0] for name in listing(root)] == [".pending"]
+        if behind == "close()":
+            engine.close_blocking()
+        else:
+            engine.save(weights(2)).result(TIMEOUT)
+            wait(engine._keeper.passes, TIMEOUT)
+        assert listing(root) == (["step_000000001"] if behind == "a later commit" else [])
+
+
+@pytest.mark.parametrize(("call", "where"), [("rename", ".pending-*"), ("remove_tree", ".trash-*")])
+def test_what_was_replaced_and_could_not_be_removed_is_removed_behind_a_later_commit(
+    root: Path, call: str, where: str
+) -> None:
+    with gated_engine(root) as (engine, storage):
+        engine.save(weights(1), step=1).result(TIMEOUT)
+        if call == "rename":  # that of the next commit is an exchange
+            storage.fail("rename", where, WriteError(errno.EIO, os.strerror(errno.EIO), "/x"))
+        else:
+            storage.fail("remove_tree", where, WriteError(errno.EBUSY, os.strerror(errno.EBUSY), "/x"))
+        engine.save(weights(2), step=1, overwrite=True).result(TIMEOUT)
+        assert len(listing(root)) == 2
+        engine.save(weights(3), step=2).result(TIMEOUT)
+        wait(engine._keeper.passes, TIMEOUT)
+        assert listing(root) == ["step_000000001", "step_000000002"]
+        assert value(engine, 1) == 2
 
 
 def test_a_directory_that_is_filled_again_and_again_is_left_to_the_next_engine(

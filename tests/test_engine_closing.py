@@ -20,7 +20,7 @@ import torch
 from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, undo
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, undo
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.names import LOCK_FILE
 
@@ -226,6 +226,51 @@ def test_terminate_releases_the_engine_though_a_save_does_not_end(
         assert "step 1 does not end" in caplog.text
         with SyncCheckpointEngine(root) as other:
             assert other.save(weights(2), 2).result(TIMEOUT).step == 2
+
+
+def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> None:
+    """So on a rank that does not lead."""
+    with SyncCheckpointEngine(root) as engine:
+        left = root / ".pending-of-this-engine"
+        left.mkdir()
+        engine._engine._site.left_behind.add(left, lambda: True)
+    assert listing(root) == []
+
+
+class DeadMark:
+    """Of a device whose context an assertion has ended."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def fence(self, stream: object = None) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_an_engine_whose_device_is_dead_releases_all_that_it_can(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    parameter = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([parameter])
+    engine = SyncCheckpointEngine(root)
+    engine.guard(optimizer)
+    engine.save({"p": parameter}).result(TIMEOUT)
+    inner = engine._engine
+    inner._saver.in_flight.guards._marks = (DeadMark(),)
+    (arena,) = inner._saver.lifetime._arenas
+    arena.is_registered = True
+    monkeypatch.setattr(device, "unregister_host_memory", refuse)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        engine.close()
+    assert inner._portal.is_closed
+    assert not optimizer._optimizer_step_pre_hooks
+    with SyncCheckpointEngine(root) as other:
+        assert other.save({"p": parameter}).result(TIMEOUT).step == 2
+    engine.close()
 
 
 # -- other processes ------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from pathlib import Path
 
 import pytest
+from child_python import child_environment, python
 from warm_python import run_warm
 
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, WrongThreadError
@@ -407,6 +409,42 @@ def test_an_executor_reports_whether_its_threads_let_go() -> None:
 
 
 # -- other processes ------------------------------------------------------------------------------
+
+
+def test_no_thread_of_the_engine_imports_a_module(tmp_path: Path) -> None:
+    """A fork meanwhile, as of a data loader's workers, would keep the lock of the import for ever in the child."""
+    done = subprocess.run(
+        python(
+            """
+            import sys, threading
+            import torch
+            from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
+
+            class Watcher:
+                def find_spec(self, name, path=None, target=None):
+                    if threading.current_thread().name.startswith("aio_ckpt-"):
+                        print(name)
+
+            sys.meta_path.insert(0, Watcher())
+            root = sys.argv[1]
+            state = {"w": torch.ones(1 << 20), "n": [torch.ones(3), {"k": 1}], "rank": PerRank(1)}
+            with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
+                for _ in range(3):
+                    engine.save(state, trace=f"{root}.json").result()
+                engine.load(state)
+                engine.read(only=["w"])
+                engine.rollback(2)
+            print("done")
+            """,
+            str(tmp_path / "root"),
+        ),
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_every_method_raises_in_a_forked_child_which_may_open_its_own() -> None:

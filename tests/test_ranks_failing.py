@@ -383,3 +383,26 @@ def test_ranks_that_open_different_roots_are_told_in_time(two: Ranks, tmp_path: 
     for text in two.run(open_elsewhere, tmp_path, 1.0):
         assert text.startswith("PeerFailedError")
         assert "each rank must open an engine on" in text
+
+
+def open_otherwise(rank: int, count: int, root: Path, setting: str) -> str:
+    odd = {"when_busy": "skip"} if setting == "when_busy" else {"step_dir": "step-{step}"}
+    config = EngineConfig(stall_timeout_secs=SECS, **(odd if rank == count - 1 else {}))  # type: ignore[arg-type]
+    try:
+        with SyncCheckpointEngine(root, config) as engine:
+            engine.save({"a": 1})
+    except AioCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("setting", ["when_busy", "step_dir"])
+def test_ranks_whose_settings_must_not_differ_are_all_told_which_one_does(
+    two: Ranks, tmp_path: Path, setting: str
+) -> None:
+    """One that skips while the others wait would wait for a word that nobody says."""
+    for text in two.run(open_otherwise, tmp_path, setting):
+        assert text.startswith(f"ConfigError: the settings of the ranks differ: {setting} is ")
+        assert "on rank 0 and" in text
+        assert text.endswith("open anew")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("step", ".pending"))] == []

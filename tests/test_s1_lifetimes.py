@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig, undo
 from aio_ckpt.arena import POISON
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
+from aio_ckpt.names import PENDING_PREFIX
 
 COUNT = 5
 """Tensors of 4 MiB: six chunks."""
@@ -89,12 +91,17 @@ def test_a_save_keeps_its_own_bytes_while_the_next_one_is_captured_and_the_train
 
 
 def save_beside_a_thread_that_is_left_behind(engine: CheckpointEngine, storage: WatchedStorage, gate: Gate) -> None:
-    """The first save has ended badly while its threads are held: the next must not get their bytes."""
+    """The first save has ended badly while its threads are held: the next must not get their bytes.
+
+    Nor may their directory go before they have ended; then it does, behind the next commit.
+    """
     held = gate.held
     assert held
     assert engine.lifetime.leases == 1
     second = engine.save(state_of(2.0), step=2)
     assert second.result(TIMEOUT) is not None
+    wait(engine._keeper.passes, TIMEOUT)
+    assert len(pending_in(engine.root)) == 1
     assert gate.held == held
     assert engine.lifetime.leases == 1
     gate.open()
@@ -103,6 +110,12 @@ def save_beside_a_thread_that_is_left_behind(engine: CheckpointEngine, storage: 
     assert engine.steps() == [2]
     third = engine.save(state_of(3.0), step=3)
     assert third.result(TIMEOUT) is not None
+    wait(engine._keeper.passes, TIMEOUT)
+    assert pending_in(engine.root) == []
+
+
+def pending_in(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name.startswith(PENDING_PREFIX)]
 
 
 @pytest.mark.usefixtures("impatient")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,9 @@ from image_files import MIB, pin_chunk_bytes, uniform
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
-from aio_ckpt import snapshot
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, moves, snapshot
+from aio_ckpt.copies import HostCopies
+from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
 from aio_ckpt.image import Image, lease_image, ring_slots
 from aio_ckpt.lifetime import LifetimeManager
@@ -326,3 +331,56 @@ def test_an_image_of_objects_alone_has_chunks_too(manager: LifetimeManager) -> N
     assert image.chunks[-1].stop == 9 * MIB
     assert captured(planned, image) == [0, 1, 2]
     assert all(isinstance(future, Future) and not future.done() for future in image.written)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_memory_that_was_mapped_in_inference_mode_serves_outside_of_it(tmp_path: Path, inside: bool) -> None:
+    state = {"odd": torch.arange(1000.0)[::2], "large": torch.ones(1 << 18), "small": torch.ones(3)}
+    with SyncCheckpointEngine(tmp_path, EngineConfig(debug=True)) as engine:
+        for is_inference in (inside, not inside, inside):
+            with torch.inference_mode(mode=is_inference):
+                step = engine.save(state).result(60).step
+            found: Any = engine.read(step)
+            assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+class OddCopies(HostCopies):
+    """Copies of a device whose stream cannot be waited for once they are issued."""
+
+    waited = 0
+
+    def mark(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        type(self).waited += 1
+
+    def fence(self, stream: object = None) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_capture_that_is_interrupted_at_its_very_end_waits_for_its_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CopyStreams, "begin", lambda self, device, is_registered: OddCopies())
+    with SyncCheckpointEngine(tmp_path) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.save({"large": torch.ones(1 << 18)})
+        assert OddCopies.waited == 1
+        assert engine._engine.lifetime.leases == 0
+
+
+def test_a_mapped_file_that_was_truncated_is_an_error_that_names_its_tensor(tmp_path: Path) -> None:
+    if moves._is_refused():
+        pytest.skip("process_vm_readv is refused here: the system ends the process instead")
+    file = tmp_path / "mapped"
+    file.write_bytes(bytes(1 << 16))
+    mapped = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="r+"))
+    os.truncate(file, 4096)
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        with pytest.raises(SourceChangedError, match="'lost': its memory cannot be read any more"):
+            engine.save({"kept": mapped[:100], "lost": mapped[8192:8292], "plain": torch.ones(3)})
+        assert engine.save({"plain": torch.ones(3)}).result(60).step == 1

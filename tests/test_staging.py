@@ -13,6 +13,8 @@ import torch
 from aio_ckpt import arena as arenas
 from aio_ckpt import lifetime, numa, staging
 from aio_ckpt.arena import ArenaKind
+from aio_ckpt.config import Staging
+from aio_ckpt.errors import EngineClosedError
 from aio_ckpt.lifetime import ArenaSpec
 from aio_ckpt.staging import StagingChoice, fastest, measure
 
@@ -63,6 +65,42 @@ def test_a_driver_that_refuses_to_register_leaves_pageable_memory_and_a_note(
     monkeypatch.setattr(arenas.device, "register_host_memory", refuse)
     assert StagingChoice("auto", is_named=False).kind(CPU) == "pageable"
     assert "pinned memory cannot be used" in caplog.text
+
+
+def test_auto_takes_pageable_memory_from_when_the_driver_refuses_to_lock_that_much(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit on locked memory may let the probe pass and not the arena of a state."""
+    monkeypatch.setattr(staging, "measure", lambda source: {"pinned": 2.0, "pageable": 1.0})
+    taken = list[ArenaKind]()
+
+    def take(kind: ArenaKind) -> ArenaKind:
+        taken.append(kind)
+        if kind == "pinned":
+            raise RuntimeError("CUDA error: out of memory")
+        return kind
+
+    choice = StagingChoice("auto", is_named=False)
+    assert [choice.take(CPU, take) for _ in range(2)] == ["pageable"] * 2
+    assert taken == ["pinned", "pageable", "pageable"]
+    assert "pageable memory is taken from now on" in caplog.text
+
+
+@pytest.mark.parametrize("setting", ["pinned", "auto"])
+def test_a_setting_of_the_users_and_errors_of_our_own_are_not_worked_around(
+    monkeypatch: pytest.MonkeyPatch, setting: Staging
+) -> None:
+    monkeypatch.setattr(staging, "measure", lambda source: {"pinned": 2.0, "pageable": 1.0})
+
+    taken = list[ArenaKind]()
+
+    def take(kind: ArenaKind) -> None:
+        taken.append(kind)
+        raise EngineClosedError("closed") if setting == "auto" else RuntimeError("refused")
+
+    with pytest.raises(RuntimeError):
+        StagingChoice(setting, is_named=False).take(CPU, take)
+    assert taken == ["pinned"]
 
 
 def test_auto_is_measured_once_and_not_for_a_state_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -596,6 +596,36 @@ async def test_a_cancelled_close_closes_all_the_same(executor: GatedExecutor, tm
         await asyncio.sleep(0)
 
 
+async def test_a_creation_that_fails_closes_every_descriptor_though_a_close_tells_of_an_error(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a quota that NFS tells late."""
+    local, path, opened = LocalStorage(executor, "off", write_probe=refuse_all), tmp_path / "d", list[int]()
+    open_, close, baseline = os.open, os.close, open_files()
+
+    def failing_open(name: Any, *arguments: Any, **options: Any) -> int:
+        if Path(name) != path:
+            return open_(name, *arguments, **options)
+        if len(opened) == 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(name))
+        opened.append(open_(name, *arguments, **options))
+        return opened[-1]
+
+    def failing_close(number: int) -> None:
+        close(number)
+        if number in opened:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "open", failing_open)
+    monkeypatch.setattr(os, "close", failing_close)
+    with pytest.raises(WriteError):
+        await local.create_data_file(path, PAGE, writers=4)
+    monkeypatch.undo()
+    assert len(opened) == 3
+    assert open_files() == baseline
+    assert not path.exists()
+
+
 async def test_a_cancelled_creation_leaves_neither_file_nor_descriptor(executor: GatedExecutor, tmp_path: Path) -> None:
     local = storage_of_mode(executor, "buffered", tmp_path)
     baseline = open_files()

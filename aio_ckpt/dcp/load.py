@@ -31,6 +31,7 @@ from aio_ckpt.manifest import METADATA_FILE, RankManifest, block_sums
 from aio_ckpt.metadata import DTYPES
 from aio_ckpt.portal import run_blocking
 from aio_ckpt.progress import outcome_blocking, unless_given_up
+from aio_ckpt.read import synchronize
 from aio_ckpt.readplan import ReadPlan
 from aio_ckpt.sharing import is_read_by_several
 
@@ -77,11 +78,9 @@ class Load:
         for index, stored in located.streams.items():
             reads.add_object(stored, lambda data, index=index: streams.__setitem__(index, data))  # type: ignore[misc]
         devices = {target.device for _, target in targets if not target.is_cpu}
-        for device in devices:
-            torch.accelerator.synchronize(device)
+        synchronize(devices)
         self._wait(lambda: self._fetch(reads))
-        for device in devices:
-            torch.accelerator.synchronize(device)
+        synchronize(devices)
         increment_version(reads.filled)
         for item, target in targets:
             planner.commit_tensor(item, target)
