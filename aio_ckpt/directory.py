@@ -9,6 +9,7 @@ names alone (``recover_directory``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ __all__ = [
     "PENDING",
     "begin_directory",
     "commit_directory",
-    "hold_marks",
+    "hold_directory",
     "is_held_by",
     "pending_saves",
     "recover_directory",
@@ -34,6 +35,8 @@ ASIDE = ".replaced-"
 """Before the id of the save that replaces it, behind the name of what stands aside."""
 PENDING = "aio_ckpt.pending-"
 """Before the id of a save, in the name of its mark: an empty file."""
+LOCK = "aio_ckpt.lock"
+"""Of a directory; there while it is held, and after a crash."""
 MAX_SMALL_FILE_BYTES = 1 << 30
 _log = logging.getLogger("aio_ckpt")
 
@@ -50,23 +53,26 @@ async def pending_saves(storage: Storage, directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def hold_marks(storage: Storage, directory: Path, save_ids: Sequence[str]) -> Iterator[None]:
-    """Nobody mends these saves meanwhile who commits one, and nobody commits one who is being mended.
+def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
+    """Whoever begins, commits or mends a save does it alone; writing takes place outside.
 
     Raises:
-        RootError: somebody does, in this process or another.
+        RootError: somebody else does, in this process or another.
     """
-    with contextlib.ExitStack() as held:
-        for save_id in save_ids:
-            try:
-                held.enter_context(storage.lock(directory / f"{PENDING}{save_id}"))
-            except RootError as error:
-                raise RootError(
-                    error.errno,
-                    "another save into this directory is being committed or mended: let one at a time save into it",
-                    str(directory),
-                ) from error
+    try:
+        lock = storage.lock(directory / LOCK)
+    except RootError as error:
+        if error.errno not in (errno.EBUSY, errno.EAGAIN):
+            raise
+        raise RootError(
+            error.errno,
+            "another save into this directory is being begun, committed or mended: let one at a time save into it",
+            str(directory),
+        ) from error
+    try:
         yield
+    finally:
+        lock.discard()
 
 
 async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
@@ -142,12 +148,17 @@ async def recover_directory(storage: Storage, directory: Path) -> bool:
 
 async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_id: str) -> None:
     """Of a save with a mark: remove its files unless it is what the directory holds, then the mark."""
-    if not await is_held_by(storage, directory, save_id=save_id):
-        has_manifest = await storage.exists(directory / ROOT_MANIFEST)
-        own = [ROOT_MANIFEST] if has_manifest and await _save_id_of(storage, directory) == save_id else []
-        await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
-        await storage.sync_dir(directory)
-    await _remove(storage, directory, [f"{PENDING}{save_id}"])
+    mark = f"{PENDING}{save_id}"
+    if await is_held_by(storage, directory, save_id=save_id):
+        await _remove(storage, directory, [mark])
+        return
+    has_manifest = await storage.exists(directory / ROOT_MANIFEST)
+    own = [ROOT_MANIFEST] if has_manifest and await _save_id_of(storage, directory) == save_id else []
+    await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
+    await storage.sync_dir(directory)
+    await _remove(storage, directory, [mark])
+    late = await storage.list_dir(directory)  # of a rank that saw the mark; one that writes from now on looks for it
+    await _remove(storage, directory, [name for name in late if save_id and _is_of(name, save_id)])
 
 
 async def standing_names(storage: Storage, directory: Path) -> tuple[str, str]:

@@ -74,6 +74,14 @@ class RootLock:
         else:
             _lock(self._descriptor, self.path)
 
+    def discard(self) -> None:
+        """Remove the file and let go: who waits for it locks a new one."""
+        if self._descriptor is not None and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):  # a file that stays is locked again
+                if _is_file(self._descriptor, self.path):
+                    os.unlink(self.path)
+        self.release()
+
     def release(self) -> None:
         """Let go. Idempotent; in a forked child it leaves the parent's lock alone."""
         descriptor, self._descriptor = self._descriptor, None
@@ -94,22 +102,28 @@ class RootLock:
 
 
 def _open_locked(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as exc:
-        message = f"cannot open the lock file ({exc.strerror}): give a writable root"
-        raise RootError(exc.errno, message, str(path)) from exc
-    try:
-        if _lock(descriptor, path):
-            with contextlib.suppress(OSError):  # for people only; whoever clears a full disk needs the lock first
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, RootError):
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as exc:
+            message = f"cannot open the lock file ({exc.strerror}): give a writable root"
+            raise RootError(exc.errno, message, str(path)) from exc
+        try:
+            is_locked = _lock(descriptor, path)
+            if _is_file(descriptor, path):
+                if is_locked:
+                    _name_holder(descriptor)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
             raise
-        raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
-    return descriptor
+        os.close(descriptor)  # its last holder had removed it: others lock the one that is there now
+
+
+def _name_holder(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # for people only; whoever clears a full disk needs the lock first
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
@@ -122,9 +136,15 @@ def _lock(descriptor: int, path: Path) -> bool:
             return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise RootError(error.errno, f"cannot lock: {error.strerror}", str(path)) from error
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "(not named)"
-        raise RootError(error.errno, f"locked by another writer: process {holder}", str(path)) from error
+        raise RootError(error.errno, f"locked by another writer: process {_holder(descriptor)}", str(path)) from error
     return True
+
+
+def _holder(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        if named := os.pread(descriptor, 200, 0).decode(errors="replace").strip():
+            return named
+    return "(not named)"
 
 
 def _is_file(descriptor: int, path: Path) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,9 @@ def test_while_a_save_is_being_committed_no_other_begins_in_its_directory(
     gate.wait_reached()
     storage.release(gate)
     for other in (writer, Writer(path)):
-        with pytest.raises(dcp.api.CheckpointException, match="another save into this directory is being committed"):
+        with pytest.raises(
+            dcp.api.CheckpointException, match="another save into this directory is being begun, committed"
+        ):
             dcp.async_save(state_of(3), storage_writer=other).result(TIMEOUT)
     gate.open()
     first.result(TIMEOUT)
@@ -241,6 +244,31 @@ def test_of_saves_that_overlap_in_one_directory_none_takes_another_ones_files(tm
             assert any(torch.equal(found["w"], value) for value in done or [held])
             held = found["w"]
             assert all("another save" in str(error) for error in errors if error is not None)
+
+
+def test_what_a_rank_writes_while_another_save_ends_its_own_goes_too(tmp_path: Path, storage: GatedStorage) -> None:
+    path = tmp_path / "a"
+    writes = storage.hold("write_file", "aio_ckpt.*.0.bin")
+    overtaken = dcp.async_save({"w": torch.zeros(9)}, storage_writer=Writer(path, storage=storage))
+    writes.wait_reached()
+    storage.release(writes)
+    looks = storage.hold("sync_dir", "a")
+    executor = Executor("other", 6)
+    other = GatedStorage(executor)
+    with ThreadPoolExecutor(1) as pool:
+        other_ends = other.hold("remove_file", "aio_ckpt.pending-*")
+        saving = pool.submit(dcp.save, {"w": torch.ones(9)}, storage_writer=Writer(path, storage=other))
+        other_ends.wait_reached()  # it has seen what is there
+        writes.open()
+        looks.wait_reached()  # the rank's manifest is there, and so is still its mark
+        other_ends.open()
+        other.wait_for("write_file", "aio_ckpt.pending-*")
+        assert [name.name for name in path.glob("aio_ckpt.*.bin")] == []
+        looks.open()
+        saving.result(TIMEOUT)
+    assert executor.close(TIMEOUT)
+    with pytest.raises(dcp.api.CheckpointException, match="another save into this directory has begun"):
+        overtaken.result(TIMEOUT)
 
 
 def test_a_save_whose_files_another_one_cleared_away_says_so(tmp_path: Path, storage: GatedStorage) -> None:

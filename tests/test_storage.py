@@ -922,6 +922,30 @@ def test_a_lock_that_cannot_be_opened_is_an_error_of_the_root(tmp_path: Path) ->
     RootLock(tmp_path / "missing" / "lock").release()
 
 
+def test_a_lock_that_is_discarded_leaves_no_file_and_whoever_opened_that_file_locks_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lockf = tmp_path / "lock", fcntl.lockf
+    RootLock(path).discard()
+    assert not path.exists()
+
+    def lockf_of_a_slow_one(descriptor: int, command: int) -> None:
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        path.unlink()  # its holder discards it between our open and our lock
+        lockf(descriptor, command)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf_of_a_slow_one)
+    files = len(os.listdir("/proc/self/fd"))
+    with RootLock(path) as lock, run_python(HOLDER, str(path)) as other:
+        message, _ = other.communicate(timeout=60)
+        assert "locked by another writer" in message
+        path.rename(tmp_path / "moved")
+        path.write_text("not ours")
+        lock.discard()
+    assert path.read_text() == "not ours"
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder clears what fills the disk; the note who holds it is for people."""
 

@@ -21,10 +21,9 @@ from aio_ckpt.config import MAX_SECS
 from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.dcp.sources import Sources
 from aio_ckpt.directory import (
-    PENDING,
     begin_directory,
     commit_directory,
-    hold_marks,
+    hold_directory,
     is_held_by,
     pending_saves,
     recover_directory,
@@ -96,18 +95,16 @@ async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
     Raises:
         RootError: another save is being committed there, or begins at the same time.
     """
-    await mend(storage, directory)
-    await begin_directory(storage, directory, save_id=save_id)
-    if await pending_saves(storage, directory) != [save_id]:
-        await _unmark(storage, directory, save_id)
-        raise _overtaken(directory)
+    with hold_directory(storage, directory):
+        await recover_directory(storage, directory)
+        await begin_directory(storage, directory, save_id=save_id)
 
 
 async def mend(storage: Storage, directory: Path) -> bool:
-    """``recover_directory``, but for a save that is being committed."""
+    """``recover_directory``, but not while a save begins or is being committed."""
     if not await storage.exists(directory):
         return False
-    with hold_marks(storage, directory, await pending_saves(storage, directory)):
+    with hold_directory(storage, directory):
         return await recover_directory(storage, directory)
 
 
@@ -348,12 +345,12 @@ async def commit_save(
 
     An error with ``in_doubt`` came after the last rename: the new checkpoint stands, but may not outlive a power loss.
     """
-    if await pending_saves(storage, directory) != [save_id]:
-        raise _overtaken(directory)
     data = pickle.dumps(metadata)
     root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
-    with hold_marks(storage, directory, [save_id]):
-        await _check_manifests(storage, directory, manifests, save_id)
+    with hold_directory(storage, directory):
+        if await pending_saves(storage, directory) != [save_id]:
+            raise _overtaken(directory)
+        await _check_manifests(storage, directory, manifests)
         with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
             await _replace(storage, directory, data, root, save_id)
     if scope.cancelled_caught:
@@ -362,21 +359,15 @@ async def commit_save(
         raise stalled
 
 
-async def _check_manifests(storage: Storage, directory: Path, manifests: Sequence[FileEntry], save_id: str) -> None:
+async def _check_manifests(storage: Storage, directory: Path, manifests: Sequence[FileEntry]) -> None:
     for rank, entry in enumerate(manifests):
         if not await storage.exists(directory / entry.name):
-            await _unmark(storage, directory, save_id)  # who mended it had removed that; holding it made it anew
             raise RootError(
                 errno.ENOENT,
                 f"the manifest of rank {rank} is gone: give all ranks one shared directory, and let one job at a time "
                 "save into it",
                 str(directory / entry.name),
             )
-
-
-async def _unmark(storage: Storage, directory: Path, save_id: str) -> None:
-    with contextlib.suppress(OSError):
-        await storage.remove_file(directory / f"{PENDING}{save_id}")
 
 
 def _overtaken(directory: Path) -> RootError:
