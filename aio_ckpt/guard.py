@@ -75,7 +75,12 @@ class Guards:
         if not self._objects:
             return frozenset()
         tensors = [tensor for guarded in self._objects for tensor in _tensors_of(guarded)]
-        starts, counts = addresses(tensors), list(map(torch.Tensor.numel, tensors))
+        try:
+            starts = addresses(tensors)
+        except RuntimeError:  # sparse ones have no address; a state holds none either
+            tensors = [tensor for tensor in tensors if tensor.layout == torch.strided]
+            starts = addresses(tensors)
+        counts = list(map(torch.Tensor.numel, tensors))
         found = self._found
         if found is None or starts != found[0] or counts != found[1] or fingerprint is not found[2]:
             spans = [(*span_of(tensor), tensor.nbytes) for tensor in tensors]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError, tell_stage
 from aio_ckpt.guard import Guards
 from aio_ckpt.image import Image
@@ -23,7 +24,7 @@ from aio_ckpt.plan import Plan, PlannedSave
 from aio_ckpt.portal import Condition, Lock, Portal
 from aio_ckpt.progress import CapturedRun, CaptureProgress, Deadline
 from aio_ckpt.shadow import Shadows
-from aio_ckpt.snapshot import Capture, Copiers, ObjectBytes, capture
+from aio_ckpt.snapshot import Capture, Copiers, capture
 from aio_ckpt.steps import KnownSteps
 from aio_ckpt.ticket import SaveTicket
 

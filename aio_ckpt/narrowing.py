@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from isal import isal_zlib
 
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, ImageLayout, align_up
 from aio_ckpt.layout import file_chunks
 from aio_ckpt.shares import Share
-from aio_ckpt.snapshot import ObjectBytes
 
 __all__ = ["item_sums", "narrowed_image", "narrowed_objects"]
 

@@ -15,6 +15,7 @@ from aio_ckpt import commit, owner
 from aio_ckpt.bounce import BounceRing
 from aio_ckpt.config import EngineConfig, check_flag
 from aio_ckpt.copies import Mark
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.image import Image
 from aio_ckpt.names import StepNames
 from aio_ckpt.peers import Peers, SaveRound
@@ -24,7 +25,6 @@ from aio_ckpt.progress import NO_DEADLINE, CaptureProgress, Deadline, Threads
 from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.retention import check_metrics
 from aio_ckpt.segment import SegmentDirectory
-from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.storage import Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import SaveTicket

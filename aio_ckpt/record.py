@@ -11,6 +11,7 @@ import torch
 from isal import isal_zlib
 
 from aio_ckpt._version import __version__
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.items import WriteResult
 from aio_ckpt.manifest import (
     FORMAT_MAJOR,
@@ -25,7 +26,6 @@ from aio_ckpt.manifest import (
     encode_root,
 )
 from aio_ckpt.plan import Plan
-from aio_ckpt.snapshot import ObjectBytes
 
 __all__ = [
     "MetadataFile",

@@ -17,6 +17,7 @@ from aio_ckpt import commit, tree
 from aio_ckpt.agreement import Planned
 from aio_ckpt.calls import JointCall, await_met, tell
 from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.encoding import ObjectBytes, ObjectEncoder
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThreadError
 from aio_ckpt.image import Image, arena_spec, lease_image
 from aio_ckpt.inflight import MAX_CALLS, InFlight
@@ -28,7 +29,6 @@ from aio_ckpt.pending import SaveCall, Site
 from aio_ckpt.plan import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.portal import Lock, Portal
 from aio_ckpt.progress import NO_DEADLINE, Deadline
-from aio_ckpt.snapshot import ObjectBytes, ObjectEncoder
 from aio_ckpt.staging import StagingChoice
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.trace import CALLER

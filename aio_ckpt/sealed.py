@@ -16,6 +16,7 @@ import msgspec
 from isal import isal_zlib
 
 from aio_ckpt.coordinator import Coordinator
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.envelope import render
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.image import Image
@@ -28,7 +29,6 @@ from aio_ckpt.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.progress import CaptureProgress
 from aio_ckpt.record import object_entries, render_rank
 from aio_ckpt.segment import Segment, StoredSegment
-from aio_ckpt.snapshot import ObjectBytes
 
 __all__ = [
     "Seal",

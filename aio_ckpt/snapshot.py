@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from itertools import takewhile
 
 import torch
 
-from aio_ckpt import envelope, objects
+from aio_ckpt import envelope
 from aio_ckpt.copies import Copies, Mark
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.errors import SourceChangedError, StallError
@@ -26,71 +26,11 @@ from aio_ckpt.structure import addresses
 from aio_ckpt.trace import CALLER, COPIES, Recorder
 from aio_ckpt.turns import NO_TURNS, KnownTurns
 
-__all__ = ["Capture", "Copiers", "ObjectBytes", "ObjectEncoder", "capture"]
+__all__ = ["Capture", "Copiers", "capture"]
 
-_DOUBLE = struct.Struct("<d")
 _RUN_GROWTH = 8
 """Each run of chunks from devices is so many times longer than the one before: its batch and its mark cost the caller
 tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectBytes:
-    """The objects of one save, encoded; equal immutable values stand there once."""
-
-    region: bytes
-    """What follows the tensors in the image."""
-    spans: tuple[tuple[int, int], ...]
-    """Per object, (offset in the region, length)."""
-
-
-class ObjectEncoder:
-    """Encodes the object leaves of a save; the bytes of the last save's immutable values are used again.
-
-    Borrowed fact: ``torch.save(1e-3)`` costs 39 us (FACTS), 4,000 hyperparameters 150 ms.
-    """
-
-    def __init__(self, *, trusted: bool) -> None:
-        self._trusted = trusted
-        self._known: dict[tuple[object, ...], bytes] = {}
-
-    def encode(self, leaves: Sequence[tuple[str, object]]) -> ObjectBytes:
-        """Encode leaves given as (name, value); mutable values are captured by it.
-
-        Raises:
-            UnsafeObjectError: names a leaf that could be read back only by running code.
-        """
-        seen: dict[tuple[object, ...], bytes] = {}
-        parts: dict[bytes, int] = {}
-        spans: list[tuple[int, int]] = []
-        end = 0
-        for name, value in leaves:
-            data = self._bytes(name, value, seen)
-            start = parts.setdefault(data, end)
-            if start == end:
-                end += len(data)
-            spans.append((start, len(data)))
-        self._known = seen
-        return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
-
-    def _bytes(self, name: str, value: object, seen: dict[tuple[object, ...], bytes]) -> bytes:
-        if not objects.is_immutable(value):
-            return objects.encode_object(name, value, trusted=self._trusted)
-        key = _identity(value)
-        data = seen.get(key)
-        if data is None:
-            data = self._known.get(key)
-            seen[key] = data = objects.encode_object(name, value, trusted=self._trusted) if data is None else data
-        return data
-
-
-def _identity(value: object) -> tuple[object, ...]:
-    """Equal for immutable values of equal bytes only: 1 and True, 0.0 and -0.0, two nans of other bits all differ."""
-    if isinstance(value, float):
-        return (float, _DOUBLE.pack(value))
-    if isinstance(value, complex):
-        return (complex, _DOUBLE.pack(value.real), _DOUBLE.pack(value.imag))
-    return (tuple, *map(_identity, value)) if isinstance(value, tuple) else (type(value), value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +202,8 @@ class Capture:
         try:
             prepared.copy(base)
         except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
             item = plan.layout.items[plan.routes[chunk.index].moved[unreadable(base, prepared.moves)].item]
             raise SourceChangedError(
                 f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "

@@ -28,6 +28,7 @@ import torch
 from aio_ckpt import commit, layout, tree
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.coordinator import SoloCoordinator
+from aio_ckpt.encoding import ObjectEncoder
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.image import lease_image
 from aio_ckpt.inflight import InFlight
@@ -40,7 +41,6 @@ from aio_ckpt.plan import PlanCache
 from aio_ckpt.portal import Portal
 from aio_ckpt.progress import Deadline, follow
 from aio_ckpt.restore import read_tree
-from aio_ckpt.snapshot import ObjectEncoder
 from bench.options import log
 from bench.sim_world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
 

@@ -85,6 +85,23 @@ def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:
     assert leaves(fingerprint, devices[:4]) == {0}, "the same optimizer, other addresses"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
+def test_sparse_state_of_a_guarded_object_is_left_out() -> None:
+    class Sparse(Wrapper):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = torch.nn.Parameter(torch.ones(4))
+            self.param_groups = [{"params": [self.dense]}]
+            self.state = {self.dense: {"sums": torch.ones(4).to_sparse()}}
+
+    guarded = Sparse()
+    guards = Guards(on_step=lambda: None)
+    guards.add(guarded)
+    flat = tree.flatten({"dense": guarded.dense}, rank=0)
+    structure = replace(Structure.of(flat, Leaves.of(flat)), devices=[torch.device("cuda", 0)])
+    assert guards.leaves([guarded.dense.data_ptr()], structure) == {0}
+
+
 def test_no_leaf_is_guarded_beyond_the_tensor_that_the_optimizer_changes() -> None:
     memory = torch.zeros(100)
     short, gapped = torch.nn.Parameter(memory[:10]), torch.nn.Parameter(memory[50::2])

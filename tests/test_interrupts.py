@@ -20,13 +20,19 @@ from aio_ckpt import (
     inflight,
     keeper,
     lifetime,
+    plan,
     portal,
+    progress,
     rootlock,
     saver,
+    snapshot,
 )
 
 TIMEOUT = 30.0
-TRACED = {module.__file__ for module in (engine, saver, image, inflight, keeper, lifetime, portal, rootlock)}
+TRACED = {
+    module.__file__
+    for module in (engine, saver, image, inflight, keeper, lifetime, plan, portal, progress, rootlock, snapshot)
+}
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours
 enters a Condition; a Future does, where nobody can help it."""
@@ -37,6 +43,7 @@ class Interrupt:
     """Raises KeyboardInterrupt at the ``at``-th place of this thread's calls where a signal could come."""
 
     def __init__(self, at: int) -> None:
+        self.at = at
         self.left = at
         self.where = ""
         self._last: dict[FrameType, int] = {}
@@ -88,8 +95,10 @@ def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     for save in inside._saver.in_flight.pending:
         save.settled.result(TIMEOUT)
     assert inside._saver.in_flight.pending == (), interrupt.where
-    report = opened.save({"a": torch.full((5000,), 7.0)}).result(TIMEOUT)
+    state = {"a": torch.full((5000,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
+    report = opened.save(state).result(TIMEOUT)
     assert report is not None
+    assert torch.equal(opened.read(report.step)["a"], state["a"]), interrupt.where
     assert (inside.lifetime.leases, inside._saver.lifetime._reserved_bytes) == (0, 0), interrupt.where
     assert opened.latest_step() == report.step
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aio_ckpt import SaveReport, SyncCheckpointEngine, tree
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.plan import CopyDescriptors
 from aio_ckpt.record import object_entries
 from aio_ckpt.routes import SMALL_COPY_BYTES
-from aio_ckpt.snapshot import ObjectBytes
 from aio_ckpt.structure import Leaves, Structure, addresses, partition
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rings import plan_of
 
+from aio_ckpt.encoding import ObjectBytes
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.image import Image
 from aio_ckpt.items import PAGE_BYTES, align_up
@@ -25,7 +26,6 @@ from aio_ckpt.owner import Owner
 from aio_ckpt.remains import Left, decide, find_left, segment_prefix
 from aio_ckpt.sealed import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
 from aio_ckpt.segment import Segment, SegmentDirectory, StoredSegment, read_segment
-from aio_ckpt.snapshot import ObjectBytes
 
 HERE = Owner.of_this_process("here")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import io
 import os
 import random
@@ -20,9 +22,10 @@ from image_files import MIB, pin_chunk_bytes, uniform
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, moves, snapshot
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, encoding, moves, snapshot
 from aio_ckpt.copies import HostCopies
 from aio_ckpt.device import CopyStreams
+from aio_ckpt.encoding import ObjectEncoder
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
 from aio_ckpt.image import Image, lease_image, ring_slots
 from aio_ckpt.lifetime import LifetimeManager
@@ -30,7 +33,7 @@ from aio_ckpt.objects import decode_object
 from aio_ckpt.plan import PlannedSave
 from aio_ckpt.portal import Executor
 from aio_ckpt.progress import CapturedRun
-from aio_ckpt.snapshot import Copiers, ObjectEncoder, capture
+from aio_ckpt.snapshot import Copiers, capture
 from aio_ckpt.tracing import NO_TRACE
 
 
@@ -297,7 +300,7 @@ def test_the_bytes_of_an_unchanged_value_are_encoded_once_and_forgotten_with_it(
         encodings.append(value)
         return encode(name, value, trusted=trusted)
 
-    monkeypatch.setattr(snapshot.objects, "encode_object", counted)
+    monkeypatch.setattr(encoding.objects, "encode_object", counted)
     encoder = ObjectEncoder(trusted=False)
     for values in ([0.1, "a"], [0.1, "b"], [0.1], [0.1, "a"]):
         encoder.encode([(f"o{i}", value) for i, value in enumerate(values)])
@@ -371,6 +374,21 @@ def test_a_capture_that_is_interrupted_at_its_very_end_waits_for_its_copies(
             engine.save({"large": torch.ones(1 << 18)})
         assert OddCopies.waited == 1
         assert engine._engine.lifetime.leases == 0
+
+
+def test_no_tensor_is_blamed_where_the_system_cannot_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    moves._is_refused()
+    with SyncCheckpointEngine(tmp_path) as engine:
+        monkeypatch.setattr(moves, "_readv", no_memory)
+        with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+            engine.save({"plain": torch.ones(3)})
+        assert not isinstance(caught.value, SourceChangedError)
+        monkeypatch.undo()
+        assert engine.save({"plain": torch.ones(3)}).result(60).step == 1
 
 
 def test_a_mapped_file_that_was_truncated_is_an_error_that_names_its_tensor(tmp_path: Path) -> None:

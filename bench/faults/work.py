@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt import arena, concluding, image, lifetime, pipeline, portal, snapshot, undo, write
+from aio_ckpt import arena, concluding, encoding, image, lifetime, pipeline, portal, snapshot, undo, write
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.names import OWNER_FILE
@@ -352,7 +352,7 @@ def memory_in_stages(folder: Path) -> Iterator[Point]:
     places: tuple[tuple[Any, str], ...] = (
         (snapshot.Capture, "issue"),
         (snapshot.Capture, "check_sources"),
-        (snapshot.ObjectEncoder, "encode"),
+        (encoding.ObjectEncoder, "encode"),
         (write.ChunkPreparer, "prepare"),
         (pipeline, "render_metadata_file"),
         (concluding, "render_rank"),
