@@ -22,7 +22,7 @@ from image_files import MIB, pin_chunk_bytes, uniform
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, encoding, moves, snapshot
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, encoding, moves
 from aio_ckpt.copies import HostCopies
 from aio_ckpt.device import CopyStreams
 from aio_ckpt.encoding import ObjectEncoder
@@ -293,7 +293,7 @@ def test_equal_immutable_values_stand_once_and_unequal_ones_never_share() -> Non
 def test_the_bytes_of_an_unchanged_value_are_encoded_once_and_forgotten_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encode = snapshot.objects.encode_object
+    encode = encoding.objects.encode_object
     encodings: list[object] = []
 
     def counted(name: str, value: object, *, trusted: bool) -> bytes:
