@@ -169,11 +169,11 @@ class _Run:
 
     async def _read_and_place(self, read: _Read, *, after: Segment | None, is_read: bool) -> None:
         """Gives back the turn to read, which was taken, as soon as that has ended."""
-        (segment, _), *_ = read
+        (segment, view), *_ = read
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         try:
-            for landing in landings:
-                landing.open(self._copies[landing.device])
+            for landing, count in landings.items():
+                landing.open(self._copies[landing.device], segment, view, count)
             if not is_read:
                 got = await self._read(segment, [view for _, view in read])
                 self.bytes_read += got

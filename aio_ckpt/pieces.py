@@ -21,6 +21,8 @@ _BESIDE_TARGET_BYTES_MAX = 32 << 20
 SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
 """Of a read through a bounce buffer: two pages below, so that one whose ends were moved to pages still fits a buffer of
 whole huge pages."""
+_ITEM_BYTES_MAX = 16
+"""Of the elements of a tensor, which have to lie at a multiple of it; so does every buffer."""
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
@@ -51,11 +53,19 @@ class Landing:
     pieces_left: int = 0
     """Pieces that have not landed."""
     scratch: torch.Tensor | None = None
-    """Allocated with the first piece, dropped behind the last, so that few exist at once; on the device if there."""
+    """There from the first piece to the last, so that few exist at once: what they are read to, if that is one read and
+    the target on the host; on its device, if there is room; else in host memory of its own."""
 
-    def open(self, copies: Copies) -> None:
-        """Make room for the first piece, beside the target if that has it: then the device copies, and not the host."""
+    def open(self, copies: Copies, segment: Segment, view: memoryview, pieces: int) -> None:
+        """Before so many pieces land that ``segment`` brings to ``view``: make room, unless an earlier one did.
+
+        Beside a target on a device the device copies, and not the host.
+        """
         if self.then is None or self.scratch is not None:
+            return
+        at = self.start - segment.start
+        if not self.device and pieces == self.pieces_left and at % _ITEM_BYTES_MAX == 0:
+            self.scratch = torch.frombuffer(view, dtype=torch.uint8, count=self.nbytes, offset=at)
             return
         # A byte more: two that lie side by side are no memory that one copy may reach across.
         beside = copies.buffer(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
@@ -254,7 +264,11 @@ class Segment:
 
 
 def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]:
-    """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece."""
+    """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece.
+
+    A landing that would be cut begins the next one, if nothing of it is then read twice: what lands whole needs no
+    scratch memory.
+    """
     stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
     far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
     segments: list[Segment] = []
@@ -263,6 +277,8 @@ def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]
         while first < end:
             limit = pieces.starts[first] + segment_bytes
             last = min(max(int(np.searchsorted(stops, limit, side="right")), first + 1), end)
+            if last < end:
+                last = _before_landing(pieces, stops, first, last)
             segments.append(
                 Segment(
                     file=file,
@@ -273,3 +289,12 @@ def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]
             )
             first = last
     return segments
+
+
+def _before_landing(pieces: Pieces, stops: IntArray, first: int, last: int) -> int:
+    """``last``, or the first row of the landing that a cut there splits, if that is behind ``first`` and all before."""
+    landing = pieces.landings[last]
+    if landing is None:
+        return last
+    begin = next(row for row in range(first, last + 1) if pieces.landings[row] is landing)
+    return begin if begin > first and stops[begin - 1] <= pieces.starts[begin] else last

@@ -33,9 +33,9 @@ _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
 _SHIFTED_BYTES_MIN = 32 << 20
 """From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
 on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
-_BOX_BYTES = 16 << 20
-"""Of an item, that one part of a box is cut from: it is copied while others are read, and its scratch memory is used
-again. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
+_BOX_BYTES = 8 << 20
+"""Of an item, that one part of a box is cut from: one read brings it, and it is copied out of that while others are
+read. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
 _SEGMENTS_A_READER = 8
 """Wanted at least: fresh buffers are not free to touch, so a small load gets small ones."""
 
@@ -86,7 +86,10 @@ class ReadPlan:
             view = target.detach()
             for dim, (start, length) in enumerate(zip(part.dest_offsets, part.lengths, strict=True)):
                 view = view.narrow(dim, start, length)
-            self._add_box(items[index], part.storage_offsets, view)
+            if view.shape == items[index].shape:
+                self._add_whole(items[index], view)
+            else:
+                self._add_box(items[index], part.storage_offsets, view)
         if covered != math.prod(shape):
             raise CorruptCheckpointError(
                 f"{items[0].name!r}: the stored shards cover {covered} of {math.prod(shape)} elements"

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from aio_ckpt import readplan, tree
 from aio_ckpt.contents import Item
+from aio_ckpt.copies import HostCopies
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -418,10 +419,10 @@ async def test_a_box_is_read_in_parts_and_no_block_twice(storage, tmp_path, monk
 @pytest.mark.parametrize(
     ("shape", "start", "lengths", "rows"),
     [
-        ((4096, 2048), (0, 1024), (4096, 1024), [2048, 2048]),  # 8 KiB each: cut where 16 MiB end
-        ((4096, 2048), (100, 0), (3000, 2048), [1948, 1052]),  # where blocks end
-        ((4096, 3072), (0, 0), (4096, 1536), [1280, 1280, 1280, 256]),  # not 1365: inside of one
-        ((4096, 3000), (0, 0), (4096, 1500), [1398, 1398, 1300]),  # no row ends where a block does
+        ((4096, 2048), (0, 1024), (4096, 1024), [1024] * 4),  # 8 KiB each: cut where 8 MiB end
+        ((4096, 2048), (100, 0), (3000, 2048), [924, 1024, 1024, 28]),  # where blocks end
+        ((4096, 3072), (0, 0), (4096, 1536), [512] * 8),  # not 682: inside of one
+        ((4096, 3000), (0, 0), (4096, 1500), [699] * 5 + [601]),  # no row ends where a block does
         ((64,), (8,), (32,), [32]),
     ],
 )
@@ -464,6 +465,28 @@ async def test_a_slice_reads_only_the_blocks_that_it_touches(storage, tmp_path, 
     assert blocks * BLOCK_BYTES <= bytes_read <= blocks * (BLOCK_BYTES + 8192)
 
 
+@pytest.mark.parametrize(
+    ("shape", "copied"),
+    [
+        ((1 << 10, 3, 1024), 0),  # 8 and 4 MiB, each in one read
+        ((1 << 10, 3, 1000), 8 << 20),  # a block belongs to two parts: cut before the second, it would be read twice
+    ],
+)
+async def test_a_part_that_one_read_brings_is_copied_out_of_what_was_read(
+    storage, tmp_path, monkeypatch, shape, copied
+):
+    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", (8 << 20) + (1 << 16))
+    stored = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    path = save_state(tmp_path / "c", {"t": stored})
+    buffers, buffer = [], HostCopies.buffer
+    monkeypatch.setattr(HostCopies, "buffer", lambda self, nbytes: buffers.append(nbytes) or buffer(self, nbytes))
+    found, bytes_read = await read_box(storage, path, "t", (0, 0, 0), (shape[0], 1, shape[2]))
+    assert torch.equal(found, stored[:, :1])
+    assert sum(buffers) <= copied
+    assert bool(buffers) is bool(copied)
+    assert bytes_read <= stored.nbytes + 4 * 8192
+
+
 async def test_what_lies_between_the_names_that_are_wanted_is_not_read(storage, tmp_path):
     state = {"a": torch.ones(10), "between": torch.zeros(1 << 20, dtype=torch.uint8), "z": torch.ones(10)}
     path = save_state(tmp_path / "c", state)
@@ -493,6 +516,16 @@ async def test_shards_of_several_ranks_make_up_any_box(direct, tmp_path_factory,
     low, high = box[0], min(12, box[0] + box[1])
     found, _ = await read_box(direct, path, "t", (low, 1), (high - low, 3))
     assert torch.equal(found, stored[low:high, 1:4])
+
+
+@pytest.mark.parametrize("rows", [(0, 12), (4, 12), (4, 8)])
+async def test_shards_that_lie_whole_in_a_box_go_straight_there(storage, tmp_path, monkeypatch, rows):
+    stored = torch.arange(12 * 3000).reshape(12, 3000)
+    write_checkpoint(tmp_path / "c", sharded(stored, [4, 8], range(3)))
+    monkeypatch.setattr(HostCopies, "fill", None)
+    low, high = rows
+    found, _ = await read_box(storage, tmp_path / "c", "t", (low, 0), (high - low, 3000))
+    assert torch.equal(found, stored[low:high])
 
 
 async def test_a_hole_between_the_shards_is_found(direct, tmp_path):
