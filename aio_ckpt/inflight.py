@@ -230,6 +230,7 @@ class InFlight:
         try:
             save.image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
+                self.check_open()  # since there was room; whoever closes awaits what is in the table then
                 self._pending.append(save)
             if not plan.uses_cuda:  # whose copies are issued before the loop could have woken
                 begin()
@@ -298,6 +299,8 @@ class InFlight:
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
         is_cancelled = isinstance(error, SaveCancelledError)
+        if save.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
+            error.in_doubt = True  # nobody waited for the end of the commit, which cannot be cancelled
         if error is not None and not is_cancelled:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))

@@ -85,6 +85,7 @@ class RootKeeper:
         self._retention = retention.Retention(
             site.storage,
             site.root,
+            site.names,
             policy,
             committed=lambda: site.quarantine.committed(site.storage, site.root, site.names),
             renames=site.quarantine.renames,
@@ -106,22 +107,23 @@ class RootKeeper:
         """
         if self._lock is not None:
             self._lock.renew()
+            if self._site.quarantine.is_waiting:  # in the place of what is to be saved
+                self._set_aside(deadline)
             return
-        if self._portal.is_closed:  # nobody would let go of the lock
-            raise EngineClosedError("the engine was closed: open a new one")
+        self._check_open()
         site, lock = self._site, None
         try:
             lock = site.storage.lock(site.root / LOCK_FILE)
             site.quarantine.is_writer = True
-            what = "setting damaged checkpoints aside"
-            limit_secs = site.config.stall_timeout_secs
-            self._call(site.quarantine.enforce, site.storage, site.root, limit_secs, what=what, deadline=deadline)
+            self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(reclaim, site, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.steps, deadline))
             self._lock = lock
+            self._check_open()  # since then: whoever closed it found no lock to release
         except BaseException as error:
             tell_stage(error, "open")
+            self._lock = None
             site.quarantine.is_writer = False
             if lock is not None:
                 lock.release()
@@ -137,10 +139,19 @@ class RootKeeper:
             forget_segments(self._site.root, self._site.segments)
             lock.release()
 
+    def _check_open(self) -> None:
+        if self._portal.is_closed:  # nobody would let go of the lock
+            raise EngineClosedError("the engine was closed: open a new one")
+
+    def _set_aside(self, deadline: Deadline) -> None:
+        site, what = self._site, "setting damaged checkpoints aside"
+        limit_secs = site.config.stall_timeout_secs
+        self._call(site.quarantine.enforce, site.storage, site.root, limit_secs, what=what, deadline=deadline)
+
     async def _clear(self) -> list[str]:
         site = self._site
         return await clear_leftovers(
-            site.storage, site.root, here=site.owner, stale_after_secs=site.config.stale_after_secs
+            site.storage, site.root, site.names, here=site.owner, stale_after_secs=site.config.stale_after_secs
         )
 
     # -- steps ----------------------------------------------------------------------------------------

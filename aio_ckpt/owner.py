@@ -21,8 +21,9 @@ from typing import Annotated
 import anyio
 import msgspec
 
-from aio_ckpt.errors import AioCkptError
-from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, TRASH_PREFIX
+from aio_ckpt.errors import AioCkptError, WriteError
+from aio_ckpt.manifest import METADATA_FILE
+from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, TRASH_PREFIX, StepNames, protected_name
 from aio_ckpt.storage import Storage
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "keep_alive",
     "owner_by_name",
     "pending_path",
+    "put_back_protected",
     "read_owner",
     "write_owner",
 ]
@@ -171,12 +173,41 @@ async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -
             _log.warning("%s: the heartbeat could not be renewed: %s", pending, error)
 
 
-async def clear_leftovers(storage: Storage, root: Path, *, here: Owner, stale_after_secs: float) -> list[str]:
+async def put_back_protected(storage: Storage, root: Path, names: StepNames) -> frozenset[str]:
+    """Steps that became trash although they are protected stand again. For the lock's holder.
+
+    Who marks a step and who deletes it look for each other behind their change, so that the mark may come to light
+    only then; a writer that dies there, or cannot rename, leaves it to the next one. Trash without ``.metadata`` may be
+    torn, and stays trash, as does what was replaced. Returns the names of what could not be put back.
+    """
+    stuck = set[str]()
+    for name in await storage.list_dir(root):
+        place = root / name.removeprefix(TRASH_PREFIX)
+        step = names.step(place.name) if name.startswith(TRASH_PREFIX) else None
+        if step is None or not await storage.exists(root / protected_name(step)):
+            continue
+        if not await storage.exists(root / name / METADATA_FILE) or await storage.exists(place):
+            continue
+        try:
+            await storage.rename(root / name, place)
+            await storage.sync_dir(root)
+            _log.warning("step %d is protected and was put back", step)
+        except WriteError as error:
+            _log.warning("step %d is protected and could not be put back: %s", step, error)
+            stuck.add(name)
+    return frozenset(stuck)
+
+
+async def clear_leftovers(
+    storage: Storage, root: Path, names: StepNames, *, here: Owner, stale_after_secs: float
+) -> list[str]:
     """Remove trash, and the pending directories whose owners are dead; returns their names. For the lock's holder.
 
     What cannot be removed is logged and stays: the next holder of the lock tries again.
     """
-    leftovers = [name for name in await storage.list_dir(root) if name.startswith((TRASH_PREFIX, PENDING_PREFIX))]
+    stuck = await put_back_protected(storage, root, names)
+    found = [name for name in await storage.list_dir(root) if name.startswith((TRASH_PREFIX, PENDING_PREFIX))]
+    leftovers = [name for name in found if name not in stuck]
     now = await _now(storage, root) if leftovers else None
     cleared = []
     for name in leftovers:

@@ -53,6 +53,11 @@ class Quarantine:
         """Held by whoever renames a step (a commit, retention, a rollback, this): between a look at a directory and its
         rename no other may take its place."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is to be set aside yet."""
+        return bool(self._condemned)
+
     async def condemn(
         self, storage: Storage, root: Path, found: Iterable[Condemned], limit_secs: float
     ) -> dict[Path, Path]:

@@ -221,7 +221,7 @@ async def rescue_root(
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root that nobody staged for is not touched
     with storage.lock(root / LOCK_FILE):
-        await clear_leftovers(storage, root, here=here, stale_after_secs=stale_after_secs)
+        await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
         decision = await _decide(storage, root, names, await run_blocking(executor, find))
         rescued, refused = [], [_unrescued(refusal) for refusal in decision.refusals]
         for number, save in enumerate(decision.saves, start=1):

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit import Committed, check_step_number, discover, is_unchanged
+from aio_ckpt.commit import Committed, check_step_number, discover
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError, shown
-from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
+from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.names import TRASH_PREFIX, StepNames, protected_name, protected_step
+from aio_ckpt.owner import put_back_protected
 from aio_ckpt.storage import Storage
 
 __all__ = [
@@ -62,8 +63,8 @@ def expired(
     Args:
         committed: what was listed, ascending by step.
         policy: what is kept. Without ``keep_last`` all is.
-        good: the step that was committed last, and so is known to be whole: only older ones go. Nothing goes if it is
-            not among the listed.
+        good: the newest step that was committed here, and so is known to be whole: only older ones go. Nothing goes
+            if it is not among the listed.
         protected: steps that stay.
         metrics: the value of ``keep_best``'s metric by step; a step that is not in it stays (its value is not known).
     """
@@ -155,6 +156,8 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
         if is_new:  # else somebody was told that the step is protected: a pass that renamed it is to see the mark
             await storage.remove_file(mark)
         raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
+    if not await storage.exists(mark):  # a rollback took it, and the step was saved anew
+        await protect(storage, root, names, step)
 
 
 async def unprotect(storage: Storage, root: Path, step: int) -> None:
@@ -184,12 +187,16 @@ class Retention:
 
     Only the holder of the root's lock may run it. It never fails a save: what cannot be deleted is logged, told in
     ``undeleted``, and tried again after the next commit.
+
+    Invariant: what expires is listed, judged and renamed to trash while nobody else renames a step, so that what made
+    it superfluous stands. Trash is whole as long as it has its ``.metadata``.
     """
 
     def __init__(
         self,
         storage: Storage,
         root: Path,
+        names: StepNames,
         policy: Policy,
         *,
         committed: Callable[[], Awaitable[Sequence[Committed]]],
@@ -202,6 +209,7 @@ class Retention:
         """
         self._storage = storage
         self._root = root
+        self._names = names
         self._policy = policy
         self._committed = committed
         self._renames = renames
@@ -209,7 +217,8 @@ class Retention:
         self._one_at_a_time = anyio.Lock()
         self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
         self._trash: dict[Path, int] = {}
-        self._good = -1
+        self._good: set[int] = set()
+        self._last = -1
         self.undeleted: Mapping[int, str] = {}
         """Steps that the last pass could not delete, and why."""
 
@@ -223,48 +232,62 @@ class Retention:
 
         Each is renamed to trash first, durably: no half-deleted step is ever listed.
         """
-        self._good = good
+        self._good.add(good)
+        self._last = good
         if self._one_at_a_time.statistics().tasks_waiting:
             return []  # the pass that waits will see this commit too
         async with self._one_at_a_time:
             undeleted: dict[int, str] = {}
-            removed = []
             for trash, step in list(self._trash.items()):
                 await self._empty(trash, step, undeleted)
+            removed: list[int] = []
             try:
-                leaving = await self._leaving()
+                async with self._renames:
+                    await put_back_protected(self._storage, self._root, self._names)
+                await self._expire_all(removed, undeleted)
             except OSError as error:
                 _log.warning("%s: retention was put off: %s", self._root, error)
-                leaving = []
-            for checkpoint in leaving:
-                if self._must_wait():
-                    break
-                if await self._expire(checkpoint, undeleted):
-                    removed.append(checkpoint.step)
             self.undeleted = undeleted
             return removed
 
+    async def _expire_all(self, removed: list[int], undeleted: dict[int, str]) -> None:
+        """One after the other, each judged anew: what made it superfluous may have gone meanwhile."""
+        tried = set[Path]()
+        while not self._must_wait():
+            async with self._renames:
+                left = [checkpoint for checkpoint in await self._leaving() if checkpoint.path not in tried]
+                if not left:
+                    break
+                oldest = left[0]
+                tried.add(oldest.path)
+                trash = await self._trashed(oldest, undeleted)
+            if trash is not None:
+                await self._empty(trash, oldest.step, undeleted)
+                removed.append(oldest.step)
+
     async def _leaving(self) -> list[Committed]:
         committed = await self._committed()
-        protected = await protected_steps(self._storage, self._root)
+        self._good &= {checkpoint.step for checkpoint in committed}  # less what was rolled back or proven damaged
+        stay = {
+            self._last,
+            *await protected_steps(self._storage, self._root),
+        }  # the last may be an old one, overwritten
         metrics = await self._read_metrics(committed) if self._policy.keep_best is not None else None
-        return expired(committed, self._policy, good=self._good, protected=protected, metrics=metrics)
+        good = max(self._good, default=-1)
+        return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
 
-    async def _expire(self, checkpoint: Committed, undeleted: dict[int, str]) -> bool:
+    async def _trashed(self, checkpoint: Committed, undeleted: dict[int, str]) -> Path | None:
+        """Its new path; None if it stays."""
         trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
         try:
-            async with self._renames:
-                if not await is_unchanged(self._storage, checkpoint):
-                    return False  # overwritten since it was listed, by a save that was told that it is durable
-                await self._storage.rename(checkpoint.path, trash)
-                if await self._is_protected(checkpoint.step, undeleted):
-                    await self._storage.rename(trash, checkpoint.path)  # since it was listed
-                    return False
+            await self._storage.rename(checkpoint.path, trash)
+            if await self._is_protected(checkpoint.step, undeleted):
+                await self._storage.rename(trash, checkpoint.path)  # what fails here the next pass puts back
+                return None
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)
-            return False
-        await self._empty(trash, checkpoint.step, undeleted)
-        return True
+            return None
+        return trash
 
     async def _is_protected(self, step: int, undeleted: dict[int, str]) -> bool:
         try:
@@ -277,6 +300,9 @@ class Retention:
         self._trash[trash] = step
         try:
             await self._storage.sync_dir(self._root)
+            if await self._storage.exists(trash / METADATA_FILE):
+                await self._storage.remove_file(trash / METADATA_FILE)
+                await self._storage.sync_dir(trash)
             await self._storage.remove_tree(trash)
         except OSError as error:
             self._tell(step, error, undeleted)

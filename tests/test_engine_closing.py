@@ -20,7 +20,7 @@ import torch
 from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, undo
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, steps, undo
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.names import LOCK_FILE
 
@@ -132,6 +132,76 @@ def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: P
         closing.result(TIMEOUT)
         assert first.result(0).step == 1
     assert listing(root) == ["step_000000001"]
+
+
+class SlowState:
+    """Its ``state_dict`` takes until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.gate = threading.Event()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        self.reached.set()
+        assert self.gate.wait(TIMEOUT)
+        return weights(2)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+def test_a_save_that_was_reading_its_state_when_another_thread_closed_is_refused(root: Path) -> None:
+    """It would enter behind what close() awaits, and be told that it failed where it was committed."""
+    state = SlowState()
+    with ThreadPoolExecutor(2) as pool, gated_engine(root, max_in_flight=2) as (engine, storage):
+        gate = storage.hold("sync", "*.distcp")
+        first = engine.save(weights(1))
+        gate.wait_reached()
+        saving = pool.submit(engine.save, {"w": state})
+        assert state.reached.wait(TIMEOUT)
+        closing = pool.submit(engine.close_blocking)
+        deadline = time.monotonic() + TIMEOUT
+        while not engine._saver.in_flight._is_closing:
+            assert time.monotonic() < deadline
+        state.gate.set()
+        with pytest.raises(EngineClosedError):
+            saving.result(TIMEOUT)
+        gate.open()
+        closing.result(TIMEOUT)
+        assert first.result(0).step == 1
+    assert listing(root) == ["step_000000001"]
+
+
+def test_a_commit_that_nobody_waited_for_is_in_doubt(root: Path) -> None:
+    with gated_engine(root, drain_timeout_secs=0.1) as (engine, storage):
+        gate = storage.hold("sync_dir", "root")
+        ticket = engine.save(weights(1))
+        gate.wait_reached()
+        engine._drain()
+        error = ticket.exception(TIMEOUT)
+        assert isinstance(error, EngineClosedError)
+        assert error.in_doubt
+        gate.open()
+    assert listing(root) == ["step_000000001"]
+
+
+def test_an_engine_that_is_closed_while_it_becomes_the_writer_lets_the_root_go(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = steps.KnownSteps.learn
+    engine = SyncCheckpointEngine(root)
+
+    def closed_behind(self: steps.KnownSteps, read: Any) -> None:
+        learn(self, read)
+        if engine._engine._site.quarantine.is_writer:  # it has the lock
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(engine.terminate).result(TIMEOUT)
+
+    monkeypatch.setattr(steps.KnownSteps, "learn", closed_behind)
+    with pytest.raises(EngineClosedError):
+        engine.save(weights(1))
+    monkeypatch.undo()
+    with SyncCheckpointEngine(root) as other:
+        assert other.save(weights(2)).result(TIMEOUT).step == 1
 
 
 # -- context managers -----------------------------------------------------------------------------

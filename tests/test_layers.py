@@ -55,6 +55,7 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("retention", "commit"),
     ("quarantine", "commit"),
     ("commit", "owner"),
+    ("retention", "owner"),
     # Files that were split because of their length: the face of each pair is named first.
     ("envelope", "tensor_pickle"),
     ("manifest", "metadata"),

@@ -23,7 +23,8 @@ from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ReadError, RootError, WriteError
-from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX
+from aio_ckpt.manifest import METADATA_FILE
+from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
 from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
 from aio_ckpt.portal import Executor
 from aio_ckpt.storage import FileStatus
@@ -77,7 +78,9 @@ def dead_pid() -> int:
 
 
 async def clear(storage: GatedStorage, root: Path, *, here: Owner = HERE, stale_after_secs: float = STALE) -> list[str]:
-    return await clear_leftovers(storage, root, here=here, stale_after_secs=stale_after_secs)
+    return await clear_leftovers(
+        storage, root, StepNames("step_{step:09d}"), here=here, stale_after_secs=stale_after_secs
+    )
 
 
 # -- who is dead ------------------------------------------------------------------------------------
@@ -304,6 +307,23 @@ async def test_trash_is_cleared_and_everything_else_stays(storage: GatedStorage,
     (root / ".protected-3").touch()
     assert await clear(storage, root) == [".trash-step_1"]
     assert sorted(path.name for path in root.iterdir()) == sorted([*stays, LOCK_FILE, ".protected-3"])
+
+
+async def test_protected_steps_that_a_dead_writer_left_as_trash_stand_again(storage: GatedStorage, root: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        trash = root / f".trash-step_{step:09d}"
+        trash.mkdir()
+        if step != 2:  # which may be torn
+            (trash / METADATA_FILE).touch()
+        if step != 5:
+            (root / f".protected-{step}").touch()
+    (root / "step_000000003").mkdir()  # saved anew
+    storage.fail("rename", ".trash-step_000000004", WriteError(errno.EIO, "broken", "x"))
+    assert await clear(storage, root) == [f".trash-step_{step:09d}" for step in (2, 3, 5)]
+    left = [f"step_{step:09d}" for step in (1, 3)]
+    assert [path.name for path in sorted(root.glob("*step_*"))] == [".trash-step_000000004", *left]
+    assert await clear(storage, root) == []
+    assert (root / "step_000000004" / METADATA_FILE).exists()
 
 
 async def test_a_directory_is_cleared_by_one_rename_first(storage: GatedStorage, root: Path) -> None:

@@ -443,6 +443,30 @@ class Removes(LocalStorage):
         return data
 
 
+class Replaces(LocalStorage):
+    """Another process replaces the step once its manifests were read, before its data file is opened."""
+
+    act: Callable[[], object] | None = None
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
+        self.are_read = anyio.Event()
+
+    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
+        data = await super().read_file(path, max_bytes=max_bytes)
+        if path.name == "aio_ckpt.0.bin":
+            self.are_read.set()
+        return data
+
+    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+        if self.act is not None:
+            act, self.act = self.act, None
+            with anyio.fail_after(TIMEOUT):
+                await self.are_read.wait()
+            act()
+        return await super().open_data_file(path, readers=readers, shared=shared)
+
+
 def test_a_step_that_a_writer_removes_meanwhile_makes_the_reader_look_again(root: Path) -> None:
     saved(root, 1)
     executor = Executor("removes", 2)
@@ -459,6 +483,34 @@ def test_a_step_that_a_writer_removes_meanwhile_makes_the_reader_look_again(root
     engine.close_blocking()
     executor.close(TIMEOUT)
     assert (report.step, report.skipped) == (2, ())
+
+
+def test_what_could_not_be_set_aside_is_out_of_the_way_before_the_next_save(root: Path) -> None:
+    with gated_engine(root) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        damage(root, 2)
+        storage.fail("rename", TWO, WriteError(errno.EIO, "broken", "x"))
+        assert load(engine, weights(0)).step == 1
+        assert (engine.steps(), aside(root)) == ([1], [])
+        assert engine.save(weights(3)).result(TIMEOUT).step == 2
+        assert len(aside(root)) == 1
+
+
+def test_without_sums_a_step_that_is_overwritten_while_it_is_read_is_read_again(root: Path) -> None:
+    """The manifest of the one and the data of the other: as many bytes, in another order."""
+    swapped = {"b": torch.full((1000,), 20.0), "a": torch.full((1000,), 2.0)}
+    with SyncCheckpointEngine(root) as writer:
+        writer.save({"a": torch.full((1000,), 1.0), "b": torch.full((1000,), 10.0)}, 1).result(TIMEOUT)
+        executor = Executor("removes", 2)
+        storage = Replaces(executor)
+        engine = CheckpointEngine(root, EngineConfig(verify="never"), storage=storage)
+        storage.act = lambda: writer.save(swapped, 1, overwrite=True).result(TIMEOUT)
+        template = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+        load(engine, template)
+        engine.close_blocking()
+        executor.close(TIMEOUT)
+    assert (template["a"].unique().tolist(), template["b"].unique().tolist()) == ([2.0], [20.0])
 
 
 # -- what the others see --------------------------------------------------------------------------

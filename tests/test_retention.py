@@ -187,9 +187,10 @@ def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(roo
         calls = [(call.name, call.path.name) for call in storage.calls]
         trash = ".trash-step_000000001"
         durable = calls.index(("sync_dir", "root"))
-        expires = [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", trash)]
-        assert calls[-3:] == expires, "renamed, durably, before the first file is deleted"
-        assert durable < len(calls) - 3, "begun before the new step was durable"
+        expires = [("rename", "step_000000001"), ("sync_dir", "root")]
+        torn = [("remove_file", ".metadata"), ("sync_dir", trash), ("remove_tree", trash)]
+        assert calls[-5:] == expires + torn, "renamed, durably, before a file is deleted, .metadata before the others"
+        assert durable < len(calls) - 5, "begun before the new step was durable"
 
 
 def test_a_failed_save_deletes_nothing(root: Path) -> None:
@@ -301,6 +302,81 @@ def test_a_step_that_is_overwritten_while_a_pass_deletes_others_stays(root: Path
         engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
         gate.open()
     assert committed(root) == [2, 3]
+
+
+def damage(root: Path, step: int) -> None:
+    file = root / f"step_{step:09d}" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(weights(step)["w"].numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_a_load_fell_back_to_is_not_deleted_by_a_pass_that_found_it_superfluous(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        gate = storage.hold("remove_tree", ".trash-step_000000001")
+        engine.save(weights(3), 3).result(TIMEOUT)
+        gate.wait_reached()  # 2 is next
+        damage(root, 3)
+        report = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True).result(TIMEOUT)
+        assert report.step == 2
+        gate.open()
+    assert committed(root) == [2]
+
+
+def test_what_becomes_one_of_the_best_while_a_pass_deletes_stays(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save_with(engine, {1: 0.9, 2: 0.5, 3: 0.1})
+    with gated_engine(root, keep_last=1, keep_best=KeepBest(metric="loss", count=2)) as (engine, storage):
+        gate = storage.hold("remove_tree", ".trash-step_000000001")
+        engine.save(weights(4), 4, metrics={"loss": 0.2}).result(TIMEOUT)
+        gate.wait_reached()  # 2 is next
+        engine.save(weights(30), 3, overwrite=True, metrics={"loss": 0.95}).result(TIMEOUT)
+        gate.open()
+        for done in engine._keeper.passes:
+            done.result(TIMEOUT)
+        assert 2 in engine.steps(), "4 and 2 are the best now"
+
+
+def test_no_pass_looks_while_a_commit_may_yet_be_taken_back(root: Path) -> None:
+    with gated_engine(root, keep_last=2) as (engine, storage):
+        for step in (1, 2):
+            engine.save(weights(step), step).result(TIMEOUT)
+        made_durable = storage.hold("sync_dir", "root")
+        saving = engine.save(weights(3), 3)
+        made_durable.wait_reached()  # 3 is visible
+        storage.fail("sync_dir", "root", WriteError(errno.EIO, "broken", "x"))
+        engine._keeper.delete_expired(2)
+        renames, deadline = engine._site.quarantine.renames, time.monotonic() + TIMEOUT
+        while not renames.statistics().tasks_waiting:  # the pass; without the lock it would list 3
+            assert time.monotonic() < deadline
+        made_durable.open()
+        assert isinstance(saving.exception(TIMEOUT), WriteError)
+        for done in engine._keeper.passes:
+            done.result(TIMEOUT)
+        assert engine.steps() == [1, 2]
+
+
+def test_after_a_rollback_the_policy_goes_by_what_was_saved_since(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(keep_last=2)) as engine:
+        save(engine, 1, 5)
+        engine.rollback(1)
+        save(engine, 2, 3)
+    assert committed(root) == [2, 3]
+
+
+def test_the_commit_of_an_old_step_lets_what_newer_ones_made_superfluous_go(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        save(engine, 2, 3, 4, 5)
+        engine.protect(3)
+    with gated_engine(root, keep_last=1) as (engine, storage):
+        gate = storage.hold("remove_tree", ".trash-step_000000002")
+        engine.save(weights(6), 6).result(TIMEOUT)
+        gate.wait_reached()
+        engine.save(weights(30), 3, overwrite=True).result(TIMEOUT)
+        gate.open()
+    assert committed(root) == [3, 6]
 
 
 def test_a_rollback_to_a_step_that_is_being_deleted_leaves_the_later_ones(root: Path) -> None:
@@ -595,6 +671,36 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
                 engine._keeper.passes[-1].result(TIMEOUT)
                 assert engine.steps() == [2]
                 assert listing(root) == ["step_000000002"]
+
+
+def test_a_protected_step_that_could_not_be_put_back_is_put_back_by_the_next_pass(root: Path) -> None:
+    with gated_engine(root, keep_last=1) as (engine, storage), SyncCheckpointEngine(root) as other:
+        engine.save(weights(1), 1).result(TIMEOUT)
+        reached = storage.hold("rename", "step_000000001")
+        engine.save(weights(2), 2).result(TIMEOUT)
+        reached.wait_reached()
+        other.protect(1)
+        storage.fail("rename", ".trash-step_000000001", WriteError(errno.EIO, "broken", "x"))
+        reached.open()
+        engine._keeper.passes[-1].result(TIMEOUT)
+        assert engine.steps() == [2]
+        engine.save(weights(3), 3).result(TIMEOUT)
+        engine._keeper.passes[-1].result(TIMEOUT)
+        assert engine.steps() == [1, 3]
+
+
+def test_a_step_that_is_rolled_back_and_saved_anew_while_it_is_being_protected_is_protected(root: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, SyncCheckpointEngine(root) as engine:
+        save(engine, 1, 2)
+        with gated_engine(root) as (other, storage):
+            gate = storage.hold("sync_dir", "root")
+            protecting = pool.submit(other.protect, 2)
+            gate.wait_reached()
+            engine.rollback(1)
+            save(engine, 2)
+            gate.open()
+            protecting.result(TIMEOUT)
+        assert engine.protected_steps() == [2]
 
 
 def test_a_mark_that_was_there_stays_when_another_asks_while_the_step_is_being_deleted(root: Path) -> None:
