@@ -18,7 +18,7 @@ import anyio
 
 from aio_ckpt.commit import Committed, discover, is_unchanged
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.names import CORRUPT_PREFIX, StepNames
+from aio_ckpt.names import CORRUPT_PREFIX, StepNames, protected_name
 from aio_ckpt.storage import Storage
 
 __all__ = ["Condemned", "Quarantine"]
@@ -107,6 +107,7 @@ class Quarantine:
                 return None
             await storage.rename(path, target)
             del self._condemned[path]
+            await storage.remove_file(root / protected_name(entry.checkpoint.step))  # or it protects what comes next
             await storage.sync_dir(root)
         except OSError as error:
             _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)

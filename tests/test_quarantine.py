@@ -195,7 +195,7 @@ def test_the_writer_sets_aside_at_once_and_durably(root: Path) -> None:
         (entry,) = report.skipped
         assert [entry.quarantined] == aside(root)
         calls = [(call.name, call.path) for call in storage.calls]
-        assert calls == [("rename", root / TWO), ("sync_dir", root)]
+        assert calls == [("rename", root / TWO), ("remove_file", root / ".protected-2"), ("sync_dir", root)]
         assert engine.steps() == [1]
 
 
@@ -483,6 +483,19 @@ def test_a_step_that_a_writer_removes_meanwhile_makes_the_reader_look_again(root
     engine.close_blocking()
     executor.close(TIMEOUT)
     assert (report.step, report.skipped) == (2, ())
+
+
+def test_what_is_saved_in_the_place_of_a_damaged_step_is_not_protected_by_its_mark(root: Path) -> None:
+    saved(root, 1, 2)
+    damage(root, 2)
+    with SyncCheckpointEngine(root) as engine:
+        engine.protect(1)
+        engine.protect(2)
+        save(engine, 3)
+        damage(root, 3)
+        assert engine.load(weights(0)).step == 1
+        save(engine, 2)
+        assert engine.protected_steps() == [1]
 
 
 def test_what_could_not_be_set_aside_is_out_of_the_way_before_the_next_save(root: Path) -> None:
