@@ -238,12 +238,13 @@ class Retention:
             return []  # the pass that waits will see this commit too
         async with self._one_at_a_time:
             undeleted: dict[int, str] = {}
-            for trash, step in list(self._trash.items()):
-                await self._empty(trash, step, undeleted)
             removed: list[int] = []
             try:
                 async with self._renames:
-                    await put_back_protected(self._storage, self._root, self._names)
+                    stuck = await put_back_protected(self._storage, self._root, self._names)
+                for trash, step in list(self._trash.items()):
+                    if trash.name not in stuck:
+                        await self._empty(trash, step, undeleted)
                 await self._expire_all(removed, undeleted)
             except OSError as error:
                 _log.warning("%s: retention was put off: %s", self._root, error)
@@ -281,8 +282,10 @@ class Retention:
         trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
         try:
             await self._storage.rename(checkpoint.path, trash)
+            self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
             if await self._is_protected(checkpoint.step, undeleted):
-                await self._storage.rename(trash, checkpoint.path)  # what fails here the next pass puts back
+                await self._storage.rename(trash, checkpoint.path)
+                del self._trash[trash]
                 return None
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)
@@ -297,7 +300,6 @@ class Retention:
             return True  # for all that is known
 
     async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
-        self._trash[trash] = step
         try:
             await self._storage.sync_dir(self._root)
             if await self._storage.exists(trash / METADATA_FILE):
