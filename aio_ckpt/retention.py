@@ -269,10 +269,8 @@ class Retention:
     async def _leaving(self) -> list[Committed]:
         committed = await self._committed()
         self._good &= {checkpoint.step for checkpoint in committed}  # less what was rolled back or proven damaged
-        stay = {
-            self._last,
-            *await protected_steps(self._storage, self._root),
-        }  # the last may be an old one, overwritten
+        stay = await protected_steps(self._storage, self._root)
+        stay.add(self._last)  # which may be an old one, overwritten
         metrics = await self._read_metrics(committed) if self._policy.keep_best is not None else None
         good = max(self._good, default=-1)
         return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)

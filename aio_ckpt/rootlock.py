@@ -20,6 +20,9 @@ __all__ = ["RootLock"]
 _logger = logging.getLogger("aio_ckpt")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
+_TRIES = 20
+"""Then the file is believed: a file system may number its files anew at each look."""
+
 _held: dict[str, tuple[int, weakref.ref[RootLock]]] = {}
 """Real path -> (pid, holder) of the locks of this process. fcntl locks belong to the process: a second one would
 be granted, and closing it would drop the first. A holder that is gone was lost by Ctrl-C and holds nothing."""
@@ -102,7 +105,7 @@ class RootLock:
 
 
 def _open_locked(path: Path) -> int:
-    while True:
+    for is_last in (*[False] * _TRIES, True):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as exc:
@@ -110,7 +113,7 @@ def _open_locked(path: Path) -> int:
             raise RootError(exc.errno, message, str(path)) from exc
         try:
             is_locked = _lock(descriptor, path)
-            if _is_file(descriptor, path):
+            if is_last or _is_file(descriptor, path):
                 if is_locked:
                     _name_holder(descriptor)
                 return descriptor
@@ -118,6 +121,7 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its last holder had removed it: others lock the one that is there now
+    raise AssertionError("the last try returns or raises")
 
 
 def _name_holder(descriptor: int) -> None:

@@ -946,6 +946,14 @@ def test_a_lock_that_is_discarded_leaves_no_file_and_whoever_opened_that_file_lo
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_where_files_have_another_number_at_each_look_the_lock_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    with RootLock(tmp_path / "lock"):
+        assert (tmp_path / "lock").read_text().startswith(f"{os.getpid()} on ")
+
+
 def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder clears what fills the disk; the note who holds it is for people."""
 
