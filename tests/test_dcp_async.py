@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from warm_python import WarmPython, run_warm
 
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
+from aio_ckpt.dcp import save as dcp_save
 from aio_ckpt.errors import BudgetExceededError, WriteError
 from aio_ckpt.portal import Executor
 
@@ -282,6 +284,27 @@ def test_a_save_whose_files_another_one_cleared_away_says_so(tmp_path: Path, sto
     gate.open()
     with pytest.raises(dcp.api.CheckpointException, match="another save into this directory has begun"):
         saving.result(TIMEOUT)
+
+
+def test_a_save_whose_files_go_says_so_though_its_mark_is_still_there(
+    tmp_path: Path, storage: GatedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, looks = tmp_path / "a", itertools.count(1)
+    pending_saves = dcp_save.pending_saves
+
+    async def looked(storage: Any, directory: Path) -> list[str]:
+        found = await pending_saves(storage, directory)
+        if next(looks) == 2:  # the first behind the error
+            (mark,) = directory.glob("aio_ckpt.pending-*")
+            mark.unlink()
+        return found
+
+    monkeypatch.setattr(dcp_save, "pending_saves", looked)
+    storage.fail("create_data_file", "*", WriteError(errno.ENOENT, "No such file or directory", "x"))
+    saving = dcp.async_save({"w": torch.zeros(9)}, storage_writer=Writer(path, storage=storage))
+    with pytest.raises(dcp.api.CheckpointException, match="another save into this directory has begun"):
+        saving.result(TIMEOUT)
+    assert next(looks) == 4
 
 
 def test_a_file_that_is_gone_for_another_reason_is_named(tmp_path: Path, storage: GatedStorage) -> None:

@@ -54,6 +54,8 @@ from aio_ckpt.write import ChunkPreparer, new_file, write_image
 
 __all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]
 
+_LOOKS_FOR_MARK, _LOOKS_APART_SECS = 100, 0.02
+"""The mark of a save that another one ends goes behind its files: a directory is fsynced in between."""
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")
 
 
@@ -316,10 +318,14 @@ async def _check_mark(storage: Storage, directory: Path, save_id: str) -> None:
 
 
 async def _explained(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
-    """A file that is gone went with the mark of its save, when another save began."""
+    """A file that is gone went when another save began; the mark of its own follows."""
+    if getattr(cause, "errno", 0) != errno.ENOENT:
+        return cause
     with contextlib.suppress(AioCkptError, OSError):
-        if getattr(cause, "errno", 0) == errno.ENOENT and save.save_id not in await pending_saves(storage, directory):
-            return _overtaken(directory)
+        for _ in range(_LOOKS_FOR_MARK):
+            if save.save_id not in await pending_saves(storage, directory):
+                return _overtaken(directory)
+            await anyio.sleep(_LOOKS_APART_SECS)
     return cause
 
 
