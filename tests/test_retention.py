@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gated_storage import TIMEOUT, Call, gated_engine
+from gated_storage import TIMEOUT, Call, Gate, GatedStorage, gated_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warm_python import run_warm
 
-from aio_ckpt import EngineConfig, KeepBest, SyncCheckpointEngine, cli
+from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine, cli
 from aio_ckpt.commit import Committed
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
@@ -673,13 +673,21 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
                 assert listing(root) == ["step_000000002"]
 
 
+def protect_in_the_moment_of_expiry(
+    engine: CheckpointEngine, storage: GatedStorage, other: SyncCheckpointEngine
+) -> Gate:
+    """Step 1, by another engine, while a pass is about to rename it, which it does once the gate is opened."""
+    engine.save(weights(1), 1).result(TIMEOUT)
+    reached = storage.hold("rename", "step_000000001")
+    engine.save(weights(2), 2).result(TIMEOUT)
+    reached.wait_reached()
+    other.protect(1)
+    return reached
+
+
 def test_a_protected_step_that_could_not_be_put_back_is_put_back_by_the_next_pass(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, storage), SyncCheckpointEngine(root) as other:
-        engine.save(weights(1), 1).result(TIMEOUT)
-        reached = storage.hold("rename", "step_000000001")
-        engine.save(weights(2), 2).result(TIMEOUT)
-        reached.wait_reached()
-        other.protect(1)
+        reached = protect_in_the_moment_of_expiry(engine, storage, other)
         storage.fail("rename", ".trash-step_000000001", WriteError(errno.EIO, "broken", "x"))
         reached.open()
         engine._keeper.passes[-1].result(TIMEOUT)
@@ -706,11 +714,7 @@ def test_a_step_that_is_rolled_back_and_saved_anew_while_it_is_being_protected_i
 def test_a_mark_that_was_there_stays_when_another_asks_while_the_step_is_being_deleted(root: Path) -> None:
     """The first was told that the step is protected: the second, to whom it is gone, must not take the mark away."""
     with gated_engine(root, keep_last=1) as (engine, storage), SyncCheckpointEngine(root) as other:
-        engine.save(weights(1), 1).result(TIMEOUT)
-        reached = storage.hold("rename", "step_000000001")
-        engine.save(weights(2), 2).result(TIMEOUT)
-        reached.wait_reached()
-        other.protect(1)
+        reached = protect_in_the_moment_of_expiry(engine, storage, other)
         back = storage.hold("rename", ".trash-*")
         reached.open()
         back.wait_reached()
