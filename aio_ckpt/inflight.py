@@ -223,16 +223,18 @@ class InFlight:
             is_running = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:
-            if not is_running:
+            if is_running:
+                self._portal.post(save.progress.tell, runs)
+            else:
+                save.progress.tell(runs)  # nobody waits for it yet, and the loop is woken once
                 begin()
-            self._portal.post(save.progress.tell, runs)
 
         try:
             save.image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
                 self.check_open()  # since there was room; whoever closes awaits what is in the table then
                 self._pending.append(save)
-            if not plan.uses_cuda:  # whose copies are issued before the loop could have woken
+            if not plan.uses_cuda:  # else once all is issued: see capture()
                 begin()
             work = capture(
                 planned,
@@ -243,7 +245,7 @@ class InFlight:
                 stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
                 trace=save.call.trace,
             )
-            self._finish(save, work)
+            self._finish(save, work, captured)
         except BaseException as error:
             if work is not None:
                 work.finish()  # the arena goes back: no copy may still be under way
@@ -251,7 +253,7 @@ class InFlight:
             self._give_up(save, error)
             raise
 
-    def _finish(self, save: PendingSave, work: Capture) -> None:
+    def _finish(self, save: PendingSave, work: Capture, captured: Callable[[Sequence[CapturedRun]], None]) -> None:
         """Every copy is issued: ``staged`` is reached once they are done."""
 
         def finish() -> None:
@@ -261,9 +263,11 @@ class InFlight:
 
         save.marks = work.source_marks
         self.guards.wait_for(work.source_marks)
+        lease, staged, is_done = save.image.lease, save.ticket.staged, work.is_done
         save.blocked_secs = save.elapsed()  # the last that save() does for itself: what fails in here ends the save
-        lease, staged = save.image.lease, save.ticket.staged
-        if work.is_done:
+        if work.untold:
+            captured(work.untold)
+        if is_done:
             finish()
             lease.let_go(staged)
         else:

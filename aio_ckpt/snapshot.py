@@ -28,6 +28,8 @@ from aio_ckpt.turns import NO_TURNS, KnownTurns
 
 __all__ = ["Capture", "Copiers", "capture"]
 
+_BRIEF_BYTES = 1 << 20
+"""A run from the host of no more (the last chunk alone can be so short) is copied before anybody wakes to write it."""
 _RUN_GROWTH = 8
 """Each run of chunks from devices is so many times longer than the one before: its batch and its mark cost the caller
 tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
@@ -84,6 +86,8 @@ class Capture:
         """Behind every copy, once all are issued."""
         self.source_marks: tuple[Mark, ...] = ()
         """What must be reached before a guarded source may change."""
+        self.untold: list[CapturedRun] = []
+        """Runs that ``on_captured`` was not told of yet."""
         self._trace = trace
         self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
 
@@ -271,30 +275,36 @@ def capture(
     When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
     those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
 
+    ``on_captured`` is told of each run from the host at once. What is issued takes the host no time: it waits in
+    ``untold`` until such a run comes or else for the caller, who tells of it when it has nothing left to do. Whoever is
+    woken sooner takes the GIL in the next call of CUDA and keeps it for a millisecond.
+
     Raises:
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
     work = Capture(planned, image, copiers, guarded, trace)
-    untold: list[CapturedRun] = []  # from devices: to wake the engine's loop earlier would cost the GIL and win nothing
+
+    def tell() -> None:
+        if work.untold:
+            untold, work.untold = work.untold, []
+            on_captured(untold)
+
     try:
         try:
             work.issue_first()
             for run, is_issued in _cut_runs(image, planned.plan):
-                if untold and not is_issued:
-                    on_captured(untold)
-                    untold = []
+                is_brief = is_issued or run[-1].stop - run[0].start <= _BRIEF_BYTES
+                if not is_brief:
+                    tell()
                 _await_slot(image, run[0], stall_timeout_secs)
-                untold.append(work.capture_run(run, is_issued=is_issued))
-                if not is_issued:
-                    on_captured(untold)
-                    untold = []
+                work.untold.append(work.capture_run(run, is_issued=is_issued))
+                if not is_brief:
+                    tell()
         except (RuntimeError, OSError):
             work.check_sources()  # why torch or the system refused to copy
             raise
         work.check_sources()
-        if untold:
-            on_captured(untold)
         work.end()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.

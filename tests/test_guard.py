@@ -13,6 +13,9 @@ import torch
 from aio_ckpt import SyncCheckpointEngine, tree
 from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.guard import Guards
+from aio_ckpt.plan import ImagePlan
+from aio_ckpt.portal import Portal
+from aio_ckpt.snapshot import Capture
 from aio_ckpt.structure import Leaves, Structure, addresses
 
 
@@ -60,6 +63,34 @@ def test_a_closed_engine_guards_nothing(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.guard(Wrapper())
+
+
+def test_the_engines_loop_is_woken_once_and_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is woken takes the GIL in the next call of CUDA, and ``save()`` waits a millisecond for it."""
+    order: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    monkeypatch.setattr(ImagePlan, "uses_cuda", True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        engine.guard(optimizer)
+        engine.save({"w": torch.ones(4)}).result()
+        noted(Capture, "end")
+        noted(Guards, "wait_for")
+        for name in ("submit", "post"):
+            noted(Portal, name)
+        ticket = engine.save({"w": torch.ones(4)})
+        called, order[:] = list(order), []
+        assert ticket.result().step == 2
+    assert called == ["end", "wait_for", "submit"]
 
 
 def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:

@@ -64,7 +64,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         trace=NO_TRACE,
     )
     work.finish()
-    return told
+    return [*told, *(index for indices, _ in work.untold for index in indices)]
 
 
 # -- what is captured -----------------------------------------------------------------------------
@@ -189,6 +189,23 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
     executor.close(TIMEOUT)
 
 
+def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_by_the_caller(manager: LifetimeManager) -> None:
+    planned = plan_of(uniform(2, 4 * MIB, 1.0) | {"z": torch.ones(10)})
+    image = image_of(planned, manager)
+    told: list[list[int]] = []
+    work = capture(
+        planned,
+        image,
+        Copiers(),
+        guarded=frozenset(),
+        on_captured=lambda runs: told.append([index for indices, _ in runs for index in indices]),
+        stall_timeout_secs=TIMEOUT,
+        trace=NO_TRACE,
+    )
+    work.finish()
+    assert (told, [indices for indices, _ in work.untold]) == ([[0], [1]], [[2]])
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
 def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: LifetimeManager, slots: int) -> None:
     """Chunks are written in an order of chance, of those that are in the ring; each must still be itself then."""
@@ -218,6 +235,7 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
             stall_timeout_secs=TIMEOUT,
             trace=NO_TRACE,
         )
+        capturing.add_done_callback(lambda done: on_captured(done.result().untold))
         while len(written) < len(image.chunks):
             with changed:
                 assert changed.wait_for(lambda: len(told) > len(written), TIMEOUT), f"told of {told} only"
