@@ -214,7 +214,7 @@ class InFlight:
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
         work: Capture | None = None
-        is_running, plan = False, planned.plan
+        is_running, is_staged, plan = False, False, planned.plan
 
         def begin() -> None:
             nonlocal is_running
@@ -229,6 +229,13 @@ class InFlight:
                 save.progress.tell(runs)  # nobody waits for it yet, and the loop is woken once
                 begin()
 
+        def issued(work: Capture) -> None:
+            nonlocal is_staged
+            save.marks = work.source_marks
+            self.guards.wait_for(work.source_marks)
+            is_staged = work.is_done
+            save.blocked_secs = save.elapsed()  # now: the loop, woken next, may be done before this goes on
+
         try:
             save.image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
@@ -242,10 +249,11 @@ class InFlight:
                 self._copiers,
                 guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
                 on_captured=captured,
+                on_issued=issued,
                 stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
                 trace=save.call.trace,
             )
-            self._finish(save, work, captured)
+            self._finish(save, work, is_staged=is_staged)
         except BaseException as error:
             if work is not None:
                 work.finish()  # the arena goes back: no copy may still be under way
@@ -253,21 +261,16 @@ class InFlight:
             self._give_up(save, error)
             raise
 
-    def _finish(self, save: PendingSave, work: Capture, captured: Callable[[Sequence[CapturedRun]], None]) -> None:
-        """Every copy is issued: ``staged`` is reached once they are done."""
+    def _finish(self, save: PendingSave, work: Capture, *, is_staged: bool) -> None:
+        """Every copy is issued: ``staged`` is reached once they are done, or now if ``is_staged``."""
 
         def finish() -> None:
             work.finish()
             save.staged_secs = save.elapsed()
             save.ticket.staged.resolve(None)
 
-        save.marks = work.source_marks
-        self.guards.wait_for(work.source_marks)
-        lease, staged, is_done = save.image.lease, save.ticket.staged, work.is_done
-        save.blocked_secs = save.elapsed()  # the last that save() does for itself: what fails in here ends the save
-        if work.untold:
-            captured(work.untold)
-        if is_done:
+        lease, staged = save.image.lease, save.ticket.staged
+        if is_staged:
             finish()
             lease.let_go(staged)
         else:

@@ -86,8 +86,6 @@ class Capture:
         """Behind every copy, once all are issued."""
         self.source_marks: tuple[Mark, ...] = ()
         """What must be reached before a guarded source may change."""
-        self.untold: list[CapturedRun] = []
-        """Runs that ``on_captured`` was not told of yet."""
         self._trace = trace
         self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
 
@@ -267,6 +265,7 @@ def capture(
     *,
     guarded: Set[int],
     on_captured: Callable[[Sequence[CapturedRun]], None],
+    on_issued: Callable[[Capture], None] = lambda _: None,
     stall_timeout_secs: float,
     trace: Recorder,
 ) -> Capture:
@@ -275,20 +274,21 @@ def capture(
     When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
     those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
 
-    ``on_captured`` is told of each run from the host at once. What is issued takes the host no time: it waits in
-    ``untold`` until such a run comes or else for the caller, who tells of it when it has nothing left to do. Whoever is
-    woken sooner takes the GIL in the next call of CUDA and keeps it for a millisecond.
+    ``on_captured`` is told of each run from the host at once. What is issued takes the host no time and can wait until
+    such a run comes, or to the end, behind ``on_issued``, which is called when every copy is: whoever is woken sooner
+    takes the GIL in the next call of CUDA and keeps it for a millisecond.
 
     Raises:
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
     work = Capture(planned, image, copiers, guarded, trace)
+    untold: list[CapturedRun] = []
 
     def tell() -> None:
-        if work.untold:
-            untold, work.untold = work.untold, []
-            on_captured(untold)
+        if untold:
+            on_captured([*untold])
+            untold.clear()
 
     try:
         try:
@@ -298,7 +298,7 @@ def capture(
                 if not is_brief:
                     tell()
                 _await_slot(image, run[0], stall_timeout_secs)
-                work.untold.append(work.capture_run(run, is_issued=is_issued))
+                untold.append(work.capture_run(run, is_issued=is_issued))
                 if not is_brief:
                     tell()
         except (RuntimeError, OSError):
@@ -306,6 +306,8 @@ def capture(
             raise
         work.check_sources()
         work.end()
+        on_issued(work)
+        tell()
     except BaseException:
         # The arena goes back when this raises: no copy may still be under way.
         try:

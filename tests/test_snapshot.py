@@ -64,7 +64,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
         trace=NO_TRACE,
     )
     work.finish()
-    return [*told, *(index for indices, _ in work.untold for index in indices)]
+    return told
 
 
 # -- what is captured -----------------------------------------------------------------------------
@@ -189,21 +189,20 @@ def test_an_image_within_the_budget_is_whole_and_a_larger_one_is_a_ring() -> Non
     executor.close(TIMEOUT)
 
 
-def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_by_the_caller(manager: LifetimeManager) -> None:
+def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_at_the_end(manager: LifetimeManager) -> None:
     planned = plan_of(uniform(2, 4 * MIB, 1.0) | {"z": torch.ones(10)})
-    image = image_of(planned, manager)
-    told: list[list[int]] = []
-    work = capture(
+    told: list[object] = []
+    capture(
         planned,
-        image,
+        image_of(planned, manager),
         Copiers(),
         guarded=frozenset(),
         on_captured=lambda runs: told.append([index for indices, _ in runs for index in indices]),
+        on_issued=lambda _: told.append("all issued"),
         stall_timeout_secs=TIMEOUT,
         trace=NO_TRACE,
-    )
-    work.finish()
-    assert (told, [indices for indices, _ in work.untold]) == ([[0], [1]], [[2]])
+    ).finish()
+    assert told == [[0], [1], "all issued", [2]]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 7])
@@ -235,7 +234,6 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
             stall_timeout_secs=TIMEOUT,
             trace=NO_TRACE,
         )
-        capturing.add_done_callback(lambda done: on_captured(done.result().untold))
         while len(written) < len(image.chunks):
             with changed:
                 assert changed.wait_for(lambda: len(told) > len(written), TIMEOUT), f"told of {told} only"

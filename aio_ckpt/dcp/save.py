@@ -182,7 +182,6 @@ def _capture_and_write(
             trace=NO_TRACE,
         )
         try:
-            runtime.portal.post(progress.tell, work.untold)
             manifest = _outcome(writing, progress, limit_secs, directory)
         finally:
             work.finish()  # the arena goes back: no copy may still be under way
