@@ -28,7 +28,8 @@ from aio_ckpt.manifest import (
     rank_manifest_name,
 )
 from aio_ckpt.metadata import parse_metadata
-from aio_ckpt.portal import Executor, first_cause, run_blocking
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.progress import first_cause
 from aio_ckpt.storage import Storage
 
 __all__ = [

@@ -73,8 +73,8 @@ def _complain(message: str, code: int) -> int:
 def _call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
     """Run ``work`` on a loop of its own."""
     portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
-    portal.start()
     try:
+        portal.start()
         return portal.call(work, LocalStorage(portal.executor), portal.executor, timeout=None)
     finally:
         portal.close(_CLOSE_SECS)

@@ -57,9 +57,20 @@ class Closing:
         self._in_flight.raise_unreported(MAX_CALLS)
 
     async def leave(self, error: BaseException | None) -> None:
-        """:meth:`finish` at the end of an ``async with`` that ``error`` left, also if a cancel scope around it did."""
+        """:meth:`finish` at the end of an ``async with`` that ``error`` left, however often the task is cancelled.
+
+        An engine that stayed open would hold its root until the process ends.
+        """
+        cancelled: asyncio.CancelledError | None = None
         with second_to(error), anyio.CancelScope(shield=True):
-            await self.finish()
+            while True:
+                try:
+                    await self.finish()
+                    break
+                except asyncio.CancelledError as again:
+                    cancelled = again
+        if cancelled is not None:
+            raise cancelled
 
     def finish_blocking(self) -> None:
         """:meth:`finish` for a caller without a loop."""

@@ -58,6 +58,7 @@ class CheckpointEngine:
     Raises:
         RootError: ``root`` is a file or cannot be made.
         ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
+        OSError, RuntimeError: no more threads or descriptors; those that it had are given back.
     """
 
     def __init__(
@@ -83,33 +84,33 @@ class CheckpointEngine:
             config.workers + HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
-        self._portal.start()
-        rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
-        peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
-        self._notice = Notice(peers, self._portal)
-        self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
-        self._site = Site(
-            root=self.root,
-            names=StepNames(config.step_dir),
-            owner=owner,
-            storage=storage or LocalStorage(self._portal.executor, config.direct_io),
-            peers=peers,
-            executor=self._portal.executor,
-            config=config,
-            segments=segments,
-            throttle=self._throttle,
-        )
-        self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
-        self._saver = Saver(
-            self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
-        )
-        self._closing = Closing(
-            self._saver.in_flight,
-            background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
-            release=self._shut_down,
-        )
-        self._portal.at_exit(self._drain)
-        self._saver.meet()
+        with self._portal.opening():
+            rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
+            peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
+            self._notice = Notice(peers, self._portal)
+            self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
+            self._site = Site(
+                root=self.root,
+                names=StepNames(config.step_dir),
+                owner=owner,
+                storage=storage or LocalStorage(self._portal.executor, config.direct_io),
+                peers=peers,
+                executor=self._portal.executor,
+                config=config,
+                segments=segments,
+                throttle=self._throttle,
+            )
+            self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
+            self._saver = Saver(
+                self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
+            )
+            self._closing = Closing(
+                self._saver.in_flight,
+                background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
+                release=self._shut_down,
+            )
+            self._portal.at_exit(self._drain)
+            self._saver.meet()
 
     # -- saving ---------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from aio_ckpt.files import Files
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.pieces import Landing, PieceRows, Segment, cut_segments
 from aio_ckpt.place import finish, place
-from aio_ckpt.portal import Executor, first_cause, run_blocking
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.progress import first_cause
 
 __all__ = [
     "Ends",

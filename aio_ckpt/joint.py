@@ -23,8 +23,8 @@ from aio_ckpt.frames import Verdict
 from aio_ckpt.items import SkippedCheckpoint
 from aio_ckpt.match import OnMatched
 from aio_ckpt.pending import Site
-from aio_ckpt.portal import first_cause
 from aio_ckpt.presence import BEATS
+from aio_ckpt.progress import first_cause
 from aio_ckpt.walk import ChangedError, Damage, Walk, candidates, too_many_changes
 
 __all__ = ["JointUse", "Loaded", "newest_good_for_all", "refuse_for_all"]

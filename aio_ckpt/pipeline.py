@@ -16,9 +16,9 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteE
 from aio_ckpt.items import SaveReport, StageTimings, WriteResult
 from aio_ckpt.manifest import METADATA_FILE, data_file_name
 from aio_ckpt.pending import PendingSave, Site, pending_of, save_id_of
-from aio_ckpt.portal import first_cause, watch_submissions
+from aio_ckpt.portal import watch_submissions
 from aio_ckpt.presence import BEATS
-from aio_ckpt.progress import Deadline
+from aio_ckpt.progress import Deadline, first_cause
 from aio_ckpt.record import (
     MetadataFile,
     object_spans,

@@ -39,7 +39,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.exits import at_exit, forget_exit
 
 __all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
-__all__ += ["first_cause", "run_blocking", "run_owned", "unwatched", "watch_submissions"]
+__all__ += ["run_blocking", "run_owned", "unwatched", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,13 +54,6 @@ HOUSEKEEPING_THREADS = 4
 STOP_SECS = 10.0
 """How long closing waits for threads in a system call."""
 _OWNER = threading.local()
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
-    return error
 
 
 # -- submissions ----------------------------------------------------------------------------------
@@ -211,14 +204,24 @@ class Portal:
         self._ready: Future[None] = Future()
         self._unresolved: set[Future[Any]] = set()
 
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """:meth:`start`; unless the block ends well, :meth:`close`."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, STOP_SECS)
+            self.start()
+            yield
+            undo.pop_all()
+
     def start(self) -> None:
         """Start the threads; returns when the loop runs. RuntimeError: started before, or no more threads."""
         _check_process(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
         self._executor = Executor(self.name, self._threads, self, self._begin)
-        self._thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"{self.name}-loop", daemon=True)
+        thread.start()
+        self._thread = thread
         self._ready.result(_START_TIMEOUT_SECS)
 
     @property
@@ -310,14 +313,15 @@ class Portal:
         deadline = time.monotonic() + timeout
         self._is_closing = True
         forget_exit(self)
-        if self._thread is None or self._executor is None:
+        if self._executor is None:
             return
         if self._group is not None:
             self._schedule(self._group.cancel_scope.cancel)
-        self._thread.join(timeout)
+        if self._thread is not None:
+            self._thread.join(timeout)
         threads_ended = self._executor.close(max(0.0, deadline - time.monotonic()))
         self._resolve_rest(None)
-        if self._thread.is_alive() or not threads_ended:
+        if (self._thread is not None and self._thread.is_alive()) or not threads_ended:
             _logger.warning("%s: a thread was still at work %.1f s after close and is left behind", self.name, timeout)
 
     # -- on the loop's thread ---------------------------------------------------------------------

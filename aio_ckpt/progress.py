@@ -23,6 +23,7 @@ __all__ = [
     "CapturedRun",
     "Deadline",
     "Threads",
+    "first_cause",
     "follow",
     "outcome",
     "outcome_blocking",
@@ -152,6 +153,13 @@ class Threads:
     def are_idle(self) -> bool:
         """Whether all are done."""
         return not self._busy
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
+    return error
 
 
 async def unless_given_up(given_up: Future[None], work: Callable[[], Awaitable[T]]) -> T:

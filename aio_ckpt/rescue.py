@@ -33,7 +33,8 @@ from aio_ckpt.manifest import (
 from aio_ckpt.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner, clear_leftovers, pending_path, write_owner
 from aio_ckpt.pending import Site
-from aio_ckpt.portal import Executor, first_cause, run_blocking
+from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.progress import first_cause
 from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.remains import Decision, Left, Refusal, SealedSave, decide, find_left, segment_prefix
 from aio_ckpt.sealed import Seal, layout_of

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import anyio
 
 from aio_ckpt.errors import AioCkptError, ConfigError, shown
+from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.storage import Storage
 from aio_ckpt.trace import Recorder, SpanRecorder, render
@@ -32,19 +33,23 @@ def _checked(path: object) -> Path:
     """Where a trace can be written.
 
     Raises:
-        ConfigError: no path, a directory, or its directory is missing or not writable.
+        ConfigError: no path, a directory, a device or pipe, a file of a checkpoint, or its directory is missing or not
+            writable.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
         raise ConfigError(f"trace={shown(path)}: give the path of a file")
     found = Path(path).absolute()
     try:
-        is_taken = stat.S_ISDIR(os.stat(found).st_mode)
+        found = Path(os.path.realpath(found))  # the file behind a link is replaced, not the link
+        is_taken = not stat.S_ISREG(os.stat(found).st_mode)
     except FileNotFoundError:
         is_taken = False
     except (OSError, ValueError) as error:  # a name that is too long, a NUL, a file in the place of a directory
         raise ConfigError(f"trace={shown(str(found))}: no file can be there ({error})") from error
     if is_taken:
-        raise ConfigError(f"trace={shown(str(found))} is a directory: give the path of a file")
+        raise ConfigError(f"trace={shown(str(found))} is a directory, a device or a pipe: give the path of a file")
+    if any(os.path.lexists(found.with_name(name)) for name in (METADATA_FILE, ROOT_MANIFEST)):
+        raise ConfigError(f"trace={shown(str(found))}: {found.parent} is a checkpoint, give a path outside of it")
     if not found.parent.is_dir() or not os.access(found.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"trace={shown(str(found))}: {found.parent} is no directory that can be written to")
     return found
@@ -87,7 +92,7 @@ class TraceFile(SpanRecorder):
     """The spans of one save, written to a file when it has ended.
 
     Raises:
-        ConfigError: no path, a directory, or its directory is missing or not writable.
+        ConfigError: see :func:`_checked`.
     """
 
     def __init__(self, path: object) -> None:

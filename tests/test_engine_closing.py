@@ -20,7 +20,7 @@ import torch
 from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, steps, undo
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, saver, steps, undo
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.names import LOCK_FILE
 
@@ -70,6 +70,35 @@ async def test_an_engine_that_a_cancel_scope_leaves_is_closed_all_the_same(root:
         assert (await again.save(weights(2))).step == 2
 
 
+async def test_an_engine_whose_task_is_cancelled_again_is_closed_all_the_same(root: Path) -> None:
+    """As by a timeout around a timeout: the later ones come while the block waits for what is pending."""
+    with gated_engine(root) as (engine, storage):
+        gate = storage.hold("rename", ".pending-*")
+        is_saving = asyncio.Event()
+
+        async def body() -> None:
+            async with engine:
+                engine.save(weights(1))
+                is_saving.set()
+                await asyncio.sleep(TIMEOUT)
+
+        task = asyncio.create_task(body())
+        await is_saving.wait()
+        await asyncio.to_thread(gate.wait_reached)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(EngineClosedError):
+            engine.save(weights(2))
+        async with CheckpointEngine(root) as again:
+            assert again.steps() == [1]
+            assert (await again.save(weights(2))).step == 2
+
+
 def test_close_finishes_what_is_pending_without_blocking_the_loop(root: Path) -> None:
     async def close(engine: CheckpointEngine, gate: Gate) -> None:
         closing = asyncio.create_task(engine.close())
@@ -93,6 +122,33 @@ def test_close_may_be_called_again_and_from_several_threads_at_once(root: Path) 
     engine.close()
     engine.terminate()
     assert listing(root) == ["step_000000001"]
+
+
+@pytest.mark.parametrize("missing", ["thread of the loop", "the loop", "memory limits"])
+def test_an_engine_that_cannot_be_opened_gives_back_what_it_had(
+    root: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    start = threading.Thread.start
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_loop_thread(thread: threading.Thread) -> None:
+        if thread.name.endswith("-loop"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if missing == "thread of the loop":
+        monkeypatch.setattr(threading.Thread, "start", no_loop_thread)
+    elif missing == "the loop":
+        monkeypatch.setattr(asyncio.events.get_event_loop_policy(), "new_event_loop", fail)
+    else:
+        monkeypatch.setattr(saver, "default_budget_bytes", fail)
+    with pytest.raises((OSError, RuntimeError), match=r"Too many open files|can't start new thread"):
+        SyncCheckpointEngine(root)
+    monkeypatch.undo()
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.save(weights(1)).result().step == 1
 
 
 def test_a_closed_engine_refuses_everything_and_holds_no_lock(root: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,39 @@ def test_a_bad_path_is_refused_before_anything_is_touched(
         report = engine.save(STATE).result(TIMEOUT)
         assert report is not None
         assert report.step == 1
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "link to a device", ".metadata", "beside it"])
+def test_what_is_no_plain_file_or_lies_in_a_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        report = engine.save(STATE).result(TIMEOUT)
+        assert report is not None
+        path = tmp_path / "special"  # not /dev/null itself: a defect would take it from the whole machine
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind.endswith("device"):
+            try:
+                os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+            except PermissionError as error:
+                pytest.skip(f"cannot make a device node here: {error}")
+            if kind == "link to a device":
+                path = tmp_path / "link"
+                path.symlink_to("special")
+        else:
+            path = report.path / (kind if kind == ".metadata" else "trace.json")
+        with pytest.raises(ConfigError, match="trace="):
+            engine.save(STATE, trace=path)
+        assert engine.load({name: torch.zeros_like(value) for name, value in STATE.items()}).step == 1
+    assert not (tmp_path / "special").is_file()
+
+
+def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "trace.json"
+    link.symlink_to(file)
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        engine.save(STATE, trace=link).result(TIMEOUT)
+    assert link.readlink() == file
+    assert json.loads(file.read_text())["otherData"]["step"] == 1
 
 
 def test_nothing_is_recorded_of_a_save_that_did_not_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,19 +57,19 @@ class Runtime:
             config.workers + HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
-        portal.start()
-        executor = portal.executor
-        window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
-        limit = config.max_write_bytes_per_sec
-        staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
-        return cls(
-            config=config,
-            portal=portal,
-            storage=storage or LocalStorage(executor, config.direct_io),
-            window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
-            throttle=WriteThrottle(None if limit == "auto" else limit),
-            staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
-        )
+        with portal.opening():
+            executor = portal.executor
+            window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
+            limit = config.max_write_bytes_per_sec
+            staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
+            return cls(
+                config=config,
+                portal=portal,
+                storage=storage or LocalStorage(executor, config.direct_io),
+                window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
+                throttle=WriteThrottle(None if limit == "auto" else limit),
+                staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
+            )
 
     def arena_kind(self, source: torch.device | None) -> ArenaKind:
         """For tensors from ``source``. Not measured, as an engine does: most runtimes live for one call."""

@@ -43,8 +43,7 @@ from aio_ckpt.items import WriteResult as Written
 from aio_ckpt.items import check_complete
 from aio_ckpt.manifest import FileEntry, data_file_name, encode_rank, encode_static, rank_manifest_name
 from aio_ckpt.plan import tensor_entry
-from aio_ckpt.portal import first_cause
-from aio_ckpt.progress import CaptureProgress
+from aio_ckpt.progress import CaptureProgress, first_cause
 from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.snapshot import capture
 from aio_ckpt.storage import Storage
