@@ -35,7 +35,8 @@ class JointCall:
 
     def __init__(self, site: Site, portal: Portal, *, number: int, claim: Callable[[], object]) -> None:
         """``claim`` takes the step of a call that is not skipped."""
-        self.agreement = SaveRound(site.peers, site.executor, topic=f"save {number}")
+        self._call = f"save {number}"
+        self.agreement = SaveRound(site.peers, site.executor, topic=self._call)
         """What is agreed on once it is a pending save."""
         self._peers = site.peers
         self._portal = portal
@@ -67,6 +68,8 @@ class JointCall:
     async def _announce(self) -> Room:
         word = await self._peers.announce(self._topic, msgspec.msgpack.encode(self._own))
         self._room = _ROOMS.decode(word)
+        if not self._room[0]:  # on no rank anything comes of it
+            self._peers.coordinator.end_call(self._call)
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------

@@ -213,8 +213,7 @@ class StoreCoordinator(Presence):
             while self._giving_up:
                 await next(iter(self._giving_up)).wait()
         board, has_left, self._is_leaving = self._board, self._is_leaving, True
-        is_silent = self.leader in self._absent and self.leader not in self._left_behind
-        if has_left or board is None or self._lobby is not None or is_silent:
+        if has_left or board is None or self._lobby is not None or self.leader in self._silent:
             return  # in the lobby ``open`` goes no further
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
@@ -336,6 +335,7 @@ class StoreCoordinator(Presence):
         check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, topic, stage))
         word = await self._look(functools.partial(self._the_board().word, topic), check, topic)
         self._absent.discard(self.leader)
+        self._silent.discard(self.leader)
         return word
 
     def _the_lobby(self) -> Lobby:

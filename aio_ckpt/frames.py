@@ -98,7 +98,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     count: int
     """Of this rank, from 1."""
     over: tuple[tuple[str, int], ...] = ()
-    """Calls that ended on it, the last few, as :func:`call_of` names them."""
+    """Calls that ended on it, the last few of each kind, as :func:`call_of` names them."""
     has_left: bool = False
     """It was the last one: the engine is closed."""
     begun: Mapping[str, int] = {}
@@ -200,6 +200,8 @@ class Absence:
     """Which, and why."""
     left_behind: Beat | None = None
     """Its last sign of life, if it said itself that it closed its engine."""
+    is_silent: bool = False
+    """Whether it gave no sign of life."""
 
 
 def absence(
@@ -222,7 +224,7 @@ def absence(
             text = f"rank {rank} does not come to {patience.topic}, it {where}"
             error = PeerFailedError(text, rank=rank, stage=patience.stage)
             return Absence(error=error, left_behind=beat if beat.has_left else None)
-    return Absence(error=_silent(silent, patience, unmet)) if silent else None
+    return Absence(error=_silent(silent, patience, unmet), is_silent=True) if silent else None
 
 
 def _silent(ranks: Sequence[int], patience: Patience, unmet: str) -> PeerFailedError:
@@ -266,5 +268,5 @@ def _never_meet(here: str, own: Beat, there: str, beat: Beat) -> bool:
     if one == other:  # which one is it, then?
         return call_of(here) == call_of(there) and here.split()[0] != there.split()[0]
     (kind, number), (kind_there, number_there) = one, other
-    is_begun = beat.begun.get(kind, 0) >= number or own.begun.get(kind_there, 0) >= number_there
-    return kind != kind_there and not is_begun
+    is_begun_here = own.begun.get(kind_there, 0) >= number_there and call_of(there) not in own.over
+    return kind != kind_there and beat.begun.get(kind, 0) < number and not is_begun_here

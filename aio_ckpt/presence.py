@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import anyio
@@ -29,7 +30,7 @@ BEATS = 4
 """Signs of life in ``stall_secs``: one may be late."""
 
 _CALLS_TOLD = 16
-"""Each sign of life names the last calls that ended: whoever waits in an older one waits in vain, and unnoticed."""
+"""Each sign of life names the last calls of each kind that ended: whoever waits in an older one waits in vain."""
 
 _STALL_SECS = 600.0
 
@@ -53,12 +54,14 @@ class Presence:
         self._name = ""
         self._is_met = False
         self._absent: set[int] = set()
+        self._silent: set[int] = set()
+        """Of those absent, who gave no sign of life."""
         self._left_behind: dict[int, Beat] = {}
         """Last sign of life of those that closed their engine."""
         self._beats = 0
         self._begun: dict[str, int] = {}
         self._waits: list[str] = []
-        self._over: deque[tuple[str, int]] = deque(maxlen=_CALLS_TOLD)
+        self._over: defaultdict[str, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=_CALLS_TOLD))
         self._is_leaving = False
         """Nothing is waited for any more: with the last rank to leave goes what could be found."""
 
@@ -68,7 +71,8 @@ class Presence:
         await self._ask(functools.partial(self._the_board().beat, self._own_beat(has_left=has_left)))
 
     def _own_beat(self, *, has_left: bool = False) -> Beat:
-        return Beat(self._beats, tuple(self._over), has_left, dict(self._begun), tuple(self._waits))
+        over = tuple(chain.from_iterable(self._over.values()))
+        return Beat(self._beats, over, has_left, dict(self._begun), tuple(self._waits))
 
     def begin_call(self, topic: str) -> None:
         """See :class:`Coordinator`."""
@@ -80,7 +84,7 @@ class Presence:
         """See :class:`Coordinator`."""
         call = call_of(topic)
         if call is not None:
-            self._over.append(call)
+            self._over[call[0]].append(call)
 
     # -- waiting --------------------------------------------------------------------------------------
 
@@ -124,6 +128,10 @@ class Presence:
         absent = absence(ranks, beats, patience, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
             self._absent.add(absent.error.rank)
+            if absent.is_silent:
+                self._silent.add(absent.error.rank)
+            else:
+                self._silent.discard(absent.error.rank)
             if absent.left_behind is not None:
                 self._left_behind[absent.error.rank] = absent.left_behind
             raise absent.error

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 import torch.distributed as dist
 from rank_processes import Ranks, ranks
@@ -19,7 +20,7 @@ from rank_processes import Ranks, ranks
 from aio_ckpt import coordinator as coordinator_module
 from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
-from aio_ckpt.frames import Verdict, call_of
+from aio_ckpt.frames import Beat, Patience, Verdict, absence, call_of
 from aio_ckpt.presence import BEATS
 
 STALL_SECS = 20.0
@@ -581,6 +582,32 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
             return b" ".join(await asyncio.gather(loading, saving, found, met))
 
     assert asyncio.run(main()) == b"0|1 0|1 0|1 0|1"
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool) -> None:
+    """It was skipped here, say, and that other rank never heard of it."""
+    own = Beat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
+    patience = Patience(1e-6, "load 1, turn 1", "load")
+    for beat in range(3):  # at every look, and each time with another sign of life
+        there = msgspec.msgpack.encode(Beat(beat, begun={"save": 3}, waits=("rollback 3",)))
+        found = absence([1], [there], patience, own=own, unmet="")
+    assert (found is not None and "waits in rollback 3 for this one" in str(found.error)) is over
+
+
+def test_many_calls_of_one_kind_leave_what_ended_of_another_told() -> None:
+    async def main() -> None:
+        async with two_here(SHORT_SECS) as (leader, other):
+            leader.end_call("load 1, turn 1")
+            for number in range(40):
+                leader.end_call(f"room {number}")
+            beating = asyncio.create_task(keep_beating(leader))
+            with pytest.raises(PeerFailedError, match="that call has ended there"):
+                async with asyncio.timeout(3 * SHORT_SECS):
+                    await other.agree("load 1, turn 1", b"", never, stage="load")
+            beating.cancel()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("closing", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from pathlib import Path
@@ -100,6 +101,50 @@ def test_a_leader_that_closes_early_leaves_its_words_to_whoever_is_late(two: Ran
     assert "rank 0 does not come to room 42, it has closed its engine" in text
     assert secs < SHORT_SECS
     assert left_of(two, tmp_path) == ["queue"], "the last to leave clears the board"
+
+
+# -- the ranks lose count ---------------------------------------------------------------------------
+
+
+def roll_back_where_the_other_skips(rank: int, count: int, root: Path) -> tuple[str, float]:
+    with acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, storage):
+        engine.save(state_at(1), step=1).result(SECS)
+        gate = storage.hold("sync", "*") if rank == 0 else None
+        ticket = engine.save(state_at(2), step=2)
+        if gate is not None:
+            assert engine.save(state_at(3), step=3).skipped
+            storage.release(gate)
+            gate.open()
+        ticket.result(SECS)
+        began = time.monotonic()
+        with pytest.raises(PeerFailedError) as raised:
+            engine.rollback(1) if rank else asyncio.run(engine.load(state_at(0)))
+        secs = time.monotonic() - began
+        dist.barrier()
+    return str(raised.value), secs
+
+
+def test_a_rank_that_rolls_back_where_another_skipped_a_save_and_loads_keeps_nobody_waiting(
+    two: Ranks, tmp_path: Path
+) -> None:
+    (load, load_secs), (rollback, rollback_secs) = two.run(roll_back_where_the_other_skips, tmp_path)
+    assert "rank 0 does not come to rollback 3, it is elsewhere: that call has ended there" in rollback
+    assert load.startswith("rank 1 does not come to load 1") or "rank 1 gave no sign of life in load 1" in load
+    assert max(load_secs, rollback_secs) < 2 * SHORT_SECS
+
+
+def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
+    with acting_engine(root, SHORT_SECS, on_failure="log") as (engine, _):
+        engine.save(state_at(1), step=1).result(SECS)
+        with pytest.raises(PeerFailedError) as raised:
+            asyncio.run(engine.load(state_at(0))) if rank else engine.save(state_at(2), step=2).result(SECS)
+    return str(raised.value)
+
+
+def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(two: Ranks, tmp_path: Path) -> None:
+    _, load = two.run(save_where_the_other_loads, tmp_path)
+    assert "rank 0 does not come to load 1" in load
+    assert left_of(two, tmp_path) == ["queue"]
 
 
 # -- a call is refused here and skipped there ---------------------------------------------------------
