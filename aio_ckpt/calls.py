@@ -12,6 +12,7 @@ import msgspec
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.inflight import CALL_STAGE
+from aio_ckpt.owner import pending_path
 from aio_ckpt.peers import Peers, SaveRound
 from aio_ckpt.pending import Site
 from aio_ckpt.portal import Portal
@@ -35,8 +36,9 @@ class JointCall:
 
     def __init__(self, site: Site, portal: Portal, *, number: int, claim: Callable[[], object]) -> None:
         """``claim`` takes the step of a call that is not skipped."""
-        self._call = f"save {number}"
-        self.agreement = SaveRound(site.peers, site.executor, topic=self._call)
+        self._site = site
+        self._number = number
+        self.agreement = SaveRound(site.peers, site.executor, topic=f"save {number}")
         """What is agreed on once it is a pending save."""
         self._peers = site.peers
         self._portal = portal
@@ -69,7 +71,7 @@ class JointCall:
         word = await self._peers.announce(self._topic, msgspec.msgpack.encode(self._own))
         self._room = _ROOMS.decode(word)
         if not self._room[0]:  # on no rank anything comes of it
-            self._peers.coordinator.end_call(self._call)
+            self._peers.coordinator.end_call(f"save {self._number}")
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------
@@ -84,7 +86,8 @@ class JointCall:
                 self._portal.submit(self._refuse_unheard, told, on_done=lambda _: self._count())
         elif self._room[0]:
             self._take_step()
-            tell(self._portal, self._peers, self.agreement, told)
+            with contextlib.suppress(EngineClosedError):
+                self._portal.submit(self._end, told)
 
     def wait_counted(self, deadline: Deadline) -> None:
         """Until it is known whether a call that was refused has taken its step, which the next one builds on."""
@@ -97,7 +100,14 @@ class JointCall:
         if self._room is not None and self._room[0]:
             self._take_step()
             self._count()
-            await self.agreement.end(told)
+            await self._end(told)
+
+    async def _end(self, told: PeerFailedError) -> None:
+        """The call is over on this rank; the others may have begun to write."""
+        await self.agreement.end(told)
+        if self._peers.is_leader:
+            pending = pending_path(self._site.root, self._peers.owner, self._number)
+            self._site.left_behind.add(pending, lambda: True)
 
     async def _hear_late(self, told: PeerFailedError) -> None:
         """What became of the call on the leader; there, say it."""

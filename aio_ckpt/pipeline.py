@@ -67,6 +67,7 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
                 step=save.step,
                 cause=cause,
                 left_behind=site.left_behind,
+                are_several=site.peers.are_several,
             )
             await keep_trace(site, save, cause)
         if cause is error:

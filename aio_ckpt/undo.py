@@ -60,10 +60,11 @@ async def settle_failure(
     step: int,
     cause: BaseException,
     left_behind: LeftBehind,
+    are_several: bool,
 ) -> None:
     """Give the buffers back when the last thread let go; leave nothing behind that is listed.
 
-    ``pending`` is None where it is not this rank's to remove.
+    ``pending`` is None where it is not this rank's to remove. Of several ranks one that is late may make it anew.
     """
     for future in image.written:
         if not future.done():
@@ -84,7 +85,7 @@ async def settle_failure(
     if isinstance(cause, AioCkptError) and cause.in_doubt:
         # Its files may be those of a visible step, or those of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
-    elif not is_idle() or not await _removed(storage, pending):
+    elif not is_idle() or not await _removed(storage, pending) or are_several:
         left_behind.add(pending, is_idle)
 
 

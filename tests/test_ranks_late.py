@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ from test_ranks_failing import acting_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.coordinator import StoreCoordinator
-from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError
+from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError, WriteError
+from aio_ckpt.owner import pending_path
 
 SECS = 30.0
 SHORT_SECS = 3.0
@@ -145,6 +147,30 @@ def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(t
     _, load = two.run(save_where_the_other_loads, tmp_path)
     assert "rank 0 does not come to load 1" in load
     assert left_of(two, tmp_path) == ["queue"]
+
+
+def fail_on_the_leader(rank: int, count: int, root: Path, stage: str) -> list[str]:
+    with acting_engine(root, SECS, on_failure="log") as (engine, storage):
+        engine.save(state_at(1), step=1).result(SECS)
+        if stage == "write" and rank == 0:
+            storage.fail("sync", "*", WriteError(errno.EIO, "the disk is gone", "/x"))
+        options: dict[str, Any] = {"metrics": {"loss": "x"}} if stage == "capture" and rank == 0 else {}
+        with pytest.raises((AioCkptError, OSError)):
+            engine.save(state_at(2), step=2, **options).result(SECS)
+        dist.barrier()
+        if rank == 1:  # as by one of its threads that was stuck in the system until now
+            pending_path(root, engine._site.peers.owner, 2).mkdir()
+        dist.barrier()
+        engine.save(state_at(3), step=3).result(SECS)
+    dist.barrier()
+    return sorted(path.name for path in root.iterdir() if path.name.startswith(".pending"))
+
+
+@pytest.mark.parametrize("stage", ["capture", "write"])
+def test_what_a_late_rank_makes_of_a_save_that_failed_on_the_leader_is_removed(
+    two: Ranks, tmp_path: Path, stage: str
+) -> None:
+    assert two.run(fail_on_the_leader, tmp_path, stage) == [[], []]
 
 
 # -- a call is refused here and skipped there ---------------------------------------------------------
