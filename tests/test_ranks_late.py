@@ -157,11 +157,13 @@ def fail_on_the_leader(rank: int, count: int, root: Path, stage: str) -> list[st
         options: dict[str, Any] = {"metrics": {"loss": "x"}} if stage == "capture" and rank == 0 else {}
         with pytest.raises((AioCkptError, OSError)):
             engine.save(state_at(2), step=2, **options).result(SECS)
+        pending = pending_path(root, engine._site.peers.owner, 2)
+        if rank == 1:
+            engine.terminate()
+            pending.mkdir()  # as by one of its threads that was stuck in the system until now
         dist.barrier()
-        if rank == 1:  # as by one of its threads that was stuck in the system until now
-            pending_path(root, engine._site.peers.owner, 2).mkdir()
-        dist.barrier()
-        engine.save(state_at(3), step=3).result(SECS)
+        if rank == 0:
+            engine.close_blocking()
     dist.barrier()
     return sorted(path.name for path in root.iterdir() if path.name.startswith(".pending"))
 
