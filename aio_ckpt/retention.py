@@ -95,7 +95,7 @@ def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | Non
     """What is stored of ``save(metrics=)``: numbers as floats, None for those that are not finite.
 
     Raises:
-        ConfigError: a name that is no string, or a value that is no single real number.
+        ConfigError: a name that is no string or no UTF-8, or a value that is no single real number.
     """
     if metrics is None:
         return {}
@@ -105,6 +105,8 @@ def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | Non
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise ConfigError(f"metrics: {shown(name)} is no name: give a string")
+        if name != name.encode(errors="ignore").decode():
+            raise ConfigError(f"metrics: the name {shown(name)} has a lone surrogate, which no JSON holds: rename it")
         number = _number(name, value)
         checked[name] = number if math.isfinite(number) else None
     return checked
@@ -114,7 +116,6 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, (str, bytes, bytearray)):
         raise ConfigError(f"metrics[{name!r}]: give a number, not text")
     try:
-        name.encode()  # no lone surrogate: JSON holds none
         item = getattr(value, "item", None)  # float() warns of a tensor that requires a gradient, as a loss does
         return float(item() if callable(item) else value)  # type: ignore[arg-type]
     except OverflowError:

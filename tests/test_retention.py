@@ -522,6 +522,11 @@ def test_what_a_metric_may_be() -> None:
     assert check_metrics(None) == {}
 
 
+def test_the_name_of_a_metric_that_no_file_holds_is_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the name '\\ud800' has a lone surrogate.*rename"):
+        check_metrics({"\ud800": 1})
+
+
 @pytest.mark.parametrize(
     "metrics", [[1], {"a": "1"}, {"a": b"1"}, {"a": None}, {"a": torch.ones(2)}, {"a": 1j}, {1: 1.0}, {"\ud800": 1.0}]
 )
