@@ -46,6 +46,12 @@ MIN_BYTES_PER_SEC = 1 << 20
 GATHER_BYTES = 64 << 20
 """Default of ``EngineConfig.gather_bytes``."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
+_NAME_BYTES = 255
+"""Of a name, as Linux file systems have it."""
+_STEP_DIGITS = 19
+"""Of the largest step."""
+_AROUND_BYTES = len(".abandoned--") + 19
+"""What is put in front of a step's name at most: by a rollback, with the time in ns; quarantine adds less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +195,13 @@ class EngineConfig:
             raise ConfigError(
                 f"step_dir={shown(self.step_dir)}: give one path component with one {{step}} or {{step:09d}} field, "
                 "no other braces and no dot in front"
+            )
+        nbytes = len(self.step_dir.format(step=10 ** (_STEP_DIGITS - 1)).encode()) + _AROUND_BYTES
+        if nbytes > _NAME_BYTES:
+            raise ConfigError(
+                f"step_dir={shown(self.step_dir)}: names of {nbytes} bytes, with the largest step and the "
+                f"{_AROUND_BYTES} bytes that a rollback puts in front, where a file system has {_NAME_BYTES}: give a "
+                "shorter one"
             )
 
     def _check_shm_path(self) -> None:

@@ -32,6 +32,7 @@ from aio_ckpt.errors import (
     UnexpectedNameError,
     UnsafeObjectError,
     UnsupportedLeafError,
+    shown,
 )
 
 Tree = dict[str, tuple[int, int]]
@@ -213,6 +214,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     *(("verify", value) for value in ("always", False)),
     *(("on_failure", value) for value in ("ignore", None)),
     *(("step_dir", value) for value in ("step", "{step}/x", ".{step}", "{step}-{step}", "{stop}", "{}")),
+    *(("step_dir", value) for value in ("x" * 251 + "{step}", "x" * 206 + "{step}", "\u00e9" * 103 + "{step:d}")),
 ]
 
 
@@ -221,7 +223,7 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, value: Any) -> Non
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**{name: value})
     assert isinstance(caught.value, ValueError)
-    assert str(caught.value).startswith(f"{name}={value!r}: ")
+    assert str(caught.value).startswith(f"{name}={shown(value)}: ")
     assert "give" in str(caught.value) or "allowed are" in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import check_step
+from aio_ckpt.commit import MAX_STEP, check_step
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,
@@ -443,6 +443,13 @@ def test_a_step_dir_of_ones_own_is_written_and_found(root: Path, step_dir: str) 
         assert listing(root) == [step_dir.format(step=12)]
         assert engine.steps() == [12]
         assert value(engine) == 12
+
+
+def test_the_longest_step_dir_has_room_for_the_largest_step_and_for_a_rollback(root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(step_dir="x" * 205 + "{step}")) as engine:
+        save(engine, 1, MAX_STEP)
+        engine.rollback(1)
+        assert sorted(map(len, listing(root))) == [206, 255]
 
 
 def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncCheckpointEngine, root: Path) -> None:
