@@ -261,14 +261,14 @@ class CheckpointEngine:
         return self._portal.submit(load_state, self._site, state, step, options, given_up or Future())
 
     async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
-        """The nested state of a checkpoint, without a template.
+        """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
 
         Args:
             step: which one; None takes the newest that verifies.
             only: names of leaves, or of branches above them.
 
         Raises:
-            MissingNameError: one of ``only`` selects nothing.
+            MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
         return await asyncio.wrap_future(self.submit_read(step, only=only))

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt import tree
+from aio_ckpt.belonging import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.catalog import Checkpoint
 from aio_ckpt.contents import Chunks, Item, Look, SmallTargets, global_shape
 from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.items import LeafKind
 from aio_ckpt.likeness import is_nested, looks_like
-from aio_ckpt.manifest import rank_manifest_name
 from aio_ckpt.mappings import are_private, shared_mappings
 from aio_ckpt.targets import are_apart, are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
-__all__ = ["Match", "OnMatched", "at_once", "match_template", "shard_like", "skeleton_of", "wanted_names"]
+__all__ = ["Match", "OnMatched", "at_once", "match_template", "shard_like"]
 
 _SHOWN = 5
 
@@ -86,7 +86,7 @@ def match_template(
     below = {name for _, _, names in found.stateful for name in names}
     known = below.union(template.names) if below else template.names  # names of a template differ
     if missing or len(known) < len(checkpoint.catalog.tensor_names) + len(checkpoint.catalog.objects):
-        found.unexpected = tuple(sorted(_unexpected(checkpoint, set(known), rank, world_size)))
+        found.unexpected = tuple(sorted(unexpected_names(checkpoint, set(known), rank, world_size)))
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
     return found
@@ -102,40 +102,6 @@ def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | 
         if f"{name}.rank0" in names:
             return f"it holds {name!r} of each rank by itself: give it as PerRank(...)"
     return None
-
-
-def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
-    """Containers of the state as ``rank`` saved it; those of rank 0 if there was no such rank."""
-    number = rank if rank < len(checkpoint.ranks) else 0
-    return tree.decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
-
-
-def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:
-    """Names of the state of ``rank``; with ``only``, those that equal one of these or lie below it.
-
-    Raises:
-        MissingNameError: one of ``only`` selects nothing.
-    """
-    if not checkpoint.has_skeleton:
-        names = list(checkpoint.metadata.state_dict_metadata)
-    else:
-        names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank)
-    if only is None:
-        return names
-    for prefix in only:
-        if not any(tree.is_below(name, prefix) for name in names):
-            _check_empty_container(checkpoint, prefix, rank)
-    return [name for name in names if any(tree.is_below(name, prefix) for prefix in only)]
-
-
-def _check_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> None:
-    nothing = f"{checkpoint.path}: holds nothing named or below {name!r}; aio-ckpt inspect lists its names"
-    if not checkpoint.has_skeleton:
-        raise MissingNameError(nothing)
-    try:
-        tree.subtree(skeleton_of(checkpoint, rank), name, rank=rank)
-    except MissingNameError as error:
-        raise MissingNameError(nothing) from error
 
 
 def shard_like(there: DTensor | None, chunks: Chunks) -> DTensor | None:
@@ -308,7 +274,7 @@ def _match_stateful(
         below = [name for name in names if tree.is_below(name, prefix)]
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
-        elif below or _is_empty_container(checkpoint, prefix, rank):
+        elif below or is_empty_container(checkpoint, prefix, rank):
             into.stateful.append((prefix, value, below))
             if _may_be_sharded(value, world_size):
                 into.sharded.update(_sharded_below(prefix, value, below, rank))
@@ -345,43 +311,7 @@ def _sharded_below(prefix: str, value: Any, names: Sequence[str], rank: int) -> 
     return found
 
 
-def _is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
-    try:
-        _check_empty_container(checkpoint, name, rank)
-    except MissingNameError:
-        return False
-    return True
-
-
-# -- names that the template lacks ------------------------------------------------------------------
-
-
-def _unexpected(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
-    """Names of the checkpoint beyond ``known``.
-
-    A rank of the same world size is held against what that rank saved, so that stages of a pipeline do not
-    expect each other's names; other ranks' PerRank values are nobody else's.
-    """
-    beyond = checkpoint.catalog.names() - known
-    if not beyond or len(checkpoint.ranks) < 2 or not checkpoint.has_skeleton:
-        return beyond
-    if world_size == len(checkpoint.ranks):
-        return beyond.intersection(tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank))
-    return beyond - _per_rank_names(checkpoint)
-
-
-def _per_rank_names(checkpoint: Checkpoint) -> set[str]:
-    mark = 1 << 62  # no rank: names that hold it are names of PerRank values
-    marked: dict[bytes, list[str]] = {}
-    for rank, manifest in enumerate(checkpoint.ranks):
-        if manifest.skeleton not in marked:
-            names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=mark)
-            marked[manifest.skeleton] = [name for name in names if f"rank{mark}" in name]
-    return {
-        name.replace(f"rank{mark}", f"rank{rank}")
-        for rank, manifest in enumerate(checkpoint.ranks)
-        for name in marked[manifest.skeleton]
-    }
+# -- messages ---------------------------------------------------------------------------------------
 
 
 def _listed(names: Sequence[str]) -> str:

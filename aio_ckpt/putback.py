@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from aio_ckpt import tree
+from aio_ckpt.belonging import skeleton_of
 from aio_ckpt.catalog import Checkpoint
 from aio_ckpt.errors import tell_modified
-from aio_ckpt.match import Match, skeleton_of
+from aio_ckpt.match import Match
 
 __all__ = ["dcp_paths", "made_ready", "target_modified"]
 

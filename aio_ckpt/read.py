@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt import tree
+from aio_ckpt.belonging import skeleton_of, wanted_names
 from aio_ckpt.bounce import BounceRing
 from aio_ckpt.catalog import Checkpoint, is_worth_reading_ahead, open_checkpoint
 from aio_ckpt.contents import Catalog, Chunks, Item, Slot, StoredObject, global_shape
@@ -31,7 +32,7 @@ from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMi
 from aio_ckpt.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.files import Files
 from aio_ckpt.manifest import RootManifest, data_file_name
-from aio_ckpt.match import Match, OnMatched, at_once, match_template, shard_like, skeleton_of, wanted_names
+from aio_ckpt.match import Match, OnMatched, at_once, match_template, shard_like
 from aio_ckpt.portal import Executor, run_blocking
 from aio_ckpt.putback import dcp_paths, made_ready, target_modified
 from aio_ckpt.readplan import ReadPlan, Segment

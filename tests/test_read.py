@@ -647,6 +647,22 @@ async def test_each_rank_gets_its_own_value_and_does_not_expect_that_of_others(d
         await load(direct, path, {"rng": PerRank(None)}, rank=2, world_size=3)
 
 
+async def test_a_name_of_another_rank_is_said_to_be_so_and_a_template_gets_it(direct, tmp_path):
+    stages = [{f"stage{rank}": {"w": torch.full((2,), rank + 1.0)}, "rng": PerRank(rank)} for rank in range(2)]
+    path = write_checkpoint(tmp_path / "c", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+    for only in ("stage1", "stage1.w", "rng.rank1"):
+        with pytest.raises(MissingNameError, match=rf"'{only}' is what rank 1 saved.* rank 0 did: load\(\).*rank 1$"):
+            await read(direct, path, only=[only])
+        with pytest.raises(MissingNameError, match=r"is what rank 1 saved, and read\(\) gives what rank 0 did"):
+            await read(direct, path, only=[only], rank=4, world_size=5)
+    state = {"stage1": {"w": torch.zeros(2)}}
+    await load(direct, path, state)
+    assert state["stage1"]["w"].tolist() == [2, 2]
+    assert "stage0" not in await read(direct, path, rank=1, world_size=2, only=["stage1"])
+    with pytest.raises(MissingNameError, match="holds nothing named or below 'stage2'; aio-ckpt inspect"):
+        await read(direct, path, only=["stage2"])
+
+
 # -- damage -----------------------------------------------------------------------------------------
 
 
