@@ -21,6 +21,7 @@ from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchE
 from aio_ckpt.items import LeafKind
 from aio_ckpt.likeness import is_nested, looks_like
 from aio_ckpt.mappings import are_private, shared_mappings
+from aio_ckpt.objects import TORCH_ARRAY_DTYPES, type_name
 from aio_ckpt.targets import are_apart, are_whole, has_own_memory, memory_fault, memory_of, overlapping, span_of
 
 __all__ = ["Match", "OnMatched", "at_once", "match_template", "shard_like"]
@@ -61,9 +62,16 @@ class Match:
 
 
 def match_template(
-    checkpoint: Checkpoint, state: object, *, rank: int, world_size: int, strict: bool, allow_missing: bool
+    checkpoint: Checkpoint,
+    state: object,
+    *,
+    rank: int,
+    world_size: int,
+    strict: bool,
+    allow_missing: bool,
+    trusted: bool,
 ) -> Match:
-    """Find every leaf of ``state`` in the checkpoint.
+    """Find every leaf of ``state`` in the checkpoint. ``trusted``: whether every object of it can be decoded.
 
     Raises:
         MissingNameError: the checkpoint lacks names (unless ``allow_missing``).
@@ -72,7 +80,7 @@ def match_template(
     """
     template = tree.read_template(state, rank=rank)
     found = Match()
-    missing, faults = _match_leaves(checkpoint, template, found)
+    missing, faults = _match_leaves(checkpoint, template, found, trusted)
     found.apart, overlaps = _shared_memory(checkpoint, found, template)
     faults += overlaps
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, world_size)
@@ -112,7 +120,9 @@ def shard_like(there: DTensor | None, chunks: Chunks) -> DTensor | None:
 # -- leaves -----------------------------------------------------------------------------------------
 
 
-def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) -> tuple[list[str], list[str]]:
+def _match_leaves(
+    checkpoint: Checkpoint, template: tree.Template, into: Match, trusted: bool
+) -> tuple[list[str], list[str]]:
     """Fills ``into``; names that are missing, and what else does not fit."""
     small, tensor_kind = checkpoint.catalog.small, LeafKind.TENSOR
     looks, rows = small.look_numbers, list(map(small.rows.get, template.names))
@@ -133,7 +143,7 @@ def _match_leaves(checkpoint: Checkpoint, template: tree.Template, into: Match) 
         into.small = _targets(rows, template, is_small)
     leaves = zip(template.names, template.values, template.kinds, strict=True)
     rest = itertools.compress(leaves, map(operator.not_, is_small))
-    return _match_rest(checkpoint, rest, into)
+    return _match_rest(checkpoint, rest, into, trusted)
 
 
 def _targets(rows: Sequence[int | None], template: tree.Template, is_small: Sequence[bool]) -> SmallTargets:
@@ -173,7 +183,7 @@ class _Fitting:
 
 
 def _match_rest(
-    checkpoint: Checkpoint, leaves: Iterable[tuple[str, Any, LeafKind]], into: Match
+    checkpoint: Checkpoint, leaves: Iterable[tuple[str, Any, LeafKind]], into: Match, trusted: bool
 ) -> tuple[list[str], list[str]]:
     catalog = checkpoint.catalog
     missing: list[str] = []
@@ -183,12 +193,12 @@ def _match_rest(
         if chunks is None:
             if name not in catalog.objects:
                 missing.append(name)
-            elif kind is LeafKind.OBJECT:
-                into.objects.append(name)
+            elif fault := _object_fault(checkpoint, kind, trusted):
+                faults.append(f"{name!r} {fault}")
             else:
-                faults.append(f"{name!r} is a tensor in the template and an object in the checkpoint")
+                into.objects.append(name)
         elif kind is LeafKind.OBJECT:
-            faults.append(f"{name!r} is an object in the template and a tensor in the checkpoint")
+            faults.append(f"{name!r} {_tensor_for_object(value)}")
         else:
             tensor = tree.as_tensor(value, kind)
             fault = _tensor_fault(tensor, chunks)
@@ -199,6 +209,29 @@ def _match_rest(
             else:
                 into.arrays.append((name, kind))
     return missing, faults
+
+
+def _object_fault(checkpoint: Checkpoint, kind: LeafKind, trusted: bool) -> str | None:
+    """Why a leaf of this kind does not take an object; None if it does.
+
+    Stock DCP pickles numpy values, and what it loads takes the place of what the template has, whatever that is.
+    """
+    if kind is LeafKind.OBJECT:
+        return None
+    what = {LeafKind.TENSOR: "a tensor", LeafKind.ARRAY: "an array"}.get(kind, "a numpy scalar")
+    fault = f"is {what} in the template and an object in the checkpoint"
+    if kind is LeafKind.TENSOR or checkpoint.has_skeleton:
+        return fault
+    remedy = "set trusted_objects=True, or give dcp.load an aio_ckpt.dcp.Reader, if you trust whoever wrote it"
+    return None if trusted else f"{fault}, where dcp.save pickles numpy: {remedy}"
+
+
+def _tensor_for_object(value: object) -> str:
+    """Why an object leaf takes no tensor, and what would where it is an array of another kind."""
+    if isinstance(value, np.ndarray) and (native := value.dtype.newbyteorder("=")) in TORCH_ARRAY_DTYPES:
+        what = f"is a {type_name(value)} of {value.dtype.str!r} in the template and a tensor in the checkpoint"
+        return f"{what}, which fills plain arrays of native byte order: give numpy.asarray(..., {native.name!r}) of it"
+    return "is an object in the template and a tensor in the checkpoint"
 
 
 def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template) -> tuple[set[int], list[str]]:

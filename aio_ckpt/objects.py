@@ -179,9 +179,14 @@ def _encode(value: object, name: str, trusted: bool, depth: int) -> object:
         except ValueError as exc:
             raise UnsupportedLeafError(f"{name}: a {type_name(value)} that cannot be read: {exc}") from exc
     elif not trusted:
+        remedy = (
+            "give its numpy.asarray(), which has the elements and nothing else"
+            if isinstance(value, np.ndarray)
+            else "convert it to plain values (numbers, str, bytes, list, tuple, dict, set, numpy)"
+        )
         raise UnsafeObjectError(
-            f"{name}: a {type_name(value)} could be read back only by running code; convert it to plain values "
-            "(numbers, str, bytes, list, tuple, dict, set, numpy), or set trusted_objects=True"
+            f"{name}: a {type_name(value)} could be read back only by running code; {remedy}, or set "
+            "trusted_objects=True"
         )
     return value
 

@@ -107,7 +107,8 @@ async def load_checkpoint(
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)
         files.vouch(manifest.file for manifest in checkpoint.ranks)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
-        found = await run_blocking(executor, functools.partial(match, strict=strict, allow_missing=allow_missing))
+        options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted}
+        found = await run_blocking(executor, functools.partial(match, **options))
         if in_place:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
         reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)

@@ -34,7 +34,7 @@ from aio_ckpt.storage import LocalStorage, ReadFile
 NBYTES = 9 * BLOCK_BYTES + 12345
 READERS = 4
 SECS = 30.0
-OPTIONS = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False}
+OPTIONS = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False, "trusted": False}
 """What a template is matched with."""
 
 
@@ -78,7 +78,6 @@ async def load(storage, path, state, *, verify=True):
         executor=storage._executor,
         readers=READERS,
         verify=verify,
-        trusted=False,
         **OPTIONS,
     )
     outcome.put_back()

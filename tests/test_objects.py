@@ -119,6 +119,13 @@ def test_the_refusal_names_the_type_and_the_way_out():
         tree.check_object("cfg", {"out": Path("/x")}, False)
 
 
+def test_the_way_out_for_a_subclass_of_ndarray_is_a_plain_array(tmp_path):
+    mapped = np.memmap(tmp_path / "m", np.int64, "w+", shape=3)
+    with pytest.raises(UnsafeObjectError, match=r"^leaf: a numpy\.memmap .*give its numpy\.asarray\(\).*trusted"):
+        tree.encode_object("leaf", mapped, trusted=False)
+    tree.encode_object("leaf", np.asarray(mapped), trusted=False)
+
+
 def test_a_closed_stream_is_refused_by_name():
     stream = io.BytesIO()
     stream.close()

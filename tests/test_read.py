@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from aio_ckpt import readplan, tree
 from aio_ckpt.contents import Item
 from aio_ckpt.copies import HostCopies
+from aio_ckpt.dcp import Writer
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -289,6 +290,55 @@ async def test_a_plain_dcp_checkpoint_gives_its_nested_state(storage, tmp_path):
     assert outcome.verified
     assert torch.equal(target["l"][0], state["l"][0])
     assert (target["a"]["n"], target["l"][1]["s"]) == (3, "x")
+
+
+def numpy_state(dtype=np.int64):
+    scalar, flags = np.float32(3), np.ones((2, 2), dtype=np.bool_)
+    return {"v": np.arange(3, dtype=dtype), "s": scalar, "l": [{"b": flags}], "e": np.empty((0, 3)), "w": torch.ones(2)}
+
+
+def writer_save(path, state):
+    with Writer(path) as writer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=writer)
+
+
+@pytest.mark.parametrize("save", [stock_save, writer_save])
+async def test_numpy_that_dcp_pickled_comes_back_as_dcp_gives_it_where_it_is_trusted(direct, tmp_path, save):
+    save(tmp_path / "c", numpy_state())
+    found, wanted = ({"v": np.zeros(5), "s": np.float32(0), "l": [{"b": 0}], "e": 1, "w": torch.zeros(2)} for _ in "ab")
+    stock_load(tmp_path / "c", wanted)
+    await load(direct, tmp_path / "c", found, trusted=True)
+    assert repr(found) == repr(wanted) == repr(numpy_state())
+    template = numpy_state()
+    template["w"].zero_()
+    remedy = r"'v' is an array .* dcp\.save pickles numpy: set trusted_objects=True, or .*aio_ckpt\.dcp\.Reader.*'s'"
+    with pytest.raises(TemplateMismatchError, match=remedy) as caught:
+        await load(direct, tmp_path / "c", template)
+    assert not caught.value.target_modified
+    assert not template["w"].any()
+
+
+async def test_an_array_takes_no_object_of_ours_and_a_tensor_none_at_all(direct, tmp_path):
+    save_state(tmp_path / "ours", {"v": 5})
+    stock_save(tmp_path / "stock", {"v": np.arange(3)})
+    with pytest.raises(TemplateMismatchError, match=r"'v' is an array in .* and an object in the checkpoint$"):
+        await load(direct, tmp_path / "ours", {"v": np.arange(3)}, trusted=True)
+    with pytest.raises(TemplateMismatchError, match=r"'v' is a tensor in .* and an object in the checkpoint$"):
+        await load(direct, tmp_path / "stock", {"v": torch.ones(3)}, trusted=True)
+
+
+@pytest.mark.parametrize("kind", [np.memmap, ">i8"])
+async def test_an_array_of_another_kind_in_a_template_is_told_what_to_give(direct, tmp_path, kind):
+    save_state(tmp_path / "c", {"v": np.arange(3)})
+    given = np.zeros(3, kind) if kind == ">i8" else np.memmap(tmp_path / "m", np.int64, "w+", shape=3)
+    remedy = r"'v' is a numpy\.(memmap|ndarray) of '.i8' .* give numpy\.asarray\(\.\.\., 'int64'\) of it"
+    with pytest.raises(TemplateMismatchError, match=remedy):
+        await load(direct, tmp_path / "c", {"v": given})
+    plain = np.asarray(given, "int64")
+    await load(direct, tmp_path / "c", {"v": plain})
+    assert plain.tolist() == [0, 1, 2]
+    assert kind == ">i8" or given.tolist() == [0, 1, 2], "the file itself is filled"
 
 
 async def test_lazily_conjugated_and_negated_targets_get_the_values(direct, tmp_path):
