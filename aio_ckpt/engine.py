@@ -230,24 +230,24 @@ class CheckpointEngine:
         """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
 
         Tensors are filled as they are read, once the templates of all ranks match: after an error with
-        ``target_modified`` they may hold anything. Objects, modules, optimizers and other Stateful values are set only
-        after everything was verified. What becomes of damaged checkpoints: :mod:`aio_ckpt.quarantine`.
+        ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
 
         Args:
             state: the template: same names, shapes and dtypes as what was saved.
             step: which one; None takes the newest that verifies.
             strict: refuse names of the checkpoint that the template lacks.
             allow_missing: leave template names that the checkpoint lacks as they are.
-            fallback: with ``step=None``, pass damaged checkpoints by; False raises at the newest.
+            fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.quarantine`); False raises at the newest.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
             CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
             ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
-            UnsafeObjectError: an object needs ``trusted_objects``.
+            UnsafeObjectError, UnsupportedLeafError: an object needs ``trusted_objects``; a leaf that nothing can fill.
             FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
             PeerFailedError, StallError: another rank failed, or gave no sign of life.
+            Exception: of a ``load_state_dict``, with ``target_modified``: the tensors outside of it are filled by then.
         """
         given_up: Future[None] = Future()
         options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}

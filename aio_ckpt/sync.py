@@ -104,7 +104,7 @@ class SyncCheckpointEngine:
         allow_missing: bool = False,
         fallback: bool = True,
     ) -> LoadReport:
-        """See :meth:`CheckpointEngine.load`."""
+        """See :meth:`CheckpointEngine.load`; what a ``load_state_dict`` of the template raises comes through, too."""
         given_up: Future[None] = Future()
         options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
         return outcome_blocking(self._engine.submit_load(state, step, given_up, **options), given_up)
