@@ -70,6 +70,10 @@ class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
     """CRC32 of each block; empty if only the whole is summed."""
     record_crc32: int | None
     """CRC32 of all raw bytes, where no block has one (plain DCP)."""
+    is_conj: bool = False
+    """Whether the elements are the conjugates of what is stored (plain DCP)."""
+    is_neg: bool = False
+    """Whether they are the negatives (plain DCP)."""
 
 
 class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):

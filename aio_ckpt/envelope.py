@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -199,6 +199,10 @@ class ParsedItem:
     """Length of the whole storage."""
     crc32: int
     """CRC32 of the whole storage; 0 where ``torch.serialization.set_crc32_options(False)`` was in force."""
+    is_conj: bool = False
+    """As in :class:`~aio_ckpt.tensor_pickle.TensorView`; never of our own items."""
+    is_neg: bool = False
+    """Likewise."""
 
 
 class _Item(NamedTuple):
@@ -240,7 +244,7 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
     Raises:
         CorruptCheckpointError: malformed, compressed, or a number that points outside the item.
         UnsupportedLeafError: sound as far as it goes, but not one plain strided tensor (an object, a sparse or
-            quantized tensor, a conjugated view, several storages, the other byte order).
+            quantized tensor, a subclass, several storages, the other byte order).
     """
     if len(head) != min(item_bytes, HEAD_BYTES) or len(tail) != min(item_bytes, TAIL_BYTES):
         _corrupt(f"{len(head)} and {len(tail)} bytes were read of its {item_bytes}")
@@ -259,8 +263,11 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
     if raw_offset + data.nbytes > offset:
         _corrupt("its raw bytes run into its directory")
     _check_view(view, data.nbytes)
-    place = {"raw_offset": raw_offset, "raw_bytes": data.nbytes, "crc32": data.crc32}
-    return ParsedItem(dtype=view.dtype, shape=view.shape, stride=view.stride, storage_offset=view.offset, **place)
+    place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.nbytes, "crc32": data.crc32}
+    bits: dict[str, Any] = {"is_conj": view.is_conj, "is_neg": view.is_neg}
+    return ParsedItem(
+        dtype=view.dtype, shape=view.shape, stride=view.stride, storage_offset=view.offset, **place, **bits
+    )
 
 
 def records_of(data: bytes) -> dict[str, tuple[bytes, int]]:

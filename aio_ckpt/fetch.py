@@ -271,13 +271,15 @@ def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
 
     Raises:
         CorruptCheckpointError: it is damaged, or not what the metadata says.
+        UnsupportedLeafError: it is no plain tensor.
     """
     try:
         found = parse(bytes(head), bytes(tail), slot.item_bytes)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
     except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
+        remedy = "dcp.load with an aio_ckpt.dcp.Reader loads what torch.load can"
+        raise UnsupportedLeafError(f"{slot.file}: tensor {slot.name!r}: {error}; {remedy}") from error
     if found.shape != slot.shape or found.dtype != slot.dtype:
         raise CorruptCheckpointError(
             f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, "
@@ -296,6 +298,8 @@ def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
         block_bytes=BLOCK_BYTES,
         sums=(),
         record_crc32=found.crc32 or None,
+        is_conj=found.is_conj,
+        is_neg=found.is_neg,
     )
 
 

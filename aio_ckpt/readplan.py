@@ -147,7 +147,7 @@ class ReadPlan:
         is_same = (
             target.stride() == item.stride
             and (target.is_contiguous() or is_dense(item.shape, item.stride))
-            and not (item.storage_offset or target.is_conj() or target.is_neg())
+            and not (item.storage_offset or item.is_conj or item.is_neg or target.is_conj() or target.is_neg())
             and item.raw_bytes == target.numel() * item.dtype.itemsize
         )
         if not is_same or not (is_host(target) or copies_by_address(target.device)):
@@ -205,7 +205,7 @@ class ReadPlan:
             start=item.raw_offset + low,
             nbytes=high - low,
             crc32=item.record_crc32 if is_all and not item.sums else None,
-            then=functools.partial(_copy_box, view, item.dtype, item.stride, first - low // item.dtype.itemsize),
+            then=functools.partial(_copy_box, view, item, first - low // item.dtype.itemsize),
             device=self._number_of(view),
         )
         self._add_landing(item.file, landing, runs, item.block_bytes, item.sums)
@@ -259,13 +259,13 @@ def _dcp_metadata(items: Sequence[Item]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=items[0].dtype), torch.Size(items[0].shape), chunks)
 
 
-def _copy_box(
-    view: torch.Tensor, dtype: torch.dtype, stride: Sequence[int], first: int, scratch: torch.Tensor, copies: Copies
-) -> None:
+def _copy_box(view: torch.Tensor, item: Item, first: int, scratch: torch.Tensor, copies: Copies) -> None:
     """Copy a box out of scratch bytes; ``first`` is the element of ``scratch`` where the box begins."""
-    start = scratch.storage_offset() // dtype.itemsize + first
-    empty = torch.empty(0, dtype=dtype, device=scratch.device)
-    copies.fill(view, empty.set_(scratch.untyped_storage(), start, view.shape, tuple(stride)))
+    start = scratch.storage_offset() // item.dtype.itemsize + first
+    empty = torch.empty(0, dtype=item.dtype, device=scratch.device)
+    source = empty.set_(scratch.untyped_storage(), start, view.shape, item.stride)
+    source = torch._neg_view(source) if item.is_neg else source
+    copies.fill(view, source.conj() if item.is_conj else source)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

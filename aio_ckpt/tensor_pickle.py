@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 import pickletools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ STORAGE_ELEMENT_BYTES: dict[str, int] = {
 }
 """Bytes of one slot by the full name of the storage's class."""
 _STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
+_LAZY_DTYPES = frozenset(_V2_DTYPES.values()) - {torch.bool}
+"""Those whose negative and conjugate torch can make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,10 @@ class TensorView:
     """Shape."""
     stride: tuple[int, ...]
     """Stride, in elements."""
+    is_conj: bool = False
+    """Whether its elements are the conjugates of what is stored, as of ``x.conj()``."""
+    is_neg: bool = False
+    """Whether they are the negatives, as of ``x.conj().imag``."""
 
 
 def storable_dtype(dtype: torch.dtype) -> bool:
@@ -129,11 +136,14 @@ def _pickle_tuple(values: Sequence[int]) -> str:
 
 # -- read --------------------------------------------------------------------------------------------------
 
-_OPCODES = frozenset("\x80\x95.c\x93RQ(t)\x85\x86\x87q\x94hX\x8cJKM\x8a\x88\x89N")
+_OPCODES = frozenset("\x80\x95.c\x93RQ(t)\x85\x86\x87q\x94hX\x8cJKM\x8a\x88\x89N}su")
 """All that ``torch.save`` emits for a plain tensor, protocols 2 to 5: PROTO FRAME STOP GLOBAL STACK_GLOBAL REDUCE
 BINPERSID MARK TUPLE EMPTY_TUPLE TUPLE1-3 BINPUT MEMOIZE BINGET (SHORT_)BINUNICODE BININT BININT1-2 LONG1 NEWTRUE
-NEWFALSE NONE. LONG_BINPUT is left out on purpose: the C unpickler sizes its memo by that opcode's argument, so that
-12 bytes of pickle take 2 GiB."""
+NEWFALSE NONE, and EMPTY_DICT SETITEM SETITEMS where ``_BITS`` has them. LONG_BINPUT is left out on purpose: the C
+unpickler sizes its memo by that opcode's argument, so that 12 bytes of pickle take 2 GiB."""
+_BITS = re.compile("}(?:k[\x88\x89]s|\\((?:k[\x88\x89]){1,2}u)")
+"""The opcodes of ``{"conj": True}`` and the like, k for a key: the one dict that there may be. Any other might hash a
+key of 30,000 tuples inside each other, which ends the process."""
 
 
 def _no_hooks() -> None:
@@ -141,13 +151,18 @@ def _no_hooks() -> None:
 
 
 def _rebuild_tensor(storage: object, offset: int, shape: object, stride: object, *rest: object) -> TensorView:
-    """Stands for torch's v2 (``rest``: requires_grad, hooks) and v3 (a dtype more)."""
+    """Stands for torch's v2 (``rest``: requires_grad, hooks) and v3 (a dtype more); either may end in its lazy bits."""
     if not isinstance(storage, StorageRef) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise TypeError("its tensor has no storage, shape or stride")
-    dtype = rest[2] if len(rest) == 3 else storage.dtype
-    if len(rest) not in (2, 3) or not isinstance(dtype, torch.dtype):
+    bits = rest[-1] if rest and isinstance(rest[-1], dict) else None
+    kept = rest if bits is None else rest[:-1]
+    dtype = kept[2] if len(kept) == 3 else storage.dtype
+    if len(kept) not in (2, 3) or not isinstance(dtype, torch.dtype):
         raise TypeError("its tensor has no dtype")
-    return TensorView(storage, dtype, offset, shape, stride)
+    is_conj, is_neg = (bool(bits and bits.get(bit)) for bit in ("conj", "neg"))
+    if (is_conj and not dtype.is_complex) or ((is_conj or is_neg) and dtype not in _LAZY_DTYPES):
+        raise UnsupportedLeafError(f"an item holds a lazy conjugate or negative of {dtype}")
+    return TensorView(storage, dtype, offset, shape, stride, is_conj, is_neg)
 
 
 def _rebuild_parameter(data: object, _grad: bool, _hooks: None) -> object:
@@ -183,9 +198,14 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    for opcode, _, _ in pickletools.genops(data):
+    codes = []
+    for opcode, argument, _ in pickletools.genops(data):
         if opcode.code not in _OPCODES:
             raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
+        if opcode.code not in "q\x94":  # which leave the stack as it is
+            codes.append("k" if argument in ("conj", "neg") else opcode.code)
+    if not set("}su").isdisjoint(_BITS.sub("", "".join(codes))):
+        raise UnsupportedLeafError("an item's pickle makes a dict: no plain tensor")
 
 
 def read_pickle(data: bytes) -> TensorView:

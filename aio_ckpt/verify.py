@@ -27,7 +27,7 @@ from aio_ckpt.catalog import (
 )
 from aio_ckpt.contents import Slot, StoredObject
 from aio_ckpt.envelope import fill_crc, render
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
 from aio_ckpt.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
 from aio_ckpt.files import Files
 from aio_ckpt.items import PAGE_BYTES, TensorSpec, align_up
@@ -186,9 +186,9 @@ class _Verification:
             for file in sorted(catalog.files):
                 with _noting(self.faults, file):
                     await self.files.measure([file], catalog.files)
-                    spans = await self._record_spans([slot for slot in slots if slot.file == file])
+                    spans, others = await self._record_spans([slot for slot in slots if slot.file == file])
                     await self._sum_file(file, spans)
-                    await self._zips([stored for stored in catalog.objects.values() if stored.file == file])
+                    await self._zips([*others, *(stored for stored in catalog.objects.values() if stored.file == file)])
 
     # -- ours ---------------------------------------------------------------------------------------
 
@@ -241,16 +241,20 @@ class _Verification:
 
     # -- plain DCP ----------------------------------------------------------------------------------
 
-    async def _record_spans(self, slots: Sequence[Slot]) -> list[_Span]:
-        plain = [slot for slot in slots if not slot.is_transformed]
-        spans: list[_Span] = []
-        for slot in plain:
+    async def _record_spans(self, slots: Sequence[Slot]) -> tuple[list[_Span], list[StoredObject]]:
+        """Of the plain tensors, and the others (subclasses, say), whose zips can be proven all the same."""
+        spans, others = list[_Span](), list[StoredObject]()
+        for slot in (slot for slot in slots if not slot.is_transformed):
             with _noting(self.faults, slot.file, slot.name):
                 ends = await read_ends(self.files, [slot], executor=self.executor, readers=1)
-                item = parse_slot(slot, *ends[id(slot)])
+                try:
+                    item = parse_slot(slot, *ends[id(slot)])
+                except UnsupportedLeafError:
+                    others.append(StoredObject(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, False))
+                    continue
                 if item.record_crc32 is not None:
                     spans.append(_Span(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
-        return spans
+        return spans, others
 
     async def _zips(self, objects: Iterable[StoredObject]) -> None:
         for stored in objects:

@@ -176,6 +176,17 @@ def test_a_tensor_that_only_torch_save_knows_is_stored_as_stock_stores_it(tmp_pa
         assert torch.equal(target["q"].int_repr(), state["q"].int_repr())
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_lazy_conjugates_and_negatives_are_read_as_stock_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    pair = torch.view_as_complex(torch.arange(80.0).view(8, 5, 2) - 30)
+    save_stock({"conj": pair.conj(), "imag": pair.conj().imag, "neg": torch._neg_view(pair).mH}, tmp_path / "a")
+    shapes = {"conj": (8, 5), "imag": (8, 5), "neg": (5, 8)}
+    wanted, found = ({name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()} for _ in "ab")
+    dcp.load(wanted, checkpoint_id=tmp_path / "a")
+    dcp.load(found, storage_reader=Reader(tmp_path / "a"))
+    assert_same_state(found, wanted)
+
+
 def test_a_target_of_another_dtype_is_converted_as_stock_does(tmp_path: Path) -> None:
     save({"w": torch.arange(10.0)}, tmp_path / "a")
     target = {"w": torch.zeros(10, dtype=torch.float64)}

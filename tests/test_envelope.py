@@ -379,7 +379,7 @@ def test_parse_reads_a_stock_item_without_sums_and_says_so():
         {"a": torch.ones(2)},
         [torch.ones(2), torch.ones(3)],
         3.5,
-        torch.ones(3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(3, dtype=torch.bool)),
         torch.ones(1).expand(1000),
         torch.eye(3).to_sparse(),
         torch.ones(2, device="meta"),
@@ -387,11 +387,61 @@ def test_parse_reads_a_stock_item_without_sums_and_says_so():
         torch.ones(2).untyped_storage(),
         {f"{name:05}": torch.ones(2) for name in range(2000)},
     ],
-    ids=["dict", "list", "float", "conj", "expanded", "sparse", "meta", "buffer", "storage", "many"],
+    ids=["dict", "list", "float", "neg bool", "expanded", "sparse", "meta", "buffer", "storage", "many"],
 )
 def test_a_stock_file_that_is_no_plain_tensor_is_unsupported_not_corrupt(value):
     with pytest.raises(UnsupportedLeafError):
         parse_whole(stock_item(value))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, torch.nn.Parameter], ids=["tensor", "parameter"])
+@pytest.mark.parametrize(("is_conj", "is_neg"), [(True, False), (False, True), (True, True), (False, False)])
+def test_parse_finds_lazy_conjugates_and_negatives(is_conj, is_neg, wrap, protocol):
+    tensor = torch.ones(3, dtype=torch.complex64)
+    tensor = torch._neg_view(tensor) if is_neg else tensor
+    found = parse_whole(stock_item(wrap(tensor.conj() if is_conj else tensor), pickle_protocol=protocol))
+    assert (found.is_conj, found.is_neg) == (is_conj, is_neg)
+
+
+BITS_AT = tensor_pickle(2, 0, (2,), (1,)).rindex(b"t")
+"""Where the last argument of a tensor ends."""
+DEEP = b")" + b"\x85" * 20_000
+"""A tuple whose hash leaves the stack."""
+
+
+def with_bits(crafted: bytes) -> bytes:
+    """The pickle of a tensor of 2 floats with one argument more."""
+    plain = tensor_pickle(2, 0, (2,), (1,))
+    return plain[:BITS_AT] + crafted + plain[BITS_AT:]
+
+
+def test_a_false_bit_is_none_and_a_negative_of_floats_is_read():
+    assert parse_whole(foreign_item(with_bits(b"}X\x03\0\0\0neg\x88s"))).is_neg
+    assert not parse_whole(foreign_item(with_bits(b"}X\x03\0\0\0neg\x89s"))).is_neg
+
+
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        b"}",
+        b"}X\x03\0\0\0nag\x88s",
+        b"}X\x03\0\0\0negNs",
+        b"}X\x03\0\0\0negK\x01s",
+        b"}(X\x03\0\0\0neg\x88X\x01\0\0\0x\x88u",
+        b"}(X\x03\0\0\0neg\x88X\x03\0\0\0neg\x88X\x03\0\0\0neg\x88u",
+        b"}X\x03\0\0\0neg\x88sX\x03\0\0\0neg\x88s",
+        b"}q\x7fX\x03\0\0\0neg\x88s\x30",
+        b"}" + DEEP + b"\x88s",
+        DEEP + b"}X\x03\0\0\0neg\x88ss",
+        b"}q\x7f" + DEEP + b"h\x7fs",
+        b"}X\x04\0\0\0conj\x88s",
+    ],
+    ids=["empty", "name", "none", "int", "more", "thrice", "again", "pop", "deep", "below", "memo", "no complex"],
+)
+def test_a_dict_that_is_no_lazy_bit_is_refused_before_it_is_made(crafted):
+    with pytest.raises(UnsupportedLeafError):
+        parse_whole(foreign_item(with_bits(crafted)))
 
 
 def test_an_item_of_the_other_byte_order_is_unsupported():

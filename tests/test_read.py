@@ -351,6 +351,33 @@ async def test_lazily_conjugated_and_negated_targets_get_the_values(direct, tmp_
         assert torch.equal(state["neg"].resolve_neg(), stored["neg"]), name
 
 
+def lazy_state():
+    """Tensors that stock stores as they lie, with a bit that says how they are meant."""
+    pair = random_tensor(torch.complex64, (40, 30))
+    many = random_tensor(torch.complex128, (1 << 18, 2), seed=1)  # of which a box is read in parts
+    real = random_tensor(torch.float32, (6, 5), seed=2)
+    both = torch._neg_view(random_tensor(torch.complex64, (7,), seed=3)).conj()
+    views = {"h": pair.mH, "row": pair.conj()[3], "imag": pair.conj().imag, "neg": torch._neg_view(real).t()}
+    return {"conj": pair.conj(), "many": many.conj(), "both": both, "empty": pair[:0].conj(), "plain": real, **views}
+
+
+async def test_lazy_conjugates_and_negatives_of_stock_are_read_as_dcp_reads_them(direct, tmp_path):
+    state = lazy_state()
+    stock_save(tmp_path / "c", state)
+    wanted, same, found = (
+        {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()} for _ in range(3)
+    )
+    stock_load(tmp_path / "c", wanted)
+    assert {name: bits(tensor) for name, tensor in wanted.items()} == {name: bits(t) for name, t in state.items()}
+    await load(direct, tmp_path / "c", same)
+    found |= await read(direct, tmp_path / "c")
+    lazy = {"conj": torch.zeros(40, 30, dtype=torch.complex64).conj(), "neg": torch._neg_view(torch.zeros(5, 6))}
+    await load(direct, tmp_path / "c", lazy)
+    for got in (same, found, lazy):
+        for name, tensor in got.items():
+            assert bits(tensor) == bits(wanted[name]), name
+
+
 async def test_autograd_sees_that_a_loaded_parameter_changed(direct, tmp_path):
     save_state(tmp_path / "c", {"w": torch.ones(3)})
     weight = torch.nn.Parameter(torch.zeros(3))

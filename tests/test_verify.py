@@ -204,6 +204,28 @@ async def test_damage_in_a_plain_dcp_checkpoint_is_found_and_named(executor, tmp
     assert [fault.file for fault in await verify(executor, path)] == [".metadata"]
 
 
+class Tagged(torch.Tensor):
+    """What only running code could bring back as it was."""
+
+
+def odd_tensors():
+    lazy = {"conj": torch.randn(300, dtype=torch.complex64).conj(), "neg": torch._neg_view(torch.arange(200.0))}
+    return lazy | {"tagged": torch.arange(300.0).as_subclass(Tagged), "buffer": torch.nn.Buffer(torch.arange(400.0))}
+
+
+async def test_tensors_that_are_not_plain_are_no_fault_and_damage_in_them_is(executor, tmp_path):
+    path = stock_save(tmp_path / "c", odd_tensors())
+    assert await verify(executor, path) == ()
+    file = path / "__0_0.distcp"
+    starts = {index.fqn: info.offset for index, info in dcp.FileSystemReader(path).read_metadata().storage_data.items()}
+    data = file.read_bytes()
+    for name, start in starts.items():
+        raw = data.index(np.arange(100.0, 150.0, dtype=np.float32).tobytes(), start) if name != "conj" else start + 1000
+        flip(file, raw)
+        assert [(fault.file, fault.tensor) for fault in await verify(executor, path)] == [(file.name, name)]
+        file.write_bytes(data)
+
+
 async def test_what_is_no_checkpoint_is_an_error_not_a_fault(executor, tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         await verify(executor, tmp_path)

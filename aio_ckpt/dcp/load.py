@@ -256,7 +256,7 @@ def _parse(slots: Mapping[MetadataIndex, Slot], ends: Ends, into: _Located) -> N
     for index, slot in slots.items():
         try:
             into.items[index] = parse_slot(slot, *ends[id(slot)])
-        except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, or a lazy conjugate
+        except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, say
             into.streams[index] = StoredObject(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, False)
 
 
