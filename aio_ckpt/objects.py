@@ -51,6 +51,7 @@ TORCH_ARRAY_DTYPES: frozenset[np.dtype[Any]] = frozenset(
 
 _TAG = "__aio_ckpt__"
 _IMMUTABLE = frozenset({NoneType, bool, int, float, complex, str, bytes})
+_CONTAINERS = frozenset({list, tuple, dict, OrderedDict, set, frozenset})
 _ALWAYS_PLAIN = frozenset({NoneType, bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _INT_BITS = 2000
 """Larger ints pickle as LONG4 (above 255 bytes), an opcode that ``weights_only`` lacks."""
@@ -59,10 +60,10 @@ _INT_BITS = 2000
 def is_immutable(value: object) -> bool:
     """Whether equal type and ``repr`` mean equal bytes, so that those of the last save may be used again.
 
-    Tuples of such values count: AdamW's ``betas`` alone would be encoded once a parameter.
+    Flat tuples of such values count: AdamW's ``betas`` alone would be encoded once a parameter.
     """
     kind = type(value)
-    return kind in _IMMUTABLE or (kind is tuple and all(map(is_immutable, value)))  # type: ignore[call-overload]
+    return kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value)))  # type: ignore[call-overload]
 
 
 def check_object(name: str, value: object, trusted: bool) -> None:
@@ -72,7 +73,7 @@ def check_object(name: str, value: object, trusted: bool) -> None:
         UnsafeObjectError: something inside could be read back only by running code; names leaf and type.
         UnsupportedLeafError: nested deeper than ``MAX_DEPTH`` (a cycle), or a closed ``BytesIO``.
     """
-    _encode(value, name, trusted, 0)
+    _Encoding(name, trusted).of(value)
 
 
 def encode_object(name: str, value: object, *, trusted: bool) -> bytes:
@@ -83,7 +84,7 @@ def encode_object(name: str, value: object, *, trusted: bool) -> bytes:
             what cannot be pickled at all.
     """
     buffer = io.BytesIO()
-    plain = _encode(value, name, trusted, 0)
+    plain = _Encoding(name, trusted).of(value)
     try:
         torch.save(plain, buffer)
     except (pickle.PicklingError, TypeError, AttributeError) as exc:
@@ -102,7 +103,7 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         _check_stored(data, name)
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted, mmap=False)
-        return _decode(value)
+        return _Decoding().of(value)
     except pickle.UnpicklingError as exc:
         reason = _unsafe_reason(exc)
         if not reason:
@@ -160,35 +161,58 @@ def from_tensor(tensor: torch.Tensor, kind: LeafKind) -> object:
 _Recurse = Callable[[object], object]
 
 
-def _encode(value: object, name: str, trusted: bool, depth: int) -> object:
-    """``value`` in types that ``weights_only`` reads back; a container is rebuilt, never changed."""
-    kind = type(value)
-    if kind in _ALWAYS_PLAIN:
+class _Encoding:
+    """One object in types that ``weights_only`` reads back; a container is rebuilt, never changed.
+
+    One that holds others is rebuilt once, wherever it stands: 60 lists that hold the next one twice are 2**60 places.
+    """
+
+    def __init__(self, name: str, trusted: bool) -> None:
+        self._name = name
+        self._trusted = trusted
+        self._known: dict[int, tuple[object, object, int]] = {}  # by id: a container, kept alive; its encoding; height
+        self._depth = self._deepest = 0
+
+    def of(self, value: object) -> object:
+        """What stands for ``value``, a part of the object."""
+        kind = type(value)
+        if kind in _ALWAYS_PLAIN or ((kind is list or kind is tuple) and _is_plain(value)):  # type: ignore[arg-type]
+            return value
+        if kind not in _CONTAINERS:
+            return self._anew(value)
+        depth = self._depth
+        _, known, height = self._known.get(id(value), (None, None, 0))
+        if depth + height > MAX_DEPTH:
+            raise UnsupportedLeafError(f"{self._name}: an object nested deeper than {MAX_DEPTH} (does it hold itself?)")
+        outer = max(self._deepest, depth + height)
+        if known is None:
+            self._deepest, self._depth = depth, depth + 1
+            known = self._anew(value)
+            self._depth = depth
+            if height := self._deepest - depth:
+                self._known[id(value)] = value, known, height
+        self._deepest = max(outer, self._deepest)
+        return known
+
+    def _anew(self, value: object) -> object:
+        encoder = _ENCODERS.get(type(value))
+        if encoder is None and isinstance(value, np.generic):
+            encoder = _encode_scalar
+        if encoder is not None:
+            try:
+                return encoder(value, self.of)
+            except _NotEncodableError as exc:
+                if not self._trusted:
+                    raise UnsafeObjectError(f"{self._name}: {exc}") from None
+            except ValueError as exc:
+                raise UnsupportedLeafError(f"{self._name}: a {type_name(value)} that cannot be read: {exc}") from exc
+        elif not self._trusted:
+            remedy = "convert it to plain values (numbers, str, bytes, list, tuple, dict, set, numpy)"
+            if isinstance(value, np.ndarray):
+                remedy = "give its numpy.asarray(), which has the elements and nothing else"
+            what = f"a {type_name(value)} could be read back only by running code"
+            raise UnsafeObjectError(f"{self._name}: {what}; {remedy}, or set trusted_objects=True")
         return value
-    if depth > MAX_DEPTH:
-        raise UnsupportedLeafError(f"{name}: an object nested deeper than {MAX_DEPTH} (does it hold itself?)")
-    encoder = _ENCODERS.get(kind)
-    if encoder is None and isinstance(value, np.generic):
-        encoder = _encode_scalar
-    if encoder is not None:
-        try:
-            return encoder(value, lambda inner: _encode(inner, name, trusted, depth + 1))
-        except _NotEncodableError as exc:
-            if not trusted:
-                raise UnsafeObjectError(f"{name}: {exc}") from None
-        except ValueError as exc:
-            raise UnsupportedLeafError(f"{name}: a {type_name(value)} that cannot be read: {exc}") from exc
-    elif not trusted:
-        remedy = (
-            "give its numpy.asarray(), which has the elements and nothing else"
-            if isinstance(value, np.ndarray)
-            else "convert it to plain values (numbers, str, bytes, list, tuple, dict, set, numpy)"
-        )
-        raise UnsafeObjectError(
-            f"{name}: a {type_name(value)} could be read back only by running code; {remedy}, or set "
-            "trusted_objects=True"
-        )
-    return value
 
 
 class _NotEncodableError(Exception):
@@ -217,11 +241,11 @@ def _encode_bytes(value: bytes, _: _Recurse) -> object:
 
 
 def _encode_list(value: list[object], recurse: _Recurse) -> object:
-    return value if _is_plain(value) else [recurse(item) for item in value]
+    return [recurse(item) for item in value]
 
 
 def _encode_tuple(value: tuple[object, ...], recurse: _Recurse) -> object:
-    return value if _is_plain(value) else tuple(recurse(item) for item in value)
+    return tuple([recurse(item) for item in value])
 
 
 def _encode_dict(value: dict[object, object], recurse: _Recurse) -> object:
@@ -292,26 +316,36 @@ _ENCODERS: dict[type, Callable[[Any, _Recurse], object]] = {
 # -- and back ---------------------------------------------------------------------------------------
 
 
-def _decode(value: Any) -> object:
-    """Replace tagged dicts by what they stand for; every other type is passed through."""
-    kind = type(value)
-    if kind is list:
-        return value if _is_plain(value) else [_decode(item) for item in value]
-    if kind is tuple:
-        return value if _is_plain(value) else tuple(_decode(item) for item in value)
-    if kind is dict and _TAG in value:
-        return _DECODERS[value[_TAG]](value)
-    if kind is dict or kind is OrderedDict:
-        return kind((key, _decode(item)) for key, item in value.items())
-    return value
+class _Decoding:
+    """Replaces tagged dicts by what they stand for, each container once; every other type is passed through."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, object] = {}
+
+    def of(self, value: Any) -> object:
+        """What ``value``, a part of what was read, stands for."""
+        kind = type(value)
+        if kind not in _CONTAINERS or (kind in (list, tuple) and _is_plain(value)):
+            return value
+        known = self._known.get(id(value), self)
+        if known is self:
+            self._known[id(value)] = known = self._anew(value, kind)
+        return known
+
+    def _anew(self, value: Any, kind: Any) -> object:
+        if kind is dict and _TAG in value:
+            return _DECODERS[value[_TAG]](value, self.of)
+        if kind is dict or kind is OrderedDict:
+            return kind((key, self.of(item)) for key, item in value.items())
+        return kind(map(self.of, value)) if kind in (list, tuple) else value
 
 
-def _decode_dict(fields: dict[str, Any]) -> object:
-    pairs: Iterable[tuple[object, object]] = ((_decode(key), _decode(item)) for key, item in fields["pairs"])
+def _decode_dict(fields: dict[str, Any], recurse: _Recurse) -> object:
+    pairs: Iterable[tuple[object, object]] = ((recurse(key), recurse(item)) for key, item in fields["pairs"])
     return OrderedDict(pairs) if fields["ordered"] else dict(pairs)
 
 
-def _decode_bytes_io(fields: dict[str, Any]) -> object:
+def _decode_bytes_io(fields: dict[str, Any], _: _Recurse) -> object:
     stream = io.BytesIO(_stored_bytes(fields["data"]).tobytes())
     stream.seek(fields["position"])
     return stream
@@ -334,15 +368,15 @@ def _decode_array(fields: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.ndarray(shape, dtype=dtype, buffer=raw)
 
 
-_DECODERS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "int": lambda fields: int(fields["hex"], 16),
-    "bytes": lambda _: b"",
+_DECODERS: dict[str, Callable[[dict[str, Any], _Recurse], object]] = {
+    "int": lambda fields, _: int(fields["hex"], 16),
+    "bytes": lambda *_: b"",
     "dict": _decode_dict,
-    "set": lambda fields: set(map(_decode, fields["items"])),
-    "frozenset": lambda fields: frozenset(map(_decode, fields["items"])),
+    "set": lambda fields, recurse: set(map(recurse, fields["items"])),
+    "frozenset": lambda fields, recurse: frozenset(map(recurse, fields["items"])),
     "BytesIO": _decode_bytes_io,
-    "ndarray": _decode_array,
-    "scalar": lambda fields: _decode_array(fields)[()],
+    "ndarray": lambda fields, _: _decode_array(fields),
+    "scalar": lambda fields, _: _decode_array(fields)[()],
 }
 
 

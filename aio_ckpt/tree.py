@@ -8,7 +8,6 @@ inside either. Every other list or tuple, whatever arrays it holds, is one objec
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -17,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from aio_ckpt.errors import EmptyStateError, SourceChangedError, UnsupportedLeafError
 from aio_ckpt.items import LeafKind, PerRank
@@ -50,6 +47,7 @@ from aio_ckpt.skeleton import (
     subtree,
     unflatten_dcp,
 )
+from aio_ckpt.storable import TENSOR_TYPES, tensor_fault
 
 __all__ = [
     "Container",
@@ -78,15 +76,17 @@ __all__ = [
 ]
 
 _PLAIN_TYPES: tuple[type, ...] = (NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size)
-_TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
-_UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
-"""Opaque dtypes of less than a byte, or of no number at all: DCP's planner fails on them."""
 _NO_LEAVES = frozenset({*_PLAIN_TYPES, np.ndarray})
 """Elements that do not make a list or tuple one to enter."""
 _LEAVES: dict[type, LeafKind] = {
     **dict.fromkeys(_PLAIN_TYPES, LeafKind.OBJECT),
-    **dict.fromkeys(_TENSOR_TYPES, LeafKind.TENSOR),
+    **dict.fromkeys(TENSOR_TYPES, LeafKind.TENSOR),
 }
+_SHOWN = 80
+"""Characters of a name that a message shows where it may be as long as the nesting is deep."""
+_MAX_ENTERED = 1 << 20
+"""Containers, at most: 60 tuples of which each holds the next one twice stand in 2**60 places."""
+_CONTAINERS_FROM = int(min(Container))
 _KEY, _VALUE = itemgetter(0), itemgetter(1)
 _MANY = 16
 """From so many entries on a mapping of leaves is worth a look at all their types first."""
@@ -164,7 +164,7 @@ def check_leaves(flat: FlatState) -> None:
         UnsupportedLeafError: names the leaf and the remedy.
     """
     for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
-        fault = _tensor_fault(value) if kind is LeafKind.TENSOR else None
+        fault = tensor_fault(value) if kind is LeafKind.TENSOR else None
         if fault is None and not name.isascii() and name != name.encode(errors="ignore").decode():
             fault = "its name has a lone surrogate, which no UTF-8 file holds; rename it"
         if fault is not None:
@@ -198,6 +198,8 @@ class _Walk:
     """The leaves."""
     kinds: list[LeafKind] = field(default_factory=list)
     """Of the leaves."""
+    entered: int = 0
+    """Containers so far, each as often as it stands somewhere."""
 
     def root(self, state: object, depth: int = 0) -> Skeleton:
         """The skeleton of the state itself, which must be a mapping or Stateful."""
@@ -209,8 +211,10 @@ class _Walk:
     def node(self, value: Any, name: str | None, depth: int) -> Skeleton:
         """The skeleton of ``value``, whose name is ``name`` (None: the state itself)."""
         code = _code(value, name, trusted=self.trusted)
-        if depth > MAX_DEPTH:
-            raise UnsupportedLeafError(f"{name}: nested deeper than {MAX_DEPTH} (does a container hold itself?)")
+        if code >= _CONTAINERS_FROM:
+            self.entered += 1
+            if depth > MAX_DEPTH or self.entered > _MAX_ENTERED:
+                raise _endless(f"{name}", depth)
         if code in MAPPINGS:
             return self.mapping(value, code, name, depth)
         prefix = _prefix(name)
@@ -272,6 +276,18 @@ class _Walk:
         return Container.STATEFUL, (), ()
 
 
+def _endless(name: str, depth: int) -> UnsupportedLeafError:
+    """What says that a walk would not end, or not soon."""
+    if depth > MAX_DEPTH:
+        why = f"nested deeper than {MAX_DEPTH} (does a container hold itself?)"
+    else:
+        why = (
+            f"more than {_MAX_ENTERED} containers, each counted in every place where it stands, as what it holds has "
+            "another name in each: give what is shared in one place"
+        )
+    return UnsupportedLeafError(f"{name[:_SHOWN]}...: {why}")
+
+
 def _entries(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any, ...], list[object]]:
     """Keys and values, read at once: no value under another's key, whatever another thread changes meanwhile."""
     if type(value) is dict:  # whose copy is one step: 20,000 entries take 0.2 ms, and their pairs 1.6
@@ -313,7 +329,7 @@ def _code(value: Any, name: str | None, *, trusted: bool) -> int:
 
 
 def _sequence_code(value: Any, name: str | None, trusted: bool) -> int:
-    is_entered = _holds_leaves(value, 0)
+    is_entered = _holds_leaves(value, name, 0, set())
     if type(value) not in (list, tuple) and (is_entered or not trusted):
         raise UnsupportedLeafError(
             f"{name}: a {type_name(value)} would come back as another type; give a list, a tuple, or ._asdict()"
@@ -323,45 +339,29 @@ def _sequence_code(value: Any, name: str | None, trusted: bool) -> int:
     return Container.LIST if isinstance(value, list) else Container.TUPLE
 
 
-def _holds_leaves(values: Any, depth: int) -> bool:
-    """Whether a list or tuple is entered: decided by the set of its types, so that 10,000 ints cost one pass in C."""
+def _holds_leaves(values: Any, name: str | None, depth: int, without: set[int]) -> bool:
+    """Whether a list or tuple is entered: decided by the set of its types, so that 10,000 ints cost one pass in C.
+
+    ``without``: ids of those that hold others and no leaf; one that stands in many places is looked at once.
+    """
     nested = False
     for kind in set(map(type, values)) - _NO_LEAVES:
         if issubclass(kind, (torch.Tensor, PerRank, Mapping)) or _is_stateful_type(kind):
             return True
         nested = nested or issubclass(kind, (list, tuple))
     if nested and depth > MAX_DEPTH:
-        raise UnsupportedLeafError(f"a list nested deeper than {MAX_DEPTH} (does it hold itself?)")
-    return nested and any(_holds_leaves(item, depth + 1) for item in values if isinstance(item, (list, tuple)))
+        raise UnsupportedLeafError(f"{name}: a list nested deeper than {MAX_DEPTH} (does it hold itself?)")
+    if nested:
+        for item in values:
+            is_new = isinstance(item, (list, tuple)) and id(item) not in without
+            if is_new and _holds_leaves(item, name, depth + 1, without):
+                return True
+        without.add(id(values))
+    return False
 
 
 def _is_stateful_type(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
-
-
-def _tensor_fault(value: Any) -> str | None:
-    """Why no item can hold this tensor, and what to give instead; None if it can."""
-    kind = type(value)
-    if is_lazy(value):
-        return f"a {kind.__name__} has no shape yet; run one forward pass first"
-    if kind not in _TENSOR_TYPES:
-        return f"a {type_name(value)}, a subclass of Tensor that would come back as another type; give a plain tensor"
-    tensor = value._local_tensor if kind is DTensor else value
-    if tensor.is_nested:
-        return "a nested tensor; give its parts with .unbind()"
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout}; give .to_dense()"
-    if tensor.is_quantized:
-        return "a quantized tensor; give .int_repr() with its scale and zero point, or .dequantize()"
-    if tensor.dtype in _UNPLANNED_DTYPES:
-        return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
-    if tensor.device.type == "meta":
-        return "a meta tensor, which has no values; materialize it first (.to_empty(device=...))"
-    if kind is DTensor and any(placement.is_partial() for placement in value.placements):
-        return "a DTensor with a Partial placement, whose sum no rank holds; give .redistribute() or .full_tensor()"
-    if type(tensor) not in _TENSOR_TYPES:
-        return f"a DTensor over a {type_name(tensor)}; give a DTensor over a plain tensor"
-    return None
 
 
 def _replaced(value: Any, name: str | None, objects: Mapping[str, object], rank: int, depth: int) -> object:

@@ -21,6 +21,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(
         ("tensor_pickle", "envelope", "metadata", "columns", "manifest", "objects", "skeleton", "tree", "names"), 1
     ),
+    **dict.fromkeys(("storable",), 1),
     **dict.fromkeys(("frames", "ranks", "board", "lobby"), 1),
     **dict.fromkeys(("exits", "portal", "ticket", "device", "copies", "moves", "likeness", "batch", "preemption"), 1),
     **dict.fromkeys(("priority", "trace", "ratelimit"), 1),
@@ -69,6 +70,8 @@ SIDEWAYS: set[tuple[str, str]] = {
     ("objects", "envelope"),
     ("objects", "tensor_pickle"),
     ("tree", "skeleton"),
+    ("tree", "storable"),
+    ("storable", "objects"),
     ("tree", "objects"),
     ("skeleton", "objects"),
     ("plan", "layout"),
@@ -209,6 +212,7 @@ PURE = (
     "manifest",
     "objects",
     "skeleton",
+    "storable",
     "tree",
     "names",
     "trace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import pickle
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_states import Ordered, Point, round_trip, same, through_bytes
 
-from aio_ckpt import tree
+from aio_ckpt import objects, tree
 from aio_ckpt.errors import (
     CorruptCheckpointError,
     UnsafeObjectError,
@@ -198,9 +199,61 @@ def test_a_truncated_object_is_corrupt_and_named(cut):
         tree.decode_object(data[:cut], name="some.leaf", trusted=False)
 
 
+def doubled(value, levels, kind):
+    """Containers of which each holds the next one twice."""
+    for _ in range(levels):
+        value = kind([value, value]) if kind is not dict else {"a": value, "b": value}
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_a_container_that_stands_in_many_places_is_encoded_and_decoded_once(monkeypatch, kind):
+    looks = itertools.count()
+
+    def counted(function):
+        def wrapper(*arguments):
+            assert next(looks) < 100, "each place was looked at by itself"
+            return function(*arguments)
+
+        return wrapper
+
+    monkeypatch.setitem(objects._ENCODERS, bytes, counted(objects._ENCODERS[bytes]))
+    monkeypatch.setitem(objects._DECODERS, "bytes", counted(objects._DECODERS["bytes"]))
+    value = doubled([1, b"", None], 60, kind)
+    tree.check_object("leaf", value, False)
+    data = tree.encode_object("leaf", value, trusted=False)
+    assert len(data) < 5000
+    back = tree.decode_object(data, name="leaf", trusted=False)
+    one, other = ("a", "b") if kind is dict else (0, 1)
+    for _ in range(59):
+        assert type(back) is kind
+        assert back[one] is back[other]
+        back = back[one]
+    assert back == doubled([1, b"", None], 1, kind)
+
+
+def test_what_is_known_from_another_place_still_counts_for_the_depth():
+    chain = [[1, "x", {}]]
+    for _ in range(300):
+        chain.append([chain[-1]])
+    with pytest.raises(UnsupportedLeafError, match=r"^leaf: .*deeper than 200"):
+        tree.encode_object("leaf", chain, trusted=False)
+    tree.encode_object("leaf", chain[:190], trusted=False)
+
+
 def test_only_immutable_builtins_may_reuse_their_bytes():
-    assert all(map(tree.is_immutable, [None, True, 1, 1.5, 1j, "x", b"x", (), (0.9, (1, "a"))]))
-    mutable = [[], {}, bytearray(), np.float64(1), LeafKind.ARRAY, io.BytesIO(), ([],), (0.9, (1, bytearray()))]
+    assert all(map(tree.is_immutable, [None, True, 1, 1.5, 1j, "x", b"x", (), (0.9, 1, "a")]))
+    mutable = [
+        [],
+        {},
+        bytearray(),
+        np.float64(1),
+        LeafKind.ARRAY,
+        io.BytesIO(),
+        ([],),
+        (0.9, bytearray()),
+        (0.9, (1, "a")),
+    ]
     assert not any(map(tree.is_immutable, mutable))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import sys
 import threading
@@ -308,6 +309,42 @@ def test_a_cycle_is_refused_and_not_walked_for_ever():
             tree.flatten(state, rank=0)
     with pytest.raises(UnsupportedLeafError, match=r"leaf: .*deeper"):
         tree.encode_object("leaf", loop_plain, trusted=False)
+
+
+def test_a_list_that_stands_in_many_places_is_looked_at_once(monkeypatch):
+    looks, look = itertools.count(), tree._holds_leaves
+
+    def counted(*arguments):
+        assert next(looks) < 200, "each place was looked at by itself"
+        return look(*arguments)
+
+    monkeypatch.setattr(tree, "_holds_leaves", counted)
+    value = (1, 2)
+    for _ in range(60):
+        value = (value, value)
+    flat = tree.flatten({"a": value, "t": torch.ones(1)}, rank=0)
+    assert flat.names == ["a", "t"]
+
+
+def test_containers_that_stand_in_ever_more_places_with_a_tensor_are_refused(monkeypatch):
+    monkeypatch.setattr(tree, "_MAX_ENTERED", 1000)
+    value = {"t": torch.ones(1)}
+    for _ in range(60):
+        value = {"a": value, "b": value}
+    with pytest.raises(UnsupportedLeafError, match=r"^x\.a\.a\..{0,80}: more than 1000 containers.*in one place$"):
+        tree.flatten({"x": value}, rank=0)
+    with pytest.raises(UnsupportedLeafError, match="more than 1000 containers"):
+        tree.read_template({"x": value}, rank=0)
+    assert len(tree.flatten({"x": [{"t": torch.ones(1)}] * 990}, rank=0).names) == 990
+
+
+def test_a_cycle_is_told_before_its_name_grows_long():
+    cyclic = {}
+    cyclic["me"] = cyclic
+    with pytest.raises(UnsupportedLeafError) as caught:
+        tree.flatten(cyclic, rank=0)
+    assert len(str(caught.value)) < 160
+    assert str(caught.value).endswith("me...: nested deeper than 200 (does a container hold itself?)")
 
 
 @pytest.mark.parametrize("wrap", [lambda v: {"k": v}, lambda v: [v], lambda v: (v,), PerRank])
