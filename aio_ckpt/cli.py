@@ -18,7 +18,7 @@ import msgspec
 
 from aio_ckpt._version import __version__
 from aio_ckpt.commit import MAX_LOOKS, MAX_STEP
-from aio_ckpt.config import MAX_WORKERS, EngineConfig
+from aio_ckpt.config import MAX_WORKERS, EngineConfig, check_seconds
 from aio_ckpt.demo import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
@@ -192,7 +192,7 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
 @click.option("--shm-path", type=_DIRECTORY, multiple=True, help="Look here, too; the root tells where it was saved.")
 @click.option(
     "--stale-after",
-    type=click.FloatRange(min=0),
+    type=float,
     default=EngineConfig().stale_after_secs,
     show_default=True,
     help="Seconds without a sign of life after which a trainer counts as dead that cannot be proven to be.",
@@ -201,6 +201,7 @@ def _tell_protection(step: int, *, is_protected: bool, as_json: bool) -> None:
 @_json_option
 def rescue_command(root: Path, shm_path: tuple[Path, ...], stale_after: float, step_dir: str, *, as_json: bool) -> int:
     """Commit what a trainer with shm_path= had staged when it was killed; exit code 1 if a snapshot is lost."""
+    check_seconds("--stale-after", stale_after)
     screen, names, here = Screen(as_json=as_json), _names(step_dir), Owner.of_this_process(f"rescue{os.getpid()}")
 
     at, places = root.absolute(), [*map(Path.absolute, shm_path)]

@@ -318,6 +318,7 @@ def test_verify_reads_what_stock_dcp_wrote(tmp_path, capsys):
         ["verify", ".", "--workers", "0"],
         ["demo", "--steps", "1"],
         ["demo", "--seed", "-1"],
+        *(["rescue", "--stale-after", secs, "."] for secs in ("nan", "inf", "0", "-1")),
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_code_2(arguments, capsys):
