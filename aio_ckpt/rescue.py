@@ -16,6 +16,7 @@ from isal import isal_zlib
 from aio_ckpt import commit
 from aio_ckpt.arena import Arena
 from aio_ckpt.catalog import read_small_file
+from aio_ckpt.config import is_path
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.image import Image
 from aio_ckpt.layout import file_chunks
@@ -106,7 +107,7 @@ def segment_directories(root: Path) -> list[Path]:
         found = _DIRECTORIES.decode((root / SEGMENTS_FILE).read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return []
-    return [Path(text) for text in found]
+    return [Path(text) for text in found if is_path(text)]  # others name no directory, whoever wrote them
 
 
 def open_segments(root: Path, owner: Owner, shm_path: str | Path | None) -> SegmentDirectory | None:

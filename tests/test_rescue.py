@@ -633,6 +633,18 @@ def test_steps_of_another_pattern_are_not_committed_without_it(
     assert names(root) == [".aio_ckpt.lock", "run-1", "run-2"]
 
 
+@pytest.mark.parametrize("odd", ["", "a\0b", "none", "/" + "x" * 5000])
+def test_a_place_that_cannot_be_is_passed_by(
+    killed: Killed, root: Path, shm: Path, odd: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed.copy(root, shm)
+    (root / SEGMENTS_FILE).write_text(json.dumps([odd, str(shm)]))
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == [1]
+    code, told = called(capsys, root)
+    assert (code, [saved["step"] for saved in told["rescued"]]) == (0, [2])
+
+
 def test_the_words_of_the_command(killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed.copy(root, shm)
     assert cli.run(["rescue", str(root), "--shm-path", str(shm)]) == 0
