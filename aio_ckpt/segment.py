@@ -31,6 +31,7 @@ IMAGE_OFFSET = 2 << 20
 MAX_SEAL_BYTES = 1 << 32
 
 _MAGIC = int.from_bytes(b"aiosegm1", "little")
+_MAGIC_BYTES = 8
 _HEADER = struct.Struct("<5Q")
 """Magic, generation, bytes of the image's memory, bytes of the seal, CRC32 of the seal."""
 _GENERATION, _SEAL_BYTES, _SEAL_CRC32 = 1, 3, 4
@@ -231,12 +232,15 @@ def read_segment(path: Path) -> StoredSegment:
     try:
         status, data = os.fstat(descriptor), os.pread(descriptor, _HEADER.size, 0)
         modified_unix = status.st_mtime
-        if not stat.S_ISREG(status.st_mode) or len(data) < _HEADER.size:
+        is_regular = stat.S_ISREG(status.st_mode)
+        if is_regular and not any(data[:_MAGIC_BYTES]):
+            # Fresh memory is zero, if there is any yet: it was killed before it wrote the header.
+            return faulty("never filled", is_damaged=False)
+        if not is_regular or len(data) < _HEADER.size:
             return faulty("cut short", is_damaged=True)
         magic, generation, capacity, seal_bytes, crc32 = _HEADER.unpack(data)
         if magic != _MAGIC:
-            # Fresh memory is zero: it was killed before it wrote the header.
-            return faulty("no segment" if magic else "never filled", is_damaged=bool(magic))
+            return faulty("no segment", is_damaged=True)
         if generation % 2 or not seal_bytes:
             return faulty("not sealed: its writer died before the snapshot was whole", is_damaged=False)
         end = IMAGE_OFFSET + capacity + seal_bytes

@@ -223,6 +223,17 @@ def test_a_snapshot_that_was_not_whole_is_refused_and_its_memory_given_back(
     assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
 
 
+@pytest.mark.parametrize("nbytes", [0, 20])
+def test_a_segment_that_was_never_filled_is_no_loss_and_goes(
+    killed: Killed, root: Path, shm: Path, nbytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer was killed while it made its first one."""
+    killed.copy(root, shm).write_bytes(bytes(nbytes))
+    code, told = called(capsys, root)
+    assert (code, [other["reason"] for other in told["refused"]]) == (0, ["never filled"])
+    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+
+
 def damage_image(data: bytearray) -> None:
     data[IMAGE_OFFSET + 3 * MIB] ^= 1
 

@@ -284,15 +284,29 @@ def test_a_segment_is_odd_until_it_is_sealed_and_odd_again_when_it_is_not(shm: P
     assert list(shm.iterdir()) == []
 
 
-def test_what_is_no_segment_is_told(shm: Path) -> None:
-    for name, data in {"empty": b"", "foreign": b"x" * 5000, "zeros": bytes(5000)}.items():
-        (shm / name).write_bytes(data)
+@pytest.mark.parametrize(
+    ("data", "fault", "is_damaged"),
+    [
+        (b"", "never filled", False),
+        (bytes(20), "never filled", False),
+        (bytes(5000), "never filled", False),
+        (b"aiosegm1", "cut short", True),
+        (b"x" * 20, "cut short", True),
+        (b"x" * 5000, "no segment", True),
+    ],
+)
+def test_what_is_no_segment_is_told_and_what_was_never_filled_is_no_loss(
+    shm: Path, data: bytes, fault: str, is_damaged: bool
+) -> None:
+    (shm / "file").write_bytes(data)
+    stored = read_segment(shm / "file")
+    assert (stored.fault, stored.is_damaged) == (fault, is_damaged)
+
+
+def test_what_cannot_be_opened_is_told(shm: Path) -> None:
+    (shm / "foreign").touch()
     (shm / "link").symlink_to(shm / "foreign")
-    faults = {path.name: read_segment(path).fault for path in shm.iterdir()}
-    assert faults["empty"] == "cut short"
-    assert faults["foreign"] == "no segment"
-    assert faults["zeros"] == "never filled"
-    assert "cannot be opened" in faults["link"]
+    assert "cannot be opened" in read_segment(shm / "link").fault
     assert "cannot be opened" in read_segment(shm / "none").fault
 
 
