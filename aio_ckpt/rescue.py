@@ -168,12 +168,21 @@ async def reclaim(site: Site) -> None:
     kept = [left.path for save in decision.saves for left, _ in save.ranks]
     if own is not None:
         own.kept = kept
-    if own is not None or kept:
-        places = dict.fromkeys([*([str(own.path)] if own else []), *(str(path.parent) for path in kept)])
-        await site.storage.remove_file(root / SEGMENTS_FILE)
-        await site.storage.write_file(root / SEGMENTS_FILE, msgspec.json.encode(list(places)))
+    places = list(dict.fromkeys([*([own.path] if own else []), *(path.parent for path in kept)]))
+    if places:
+        await _tell_places(site.storage, root, places)
     else:
         await site.storage.remove_file(root / SEGMENTS_FILE)
+
+
+async def _tell_places(storage: Storage, root: Path, places: Sequence[Path]) -> None:
+    """Say where segments are: whatever fails here, the old places are told or the new ones, or a snapshot is lost."""
+    if segment_directories(root) == places:
+        return
+    temporary = root / f"{SEGMENTS_FILE}.tmp"
+    await storage.remove_file(temporary)  # of a writer that was killed here
+    await storage.write_file(temporary, msgspec.json.encode([str(path) for path in places]))
+    await storage.replace(temporary, root / SEGMENTS_FILE)
 
 
 def forget_segments(root: Path, own: SegmentDirectory | None) -> None:

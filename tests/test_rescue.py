@@ -381,6 +381,32 @@ def test_an_engine_that_commits_nothing_leaves_it_to_be_rescued(
     assert (code, [saved["step"] for saved in told["rescued"]]) == (0, [2])
 
 
+@pytest.mark.parametrize("call", ["write_file", "replace"])
+def test_an_engine_that_cannot_tell_its_place_leaves_what_was_told(
+    killed: Killed, root: Path, shm: Path, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or what was staged there would be forgotten: the same holds where the engine is killed at this call."""
+    killed.copy(root, shm)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as other:
+        with gated_engine(root, shm_path=other) as (engine, storage):
+            storage.fail(call, ".aio_ckpt.shm*", WriteError(errno.ENOSPC, "No space left on device", "x"))
+            with pytest.raises(WriteError):
+                engine.save(state(2))
+        with SyncCheckpointEngine(root, EngineConfig(shm_path=other)) as later:
+            later.prepare(state(2)).result(TIMEOUT)
+            assert json.loads((root / SEGMENTS_FILE).read_text()) == [other, str(shm)]
+    code, told = called(capsys, root)
+    assert (code, [saved["step"] for saved in told["rescued"]]) == (0, [2])
+    assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(2)]
+
+
+def test_the_place_is_not_told_anew(killed: Killed, root: Path, shm: Path) -> None:
+    killed.copy(root, shm)
+    with gated_engine(root, shm_path=shm) as (engine, storage):
+        engine.prepare(state(2)).result(TIMEOUT)
+    assert [call for call in storage.begun if call.path.name.startswith(SEGMENTS_FILE)] == []
+
+
 @pytest.mark.parametrize("with_path", [True, False])
 def test_the_next_engine_reclaims_what_nobody_can_commit(
     root: Path, shm: Path, with_path: bool, caplog: pytest.LogCaptureFixture
