@@ -15,7 +15,7 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata
 
 from aio_ckpt.contents import Catalog, catalog_of_manifests, catalog_of_metadata
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError
 from aio_ckpt.items import PAGE_BYTES
 from aio_ckpt.manifest import (
     METADATA_FILE,
@@ -39,6 +39,7 @@ __all__ = [
     "check_rank",
     "is_worth_reading_ahead",
     "open_checkpoint",
+    "read_save_id",
     "read_small_file",
 ]
 
@@ -213,6 +214,15 @@ async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
+
+
+async def read_save_id(storage: Storage, checkpoint: Path) -> str:
+    """Of the save that wrote it; "" if that cannot be told."""
+    try:
+        data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
+        return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
+    except AioCkptError:
+        return ""
 
 
 def check_metadata(root: RootManifest, data: bytes) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio.lowlevel
 
 from aio_ckpt import owner, undo
+from aio_ckpt.catalog import read_save_id
 from aio_ckpt.concluding import conclude, narrow_save
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
@@ -161,7 +162,7 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
         if metadata is not None:
             beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
             if save.image.lease.arena.segment is not None:
-                beside.start_soon(_seal, site, save, final.name, b"".join(metadata.parts))
+                beside.start_soon(_seal, site, save, final, b"".join(metadata.parts))
         result = await _write(site, save, pending)
         save.begin("writing its .metadata")
         save.image.lease.close()
@@ -207,10 +208,11 @@ def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | 
     return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(site, save))
 
 
-async def _seal(site: Site, save: PendingSave, directory: str, metadata: bytes) -> None:
+async def _seal(site: Site, save: PendingSave, final: Path, metadata: bytes) -> None:
     """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
-    coordinator, save_id = site.peers.coordinator, save_id_of(site, save)
-    seal = seal_of(coordinator, directory, save_id, save.step, save.call.overwrite, save.call.metrics, metadata)
+    ranks, save_id, call = site.peers.coordinator, save_id_of(site, save), save.call
+    replaces = await read_save_id(site.storage, final) if call.overwrite else ""
+    seal = seal_of(ranks, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
     await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor, save.settled)
 
 

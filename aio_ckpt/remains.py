@@ -107,7 +107,7 @@ def decide(found: Sequence[Left], committed: Mapping[int, str]) -> Decision:
     """Which sealed saves may be committed.
 
     A save needs the seal of each of its ranks, all of the same save, and a step that exceeds every committed one, or
-    replaces it if the trainer asked for that.
+    replaces the very checkpoint that the trainer asked to replace. Of one step the last save counts.
 
     Args:
         found: segments of one root.
@@ -119,15 +119,15 @@ def decide(found: Sequence[Left], committed: Mapping[int, str]) -> Decision:
     for left in found:
         if left.seal is not None:
             groups.setdefault(left.seal.save_id, []).append((left, left.seal))
-    newest = max(committed, default=-1)
-    for group in sorted(groups.values(), key=lambda each: (each[0][1].step, -each[0][1].created_unix)):
-        refusal = _refusal(group, committed, newest)
+    taken: dict[int, bool] = {}  # by step, whether its last save is committed now, or may be when its trainer is dead
+    for group in sorted(groups.values(), key=_last_first):
+        step, refusal = group[0][1].step, _refusal(group, committed, taken)
         if refusal is None:
-            step = group[0][1].step
             saves.append(SealedSave(step=step, ranks=tuple(sorted(group, key=lambda each: each[1].rank))))
-            newest = max(newest, step)
         else:
             refusals.append(refusal)
+        if refusal is None or not refusal.is_obsolete:
+            taken.setdefault(step, refusal is None)
     return Decision(saves=tuple(saves), refusals=tuple(refusals))
 
 
@@ -137,9 +137,26 @@ def _unsealed(left: Left) -> Refusal:
     return Refusal(step=None, reason=left.fault, segments=(left,), is_obsolete=True, is_loss=left.is_damaged)
 
 
-def _refusal(group: Sequence[tuple[Left, Seal]], committed: Mapping[int, str], newest: int) -> Refusal | None:
-    """Why the seals of one save are not committed; None: they are."""
-    step, save_id, world_size = group[0][1].step, group[0][1].save_id, group[0][1].world_size
+def _last_first(group: Sequence[tuple[Left, Seal]]) -> tuple[int, float, float]:
+    """By step; of one step the last save comes first."""
+    seal = group[0][1]
+    return seal.step, -seal.since_boot_secs, -seal.created_unix
+
+
+def _replaces(seal: Seal, save_id: str) -> bool:
+    """Whether the committed save ``save_id`` is what was there, or came of an earlier call of the same engine."""
+    engine, _, number = save_id.rpartition("-")
+    own_engine, _, own_number = seal.save_id.rpartition("-")
+    is_earlier = engine == own_engine and (len(number), number) < (len(own_number), own_number)
+    return bool(save_id) and (save_id == seal.replaces or is_earlier)
+
+
+def _refusal(
+    group: Sequence[tuple[Left, Seal]], committed: Mapping[int, str], taken: Mapping[int, bool]
+) -> Refusal | None:
+    """Why the seals of one save are not committed; None: they are. ``taken``: see :func:`decide`."""
+    seal, newest = group[0][1], max(committed, default=-1)
+    step, save_id, world_size = seal.step, seal.save_id, seal.world_size
 
     def refused(reason: str, *, is_obsolete: bool, is_loss: bool) -> Refusal:
         segments = tuple(left for left, _ in group)
@@ -150,10 +167,17 @@ def _refusal(group: Sequence[tuple[Left, Seal]], committed: Mapping[int, str], n
         return refused(f"its trainer may be alive ({alive[0]})", is_obsolete=False, is_loss=True)
     if committed.get(step) == save_id:
         return refused("it is committed", is_obsolete=True, is_loss=False)
-    if len({(seal.step, seal.world_size, seal.directory, seal.overwrite) for _, seal in group}) > 1:
+    if len({(seal.step, seal.world_size, seal.directory, seal.overwrite, seal.replaces) for _, seal in group}) > 1:
         return refused("its ranks do not tell the same of it", is_obsolete=True, is_loss=True)
-    if step <= newest and not (group[0][1].overwrite and step in committed):
+    if step in committed and seal.overwrite and not _replaces(seal, committed[step]):
+        if seal.replaces is None or not committed[step]:
+            reason = f"nothing tells whether step {step}, as it is committed, is what it was to replace"
+            return refused(reason, is_obsolete=True, is_loss=True)
+        return refused(f"another step {step} was committed since", is_obsolete=True, is_loss=False)
+    if step <= newest and not (step in committed and seal.overwrite):
         return refused(f"step {newest} is committed, which is not older", is_obsolete=True, is_loss=False)
+    if step in taken:
+        return refused(f"a later snapshot of step {step} is there", is_obsolete=taken[step], is_loss=False)
     ranks = sorted(seal.rank for _, seal in group)
     missing = sorted(set(range(world_size)) - set(ranks))
     if missing:

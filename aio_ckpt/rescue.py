@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from aio_ckpt import commit
 from aio_ckpt.arena import Arena
-from aio_ckpt.catalog import read_small_file
+from aio_ckpt.catalog import read_save_id
 from aio_ckpt.config import is_path
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.image import Image
@@ -23,10 +23,8 @@ from aio_ckpt.layout import file_chunks
 from aio_ckpt.lifetime import Lease
 from aio_ckpt.manifest import (
     METADATA_FILE,
-    ROOT_MANIFEST,
     FileEntry,
     data_file_name,
-    decode_root,
     encode_rank,
     encode_static,
     rank_manifest_name,
@@ -120,19 +118,10 @@ def open_segments(root: Path, owner: Owner, shm_path: str | Path | None) -> Segm
 async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[Left]) -> Decision:
     steps = {left.seal.step for left in found if left.seal is not None}
     committed = {
-        checkpoint.step: await _save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
+        checkpoint.step: await read_save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
         for checkpoint in (await commit.discover(storage, root, names) if found else ())
     }
     return decide(found, committed)
-
-
-async def _save_id(storage: Storage, checkpoint: Path) -> str:
-    """Of the save that wrote it; "" if that cannot be told."""
-    try:
-        data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
-        return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
-    except AioCkptError:
-        return ""
 
 
 # -- a writer's own -------------------------------------------------------------------------------
@@ -234,32 +223,37 @@ async def rescue_root(
     with storage.lock(root / LOCK_FILE):
         await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
         decision = await _decide(storage, root, names, await run_blocking(executor, find))
-        rescued, refused = [], [_unrescued(refusal) for refusal in decision.refusals]
+        rescued, torn = list[Rescued](), list[Refusal]()
         for number, save in enumerate(decision.saves, start=1):
             try:
                 _check_name(save, names)
                 rescued.append(await _commit(storage, executor, root, here, save, number))
             except CorruptCheckpointError as error:
                 segments = tuple(left for left, _ in save.ranks)
-                refusal = Refusal(step=save.step, reason=str(error), segments=segments, is_obsolete=False, is_loss=True)
-                refused.append(_unrescued(refusal))
+                torn.append(
+                    Refusal(step=save.step, reason=str(error), segments=segments, is_obsolete=False, is_loss=True)
+                )
             else:
                 await run_blocking(executor, _remove, [left for left, _ in save.ranks])
-        for refusal in decision.refusals:
-            if refusal.is_obsolete and not refusal.is_loss:
+        kept = {refusal.step for refusal in torn}  # what a torn one superseded may be all that is left of its step
+        refused = []
+        for refusal in (*decision.refusals, *torn):
+            is_removed = refusal.is_obsolete and not refusal.is_loss and refusal.step not in kept
+            if is_removed:
                 await run_blocking(executor, _remove, refusal.segments)
+            refused.append(_unrescued(refusal, is_removed=is_removed))
         if not await run_blocking(executor, find):
             await storage.remove_file(root / SEGMENTS_FILE)
         return RescueReport(root=str(root), rescued=tuple(rescued), refused=tuple(refused))
 
 
-def _unrescued(refusal: Refusal) -> Unrescued:
+def _unrescued(refusal: Refusal, *, is_removed: bool) -> Unrescued:
     return Unrescued(
         step=refusal.step,
         reason=refusal.reason,
         segments=tuple(str(left.path) for left in refusal.segments),
         is_loss=refusal.is_loss,
-        is_removed=refusal.is_obsolete and not refusal.is_loss,
+        is_removed=is_removed,
     )
 
 

@@ -62,12 +62,17 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
     """This one."""
     overwrite: bool
     """Whether it replaces a committed step."""
+    replaces: str | None = None
+    """Save id of the committed checkpoint that it was to replace, "" if none could be read; None: an older version's
+    seal, which did not tell."""
     metrics: dict[str, float | None]
     """What the caller measured."""
     metadata: bytes
     """``.metadata``; empty where only all ranks together know it."""
     created_unix: float = msgspec.field(default_factory=time.time)
     """When it was sealed, by the trainer's clock."""
+    since_boot_secs: float = 0.0
+    """The same by the clock of the boot, which nobody sets and no segment outlives; 0: an older version's."""
     version: int = _VERSION
     """Of this struct."""
     generation: _Size = 0
@@ -93,6 +98,7 @@ def seal_of(
     save_id: str,
     step: int,
     overwrite: bool,
+    replaces: str,
     metrics: Mapping[str, float | None],
     metadata: bytes,
 ) -> Seal:
@@ -104,8 +110,10 @@ def seal_of(
         world_size=ranks.world_size,
         rank=ranks.rank,
         overwrite=overwrite,
+        replaces=replaces,
         metrics=dict(metrics),
         metadata=metadata,
+        since_boot_secs=time.monotonic(),
     )
 
 

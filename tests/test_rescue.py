@@ -180,6 +180,81 @@ def test_two_snapshots_in_flight_are_committed_in_their_order(
     assert_holds(root, 2)
 
 
+OVERWRITER = """
+    import sys, threading
+    from gated_storage import GatedStorage
+    from rescued_trainer import Sealing, state
+    from aio_ckpt import CheckpointEngine, EngineConfig
+    from aio_ckpt.portal import Executor
+
+    sealing, storage = Sealing(), GatedStorage(Executor("gated", 6))
+    gate = storage.hold(*sys.argv[3:5])
+    engine = CheckpointEngine(sys.argv[1], EngineConfig(staging="shm", shm_path=sys.argv[2]), storage=storage)
+    engine.save(state(float(sys.argv[5])), step=1, overwrite=True)
+    gate.wait_reached()
+    sealing.wait_for(1)
+    print("held", flush=True)
+    threading.Event().wait()
+"""
+
+
+def overwrite_until_killed(root: Path, shm: Path, call: str, where: str, value: int) -> None:
+    """A trainer that is killed while it replaces step 1."""
+    with WarmPython(OVERWRITER, str(root), str(shm), call, where, str(value), stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        child.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "rescued", "reasons"),
+    [
+        ("exchange", "*", [1], ["a later snapshot of step 1 is there"]),
+        ("sync_dir", "root", [], ["another step 1 was committed since", "it is committed"]),
+    ],
+    ids=["both were killed before", "the later one was killed behind it"],
+)
+def test_a_snapshot_replaces_the_checkpoint_that_was_there_and_no_later_one(
+    root: Path,
+    shm: Path,
+    call: str,
+    where: str,
+    rescued: list[int],
+    reasons: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(1), step=1).result(TIMEOUT)
+    overwrite_until_killed(root, shm, "exchange", "*", 20)
+    overwrite_until_killed(root, shm, call, where, 21)
+    assert len(segments_in(shm)) == 2
+    code, told = called(capsys, root)
+    assert (code, [saved["step"] for saved in told["rescued"]]) == (0, rescued)
+    assert sorted(other["reason"] for other in told["refused"]) == reasons
+    assert segments_in(shm) == []
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.read(1)["optimizer"][0]["lr"] == 21e-3
+
+
+def test_what_a_torn_snapshot_superseded_is_not_removed(
+    root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(1), step=1).result(TIMEOUT)
+    overwrite_until_killed(root, shm, "exchange", "*", 20)
+    (older,) = segments_in(shm)
+    overwrite_until_killed(root, shm, "exchange", "*", 21)
+    (torn,) = {*segments_in(shm)} - {older}
+    data = bytearray(torn.read_bytes())
+    damage_image(data)
+    torn.write_bytes(data)
+    code, told = called(capsys, root)
+    assert (code, told["rescued"], [other["is_removed"] for other in told["refused"]]) == (1, [], [False, False])
+    torn.unlink()
+    code, told = called(capsys, root)
+    assert (code, [saved["step"] for saved in told["rescued"]]) == (0, [1])
+
+
 def test_a_disk_that_is_full_leaves_the_snapshot_where_it_is(
     killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

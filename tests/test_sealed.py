@@ -40,8 +40,10 @@ def left(
     save_id: str = "s-1",
     is_dead: bool = True,
     overwrite: bool = False,
+    replaces: str | None = "",
     metadata: bytes | None = None,
     created_unix: float = 0.0,
+    since_boot_secs: float = 0.0,
     directory: str = "",
 ) -> Left:
     """A sealed segment of one rank; rank 0 has the ``.metadata``."""
@@ -52,8 +54,10 @@ def left(
         world_size=world_size,
         rank=rank,
         overwrite=overwrite,
+        replaces=replaces,
         metrics={},
         created_unix=created_unix,
+        since_boot_secs=since_boot_secs,
         metadata=(b"" if rank else b"metadata") if metadata is None else metadata,
     )
     path = Path(f"/shm/{save_id}-{rank}")
@@ -85,6 +89,10 @@ def test_a_save_that_all_its_ranks_sealed_is_committed_with_the_ranks_in_order()
     assert [seal.rank for _, seal in save.ranks] == [0, 1, 2]
 
 
+ANOTHER = "another step 5 was committed since"
+UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to replace"
+
+
 @pytest.mark.parametrize(
     ("found", "committed", "reason", "is_obsolete", "is_loss"),
     [
@@ -94,6 +102,7 @@ def test_a_save_that_all_its_ranks_sealed_is_committed_with_the_ranks_in_order()
         ([left(0, 2), left(1, 2, step=6)], {}, "its ranks do not tell the same of it", True, True),
         ([left(0, 2), left(1, 3)], {}, "its ranks do not tell the same of it", True, True),
         ([left(0, 2), left(1, 2, directory="x")], {}, "its ranks do not tell the same of it", True, True),
+        ([left(0, 2), left(1, 2, replaces="x")], {}, "its ranks do not tell the same of it", True, True),
         ([left(0, 2), left(1, 2), left(1, 2)], {}, "a rank sealed it twice", True, True),
         ([left(0, 2, metadata=b""), left(1, 2)], {}, "its .metadata is in no seal", True, True),
         ([left(0, 2), left(1, 2, is_dead=False)], {}, "its trainer may be alive (s-1-1)", False, True),
@@ -102,6 +111,13 @@ def test_a_save_that_all_its_ranks_sealed_is_committed_with_the_ranks_in_order()
         ([left()], {5: ""}, "step 5 is committed, which is not older", True, False),
         ([left()], {3: "x", 9: "y"}, "step 9 is committed, which is not older", True, False),
         ([left(overwrite=True)], {9: "y"}, "step 9 is committed, which is not older", True, False),
+        ([left(overwrite=True, replaces="old")], {5: "new"}, ANOTHER, True, False),
+        ([left(overwrite=True)], {5: "new"}, ANOTHER, True, False),
+        ([left(save_id="s-9", overwrite=True, replaces="old")], {5: "s-10"}, ANOTHER, True, False),
+        ([left(save_id="s-9", overwrite=True, replaces="old")], {5: "r-8"}, ANOTHER, True, False),
+        ([left(overwrite=True, replaces="old")], {5: ""}, UNTOLD, True, True),
+        ([left(overwrite=True)], {5: ""}, UNTOLD, True, True),
+        ([left(overwrite=True, replaces=None)], {5: "old"}, UNTOLD, True, True),
     ],
 )
 def test_a_save_is_refused_with_a_reason(
@@ -113,8 +129,10 @@ def test_a_save_is_refused_with_a_reason(
 
 
 def test_one_that_replaces_a_committed_step_is_committed() -> None:
-    assert outcome([left(overwrite=True)], {5: "old", 9: "y"}) == ([5], [])
-    assert outcome([left(overwrite=True)], {5: "s-1", 9: "y"})[0] == [], "it did already"
+    assert outcome([left(overwrite=True, replaces="old")], {5: "old", 9: "y"}) == ([5], [])
+    assert outcome([left(overwrite=True, replaces="old")], {5: "s-1", 9: "y"})[0] == [], "it did already"
+    behind = left(save_id="s-10", overwrite=True, replaces="old")
+    assert outcome([behind], {5: "s-9"}) == ([5], []), "the one before it was committed meanwhile"
 
 
 def test_several_saves_are_committed_in_the_order_of_their_steps() -> None:
@@ -126,7 +144,28 @@ def test_of_two_saves_of_one_step_the_later_one_counts() -> None:
     found = [left(save_id="old", created_unix=1.0), left(save_id="new", created_unix=2.0)]
     decision = decide(found, {})
     assert [save.ranks[0][1].save_id for save in decision.saves] == ["new"]
-    assert [refusal.reason for refusal in decision.refusals] == ["step 5 is committed, which is not older"]
+    assert [refusal.reason for refusal in decision.refusals] == ["a later snapshot of step 5 is there"]
+
+
+def test_of_two_saves_that_replace_one_step_the_later_one_counts_whatever_the_time_was_set_to() -> None:
+    old = left(save_id="old", overwrite=True, replaces="x", created_unix=9.0, since_boot_secs=1.0)
+    new = left(save_id="new", overwrite=True, replaces="x", created_unix=5.0, since_boot_secs=2.0)
+    for found in ([old, new], [new, old]):
+        decision = decide(found, {5: "x"})
+        assert [save.ranks[0][1].save_id for save in decision.saves] == ["new"]
+        assert [(one.reason, one.is_obsolete) for one in decision.refusals] == [
+            ("a later snapshot of step 5 is there", True)
+        ]
+
+
+def test_behind_a_later_save_whose_trainer_may_be_alive_an_earlier_one_waits() -> None:
+    found = [left(save_id="old", since_boot_secs=1.0), left(save_id="new", since_boot_secs=2.0, is_dead=False)]
+    assert outcome(found) == (
+        [],
+        [("its trainer may be alive (new-0)", False, True), ("a later snapshot of step 5 is there", False, False)],
+    )
+    found = [left(save_id="old", since_boot_secs=1.0), left(0, 2, save_id="new", since_boot_secs=2.0)]
+    assert outcome(found)[0] == [5], "one that can never be committed is none"
 
 
 def test_what_is_not_sealed_is_obsolete_if_its_writer_is_dead_and_a_loss_if_it_was() -> None:
@@ -138,26 +177,29 @@ def test_what_is_not_sealed_is_obsolete_if_its_writer_is_dead_and_a_loss_if_it_w
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.booleans()),
+        st.tuples(
+            *(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
+        ),
         max_size=8,
     ),
     st.dictionaries(st.integers(0, 4), st.sampled_from(["", "s-0", "s-1", "x"]), max_size=3),
 )
 def test_whatever_is_found_every_segment_is_decided_once_and_every_commit_is_whole_and_in_order(
-    given_seals: list[tuple[int, int, int, int, bool]], committed: dict[int, str]
+    given_seals: list[tuple[int, int, int, int, bool, bool]], committed: dict[int, str]
 ) -> None:
     found = [
-        left(min(rank, world - 1), world, step=step, save_id=f"s-{save}", is_dead=is_dead)
-        for rank, world, step, save, is_dead in given_seals
+        left(min(rank, world - 1), world, step=step, save_id=f"s-{save}", is_dead=is_dead, overwrite=over, replaces="x")
+        for rank, world, step, save, is_dead, over in given_seals
     ]
     decision = decide(found, committed)
     taken = [one for save in decision.saves for one, _ in save.ranks]
     taken += [one for refusal in decision.refusals for one in refusal.segments]
     assert sorted(map(id, taken)) == sorted(map(id, found))
-    newest = max(committed, default=-1)
+    steps = [save.step for save in decision.saves]
+    assert steps == sorted(set(steps))
     for save in decision.saves:
-        assert save.step > newest
-        newest = save.step
+        is_replaced = committed.get(save.step) in ("x", "s-0", "s-1") and save.ranks[0][1].overwrite
+        assert is_replaced or save.step > max(committed, default=-1)
         assert [seal.rank for _, seal in save.ranks] == list(range(save.ranks[0][1].world_size))
         assert len({seal.save_id for _, seal in save.ranks}) == 1
         assert all(one.owner_is_dead for one, _ in save.ranks)
@@ -244,6 +286,16 @@ def test_a_seal_whose_numbers_cannot_be_is_refused(shm: Path, changes: dict[str,
     seal = msgspec.structs.replace(msgspec.msgpack.decode(stored.seal, type=Seal), **changes)
     with pytest.raises(CorruptCheckpointError):
         decode_seal(StoredSegment(path=stored.path, generation=2, capacity=1 << 30, seal=msgspec.msgpack.encode(seal)))
+
+
+def test_a_seal_of_an_older_version_is_read(shm: Path) -> None:
+    segment, _ = sealed_segment(shm, {"a": torch.ones(1000)})
+    stored = read_segment(segment.path)
+    told = msgspec.msgpack.decode(stored.seal)
+    del told["replaces"], told["since_boot_secs"]
+    older = StoredSegment(path=stored.path, generation=2, capacity=stored.capacity, seal=msgspec.msgpack.encode(told))
+    seal = decode_seal(older)
+    assert (seal.step, seal.replaces, seal.since_boot_secs) == (5, None, 0.0)
 
 
 @settings(deadline=None, max_examples=100)
