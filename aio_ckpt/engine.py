@@ -77,8 +77,7 @@ class CheckpointEngine:
         check_staging(config.staging, config.shm_path, coordinator.world_size)
         self.root = make_root(root)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
-        segments = open_segments(self.root, owner, config.shm_path)
-        tell_rescuable(self.root, owner, segments, stale_after_secs=config.stale_after_secs)
+        segments, kept = open_segments(self.root, owner, config.shm_path)
         self._portal = Portal(
             f"aio_ckpt-{session}",
             config.workers + HOUSEKEEPING_THREADS,
@@ -98,6 +97,7 @@ class CheckpointEngine:
                 executor=self._portal.executor,
                 config=config,
                 segments=segments,
+                kept=kept,
                 throttle=self._throttle,
             )
             self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
@@ -109,6 +109,7 @@ class CheckpointEngine:
                 background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
                 release=self._shut_down,
             )
+            tell_rescuable(self._site, self._portal)
             self._portal.at_exit(self._drain)
             self._saver.meet()
 

@@ -136,7 +136,7 @@ class RootKeeper:
         lock, self._lock = self._lock, None
         self._site.quarantine.is_writer = False
         if lock is not None:
-            forget_segments(self._site.root, self._site.segments)
+            forget_segments(self._site)
             lock.release()
 
     def _check_open(self) -> None:

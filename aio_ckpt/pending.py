@@ -24,7 +24,7 @@ from aio_ckpt.portal import Executor
 from aio_ckpt.progress import NO_DEADLINE, CaptureProgress, Deadline, Threads
 from aio_ckpt.quarantine import Quarantine
 from aio_ckpt.retention import check_metrics
-from aio_ckpt.segment import SegmentDirectory
+from aio_ckpt.segment import KeptSnapshots, SegmentDirectory
 from aio_ckpt.storage import Storage
 from aio_ckpt.throttle import WriteThrottle
 from aio_ckpt.ticket import SaveTicket
@@ -56,6 +56,8 @@ class Site:
     """Checkpoints that loads proved damaged."""
     segments: SegmentDirectory | None = None
     """Where shared memory is made that outlives the process."""
+    kept: KeptSnapshots = field(default_factory=KeptSnapshots)
+    """What dead trainers left there that could be rescued."""
     throttle: WriteThrottle = field(default_factory=WriteThrottle)
     """The rate of writing."""
     ring: BounceRing = field(default_factory=BounceRing)

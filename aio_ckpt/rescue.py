@@ -32,12 +32,12 @@ from aio_ckpt.manifest import (
 from aio_ckpt.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner, clear_leftovers, pending_path, write_owner
 from aio_ckpt.pending import Site
-from aio_ckpt.portal import Executor, run_blocking
+from aio_ckpt.portal import Executor, Portal, run_blocking
 from aio_ckpt.progress import first_cause
 from aio_ckpt.record import metadata_file, render_root
 from aio_ckpt.remains import Decision, Left, Refusal, SealedSave, decide, find_left, segment_prefix
 from aio_ckpt.sealed import Seal, layout_of
-from aio_ckpt.segment import SegmentDirectory, map_image
+from aio_ckpt.segment import KeptSnapshots, SegmentDirectory, map_image
 from aio_ckpt.storage import Storage
 from aio_ckpt.tracing import NO_TRACE
 from aio_ckpt.undo import SETTLE_SECS
@@ -108,11 +108,14 @@ def segment_directories(root: Path) -> list[Path]:
     return [Path(text) for text in found if is_path(text)]  # others name no directory, whoever wrote them
 
 
-def open_segments(root: Path, owner: Owner, shm_path: str | Path | None) -> SegmentDirectory | None:
-    """Where an engine makes its segments. ConfigError: see :class:`SegmentDirectory`."""
+def open_segments(
+    root: Path, owner: Owner, shm_path: str | Path | None
+) -> tuple[SegmentDirectory | None, KeptSnapshots]:
+    """Where an engine makes its segments, and what it keeps of others'. ConfigError: see :class:`SegmentDirectory`."""
+    kept = KeptSnapshots()
     if shm_path is None:
-        return None
-    return SegmentDirectory(Path(shm_path).absolute(), f"{segment_prefix(root)}{owner.session}-{owner.tag}")
+        return None, kept
+    return SegmentDirectory(Path(shm_path).absolute(), f"{segment_prefix(root)}{owner.session}-{owner.tag}", kept), kept
 
 
 async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[Left]) -> Decision:
@@ -127,22 +130,38 @@ async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequenc
 # -- a writer's own -------------------------------------------------------------------------------
 
 
-def tell_rescuable(root: Path, here: Owner, own: SegmentDirectory | None, *, stale_after_secs: float) -> None:
-    """When an engine is opened: say in the log what a dead trainer left that may be worth more than a resume."""
-    for left in find_left(_places(root, own), root, here, stale_after_secs=stale_after_secs):
-        if left.seal is not None and left.owner_is_dead:
-            _log.warning(
-                "step %d was staged by a trainer that died, and maybe not written: `aio-ckpt rescue %s` commits it; "
-                "the first commit of this engine gives it up",
-                left.seal.step,
-                root,
-            )
+def tell_rescuable(site: Site, portal: Portal) -> None:
+    """When an engine is opened: say in the log what a dead trainer left that may be worth more than a resume.
+
+    On every rank: what lies in the memory of another host only a rank there can give up.
+    """
+    root, limit_secs = site.root, site.config.stall_timeout_secs
+    found = find_left(_places(root, site.segments), root, site.owner, stale_after_secs=site.config.stale_after_secs)
+    if not any(left.seal is not None and left.owner_is_dead for left in found):
+        return
+    try:
+        decision = portal.call(_decide, site.storage, root, site.names, found, timeout=limit_secs, what="opening")
+    except (AioCkptError, OSError) as error:
+        _log.warning("what a trainer that died has staged for %s could not be compared with its steps: %s", root, error)
+        return
+    for save in decision.saves:
+        _log.warning(
+            "step %d was staged by a trainer that died, and not committed: `aio-ckpt rescue %s` commits it; the first "
+            "commit of this engine gives it up",
+            save.step,
+            root,
+        )
+    site.kept.keep(_segments_of(decision))
+
+
+def _segments_of(decision: Decision) -> list[tuple[int, Path]]:
+    return [(save.step, left.path) for save in decision.saves for left, _ in save.ranks]
 
 
 async def reclaim(site: Site) -> None:
     """For the holder of the root's lock: remove the segments of dead writers; keep those that can be rescued.
 
-    They are kept until this engine has committed a step of its own, or needs their memory.
+    They are kept until this engine has committed a step of its own, goes back behind theirs, or needs their memory.
     """
     root, own = site.root, site.segments
     if own is None and not await site.storage.exists(root / SEGMENTS_FILE):
@@ -154,10 +173,8 @@ async def reclaim(site: Site) -> None:
         if refusal.is_obsolete:
             (_log.warning if refusal.is_loss else _log.info)("removed %s: %s", _told(refusal.segments), refusal.reason)
             await run_blocking(site.executor, _remove, refusal.segments)
-    kept = [left.path for save in decision.saves for left, _ in save.ranks]
-    if own is not None:
-        own.kept = kept
-    places = list(dict.fromkeys([*([own.path] if own else []), *(path.parent for path in kept)]))
+    site.kept.keep(_segments_of(decision))
+    places = list(dict.fromkeys([*([own.path] if own else []), *(path.parent for path in site.kept.paths)]))
     if places:
         await _tell_places(site.storage, root, places)
     else:
@@ -174,11 +191,11 @@ async def _tell_places(storage: Storage, root: Path, places: Sequence[Path]) -> 
     await storage.replace(temporary, root / SEGMENTS_FILE)
 
 
-def forget_segments(root: Path, own: SegmentDirectory | None) -> None:
-    """At a clean end: nothing of this writer is left to be found."""
-    if own is not None and not own.kept:
+def forget_segments(site: Site) -> None:
+    """At a clean end of the writer: nothing of its own is left to be found."""
+    if not site.kept.paths:
         with contextlib.suppress(OSError):  # a hint, that costs the next writer a look
-            (root / SEGMENTS_FILE).unlink(missing_ok=True)
+            (site.root / SEGMENTS_FILE).unlink(missing_ok=True)
 
 
 def _places(root: Path, own: SegmentDirectory | None) -> list[Path]:

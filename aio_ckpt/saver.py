@@ -247,11 +247,14 @@ class Saver:
         self._check_not_inside("rollback()")
         with self._lock:
             if self._site.peers.are_several:
-                return self._roll_back_together(step, self.in_flight.next_number())
-            step = commit.check_step_number(step)
-            if self.in_flight.pending:
-                raise BusyError(_busy(step, "saves"))
-            return self._roll_back(step)
+                gone = self._roll_back_together(step, self.in_flight.next_number())
+            else:
+                step = commit.check_step_number(step)
+                if self.in_flight.pending:
+                    raise BusyError(_busy(step, "saves"))
+                gone = self._roll_back(step)
+            self._site.kept.drop(f"rollback({step}) went back behind it", after=step)
+            return gone
 
     def _roll_back(self, step: int) -> list[int]:
         self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
@@ -351,11 +354,9 @@ class Saver:
 
     def _give_up_kept(self) -> None:
         """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
-        segments = self._site.segments
-        if segments is not None and segments.kept:
+        if self._site.kept.paths:
             with contextlib.suppress(EngineClosedError):
-                why = "a later run has committed a step of its own"
-                self.dropping = [self._site.executor.submit(segments.drop_kept, why)]
+                self.dropping = [self._site.executor.submit(self._site.kept.drop, "a later run has committed a step")]
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""

@@ -14,6 +14,7 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from isal import isal_zlib
 from aio_ckpt.errors import BudgetExceededError, ConfigError
 from aio_ckpt.items import PAGE_BYTES
 
-__all__ = ["SEGMENT_PREFIX", "Segment", "SegmentDirectory", "StoredSegment", "check_directory", "list_segments"]
-__all__ += ["map_image", "read_segment"]
+__all__ = ["SEGMENT_PREFIX", "KeptSnapshots", "Segment", "SegmentDirectory", "StoredSegment", "check_directory"]
+__all__ += ["list_segments", "map_image", "read_segment"]
 
 SEGMENT_PREFIX = "aio_ckpt-"
 IMAGE_OFFSET = 2 << 20
@@ -109,19 +110,47 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
 
+class KeptSnapshots:
+    """Sealed segments of dead trainers that could be rescued, until one engine gives them up."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, Path]] = []
+
+    def keep(self, found: Iterable[tuple[int, Path]]) -> None:
+        """Keep these, by their steps, and no others."""
+        self._kept = list(found)
+
+    @property
+    def paths(self) -> list[Path]:
+        """Their files."""
+        return [path for _, path in self._kept]
+
+    def drop(self, why: str, *, after: int = -1) -> None:
+        """Give up those of the steps after ``after``."""
+        dropped = [(step, path) for step, path in self._kept if step > after]
+        self._kept = [(step, path) for step, path in self._kept if step <= after]
+        for step, path in dropped:
+            with contextlib.suppress(FileNotFoundError):  # another rank of this host has given it up
+                path.unlink()
+                _log.warning("%s: the snapshot of a dead trainer, of step %d, is given up: %s", path, step, why)
+
+
 class SegmentDirectory:
     """Where one engine makes its segments. What it made and has not removed, :meth:`close` removes."""
 
-    def __init__(self, path: Path, prefix: str) -> None:
-        """Raises ConfigError unless ``path`` is a writable directory of a memory file system."""
+    def __init__(self, path: Path, prefix: str, kept: KeptSnapshots) -> None:
+        """``kept`` give way to the segments of this engine.
+
+        Raises:
+            ConfigError: ``path`` is no writable directory of a memory file system.
+        """
         check_directory(path)
         self.path = path
         self._prefix = prefix
         self._pid = os.getpid()
         self._number = 0
+        self._kept = kept
         self._made: list[Path] = []
-        self.kept: list[Path] = []
-        """Snapshots of dead trainers that could be rescued; they give way to the segments of this engine."""
 
     def make(self, capacity: int) -> Segment:
         """A new segment.
@@ -136,22 +165,15 @@ class SegmentDirectory:
             try:
                 return Segment(path, capacity)
             except OSError as error:
-                if error.errno != errno.ENOSPC or not self.kept:
+                if error.errno != errno.ENOSPC or not self._kept.paths:
                     raise
-                self.drop_kept("there is no room for it beside the running trainer's")
+                self._kept.drop("there is no room for it beside the running trainer's")
                 return Segment(path, capacity)
         except OSError as error:
             raise BudgetExceededError(
                 f"shm_path={str(self.path)!r}: no {capacity} bytes of shared memory ({error.strerror}); lower "
                 "budget_bytes, enlarge it, or leave shm_path away"
             ) from error
-
-    def drop_kept(self, why: str) -> None:
-        """Give up the snapshots of dead trainers."""
-        while self.kept:
-            path = self.kept.pop()
-            _log.warning("%s: the snapshot of a dead trainer is given up: %s", path, why)
-            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the names of all that was made. Idempotent; in a forked child nothing: they are the parent's."""

@@ -20,16 +20,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from image_files import pin_chunk_bytes
+from rank_processes import Ranks, engine_on
 from rescued_trainer import NOT_SEALED, POINTS, kill, start_trainer, state, train_until_killed
 from tensor_bits import assert_same_tensor
 from warm_python import WarmPython, run_warm
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, rescue
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, commit, rescue
 from aio_ckpt.device import HostCopies
-from aio_ckpt.errors import BudgetExceededError, ConfigError, WriteError
+from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner
@@ -379,9 +381,10 @@ def test_a_step_that_does_not_exceed_what_is_committed_is_refused(
     killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed.copy(root, shm)
-    with SyncCheckpointEngine(root, EngineConfig()) as engine:  # without shm_path it gives nothing up
+    (root / SEGMENTS_FILE).unlink()  # or the engine would give it up
+    with SyncCheckpointEngine(root, EngineConfig()) as engine:
         engine.save(state(3), step=3).result(TIMEOUT)
-    code, told = called(capsys, root)
+    code, told = called(capsys, root, "--shm-path", shm)
     assert (code, told["rescued"]) == (0, [])
     assert [other["reason"] for other in told["refused"]] == ["step 3 is committed, which is not older"]
     assert segments_in(shm) == []
@@ -408,12 +411,108 @@ def test_the_next_engine_tells_of_it_keeps_it_and_gives_it_up_with_its_first_com
     assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(5)]
 
 
+def test_an_engine_without_a_place_of_its_own_gives_it_up_too(
+    killed: Killed, root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or it would be committed on top of what this engine goes on with."""
+    killed.copy(root, shm)
+    with SyncCheckpointEngine(root) as engine:
+        engine.prepare(state(2)).result(TIMEOUT)
+        assert len(segments_in(shm)) == 1
+        engine.save(state(1), step=1, overwrite=True).result(TIMEOUT)
+    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+    assert called(capsys, root, "--shm-path", shm)[1]["rescued"] == []
+
+
+def test_what_a_trainer_left_that_died_behind_the_opening_is_given_up_too(root: Path, shm: Path) -> None:
+    child = start_trainer(root, shm)
+    try:
+        engine = SyncCheckpointEngine(root)
+    finally:
+        kill(child)
+    engine.save(state(1), step=1, overwrite=True).result(TIMEOUT)
+    engine.close()
+    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+
+
+def save_where_only_the_other_rank_was_told(rank: int, count: int, root: Path, shm: Path) -> None:
+    if rank:
+        dist.barrier()
+    with engine_on(root, TIMEOUT) as engine:
+        if not rank:
+            (root / SEGMENTS_FILE).write_text(json.dumps([str(shm)]))
+            dist.barrier()
+        dist.barrier()
+        (root / SEGMENTS_FILE).unlink(missing_ok=True)
+        dist.barrier()
+        engine.save(state(3), step=3).result(TIMEOUT)
+        dist.barrier()
+
+
+def test_each_rank_gives_up_what_it_was_told_of(killed: Killed, two: Ranks, root: Path, shm: Path) -> None:
+    """The leader may be on another host, whose memory holds nothing of it."""
+    killed.copy(root, shm)
+    (root / SEGMENTS_FILE).unlink()
+    two.run(save_where_only_the_other_rank_was_told, root, shm)
+    assert segments_in(shm) == []
+
+
+def test_what_is_not_newer_than_what_is_committed_is_not_offered(
+    killed: Killed, root: Path, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed.copy(root, shm)
+    (root / SEGMENTS_FILE).unlink()
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(3), step=3).result(TIMEOUT)
+    assert len(segments_in(shm)) == 1
+    with SyncCheckpointEngine(root, EngineConfig(shm_path=shm)) as engine:
+        engine.prepare(state(2)).result(TIMEOUT)
+    assert "was staged by a trainer that died" not in caplog.text
+    assert segments_in(shm) == []
+
+
+def test_an_engine_is_opened_where_the_steps_cannot_be_read(
+    killed: Killed,
+    root: Path,
+    shm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def discover(*_: object) -> None:
+        raise ReadError(errno.EIO, "Input/output error", str(root))
+
+    killed.copy(root, shm)
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "discover", discover)
+        SyncCheckpointEngine(root).close()
+    assert "could not be compared with its steps" in caplog.text
+    assert [saved["step"] for saved in called(capsys, root)[1]["rescued"]] == [2]
+
+
+def test_a_rollback_gives_up_what_was_staged_of_a_later_step(
+    root: Path, shm: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_until_killed(root, shm, saves=3)
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.rollback(1) == [2]
+    assert "of step 3, is given up: rollback(1) went back behind it" in caplog.text
+    assert called(capsys, root, "--shm-path", shm) == (0, {"root": str(root), "rescued": [], "refused": []})
+
+
+def test_a_rollback_that_fails_gives_nothing_up(killed: Killed, root: Path, shm: Path) -> None:
+    killed.copy(root, shm)
+    with SyncCheckpointEngine(root) as engine, pytest.raises(CheckpointNotFoundError):
+        engine.rollback(0)
+    assert len(segments_in(shm)) == 1
+
+
 def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed, root: Path, shm: Path) -> None:
     killed.copy(root, shm)
     engine = SyncCheckpointEngine(root, EngineConfig(shm_path=shm))
     inner, go_on = engine._engine, threading.Event()
     drop, background, release = (
-        inner._site.segments.drop_kept,  # type: ignore[union-attr]
+        inner._site.kept.drop,
         inner._closing._background,
         inner._closing._release,
     )
@@ -437,7 +536,7 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
         go_on.set()
         release()
 
-    inner._site.segments.drop_kept = held  # type: ignore[union-attr, method-assign]
+    inner._site.kept.drop = held  # type: ignore[method-assign]
     inner._closing._background, inner._closing._release = awaited, release_late
     engine.save(state(5), step=5).result(TIMEOUT)
     engine.close()

@@ -25,7 +25,7 @@ from aio_ckpt.manifest import decode_rank
 from aio_ckpt.owner import Owner
 from aio_ckpt.remains import Left, decide, find_left, segment_prefix
 from aio_ckpt.sealed import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
-from aio_ckpt.segment import Segment, SegmentDirectory, StoredSegment, read_segment
+from aio_ckpt.segment import KeptSnapshots, Segment, SegmentDirectory, StoredSegment, read_segment
 
 HERE = Owner.of_this_process("here")
 
@@ -364,10 +364,10 @@ def test_what_cannot_be_opened_is_told(shm: Path) -> None:
 
 def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path: Path) -> None:
     dead = msgspec.structs.replace(HERE, session="gone", pid=2**31 - 1)
-    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}")
+    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}", KeptSnapshots())
     other.make(1 << 16)
-    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}").make(1 << 16)
-    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}").make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", KeptSnapshots()).make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", KeptSnapshots()).make(1 << 16)
     (found,) = find_left([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
     assert (found.owner_is_dead, found.seal, found.is_damaged) == (True, None, False)
     assert find_left([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
@@ -376,7 +376,7 @@ def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_pat
 def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: Path, tmp_path: Path) -> None:
     """As one in another container, whose processes cannot be seen from here."""
     elsewhere = msgspec.structs.replace(HERE, pid_namespace="pid:[7]", pid=7)
-    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}").make(1 << 16)
+    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}", KeptSnapshots()).make(1 << 16)
     (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
     assert not found.owner_is_dead
     os.utime(segment.path, (0, 0))
@@ -385,7 +385,7 @@ def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: P
 
 
 def test_a_directory_removes_what_it_made_but_not_in_a_fork(shm: Path) -> None:
-    made = SegmentDirectory(shm, "aio_ckpt-x")
+    made = SegmentDirectory(shm, "aio_ckpt-x", KeptSnapshots())
     segment = made.make(1 << 16)
     child = os.fork()
     if not child:
@@ -400,11 +400,25 @@ def test_a_directory_removes_what_it_made_but_not_in_a_fork(shm: Path) -> None:
     assert segment.memory[0] == 0, "who has the memory still has it"
 
 
+def test_what_is_kept_is_given_up_by_steps_and_once(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [shm / name for name in ("a", "b", "gone")]
+    for path in paths[:2]:
+        path.touch()
+    kept = KeptSnapshots()
+    kept.keep(zip((1, 2, 3), paths, strict=True))
+    kept.drop("why", after=1)
+    assert (kept.paths, list(shm.iterdir())) == ([shm / "a"], [shm / "a"])
+    kept.drop("why")
+    kept.drop("why")
+    assert (kept.paths, list(shm.iterdir())) == ([], [])
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [2, 1]
+
+
 def test_a_segment_that_cannot_be_made_leaves_nothing(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BudgetExceededError, match="enlarge it"):
-        SegmentDirectory(shm, "aio_ckpt-x").make(1 << 16)
+        SegmentDirectory(shm, "aio_ckpt-x", KeptSnapshots()).make(1 << 16)
     assert list(shm.iterdir()) == []
