@@ -159,9 +159,8 @@ class CheckpointEngine:
         """Do ahead what makes a first save slow: take the root's lock, plan, map and register staging memory.
 
         The state is walked now, by this thread, and nothing of it is captured or kept; memory is mapped in the
-        background. A save of the same names, types and shapes is a plan hit and waits for no memory; one that comes
-        before the memory is there waits for it. ``await`` what is returned, or call its ``result()``, to know when.
-        For another save than the first it prepares what changed since; it waits for no save.
+        background. A save of the same names, types and shapes is a plan hit; one that comes before the memory is there
+        waits for it. ``await`` what is returned, or call its ``result()``, to know when. It waits for no save.
 
         Raises:
             Exception: what :meth:`save` would raise of this state or root. Memory that cannot be had

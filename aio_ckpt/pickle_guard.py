@@ -1,12 +1,13 @@
 """Looks through a pickle without running it: what could crash or starve an unpickler that itself runs no code. Pure.
 
-A tuple hashes by recursion in C without a limit, so a key of 100,000 tuples inside each other ends the process; torch's
-reader of storages believes the number of elements that the pickle gives; ``bytearray(n)`` takes n bytes.
+A tuple hashes by recursion in C without a limit, so a key of 100,000 tuples inside each other ends the process, and one
+of 60 that hold the next one twice takes for ever; torch's reader of storages believes the number of elements that the
+pickle gives; ``bytearray(n)`` takes n bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
@@ -16,17 +17,18 @@ __all__ = ["MAX_TUPLES", "check_calls", "check_nesting"]
 MAX_TUPLES = 1000
 """Tuples inside each other, at most: a hash of so many takes 0.1 MiB of the stack."""
 
-_HARMLESS_TUPLE_OPS = 8 * MAX_TUPLES
-"""With fewer opcodes that make a tuple, tuples cannot be nested deeply enough to crash; most files stop here."""
+_MAX_HASHED = 1 << 22
+"""Values in one key, at most, each counted in every place where it stands: a hash of so many takes 0.1 s."""
 
 
 class _Tuple:
     """A tuple on the stack."""
 
-    __slots__ = ("depth", "items")
+    __slots__ = ("depth", "items", "places")
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
+        self.places = 1 + sum(map(_places, items))
         self.depth = 1 + max((_depth(item) for item in items), default=0)
         if self.depth > MAX_TUPLES:
             raise CorruptCheckpointError(f"the pickle nests tuples deeper than {MAX_TUPLES}")
@@ -44,24 +46,37 @@ class _Global:
 class _Other:
     """A container or an instance: what is put into it may be hashed with it."""
 
-    __slots__ = ("depth",)
+    __slots__ = ("depth", "places", "total")
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, depth: int = 0, places: int = 1) -> None:
         self.depth = depth
+        self.places = places
+        """Of its largest value; an instance, which may have a hash of them all, has those of all."""
+        self.total = places
+        """Of all its values."""
 
 
 def _depth(value: Any) -> int:
     return getattr(value, "depth", 0)
 
 
+def _places(value: Any) -> int:
+    """Values that a hash of ``value`` goes through, each as often as it stands there."""
+    return getattr(value, "places", 1)
+
+
+def _check_hashed(values: Iterable[Any]) -> None:
+    if max(map(_places, values), default=0) > _MAX_HASHED:
+        raise CorruptCheckpointError(f"the pickle has a key of more than {_MAX_HASHED} values")
+
+
 def check_nesting(data: bytes) -> None:
-    """Refuse tuples so deep that their hash would leave the stack.
+    """Refuse keys whose hash would leave the stack, or never end.
 
     Raises:
-        CorruptCheckpointError: deeper than ``MAX_TUPLES``.
+        CorruptCheckpointError: tuples deeper than ``MAX_TUPLES``, or a key of too many values.
     """
-    if sum(map(data.count, (b"t", b"\x85", b"\x86", b"\x87"))) > _HARMLESS_TUPLE_OPS:
-        _Machine(data, None, None).run()
+    _Machine(data, None, None).run()
 
 
 def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element_bytes: dict[str, int]) -> None:
@@ -117,6 +132,10 @@ _ONE_INTO = b"as"
 """APPEND takes one value, SETITEM two."""
 _MARKED_INTO = b"eu\x90"
 _MADE_OF_MARKED = b"ld\x91"
+_KEY_STEPS = {b"d"[0]: 2, b"u"[0]: 2, 0x90: 1, 0x91: 1}
+"""Of what is put in between marks, each so-manieth is hashed: the keys of a dict, the elements of a set."""
+_HASHING = frozenset({"builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter"})
+"""Calls that hash what they are given."""
 _TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
 _INT_SIZES = {b"K"[0]: 1, b"M"[0]: 2}
 
@@ -203,12 +222,16 @@ class _Machine:
             self._stack.append(_Tuple(items))
         elif op in _MADE_OF_MARKED:
             items = self._pop_mark()
-            self._stack.append(_Other(max(map(_depth, items), default=0)))
+            _check_hashed(items[:: _KEY_STEPS[op]] if op in _KEY_STEPS else ())
+            self._stack.append(_Other())
+            _deepen(self._stack[-1], items)
         elif op in _MARKED_INTO:
             items = self._pop_mark()
+            _check_hashed(items[:: _KEY_STEPS[op]] if op in _KEY_STEPS else ())
             _deepen(self._stack[-1], items)
         elif op in _ONE_INTO:
             values = [stack.pop() for _ in range(1 if op == 0x61 else 2)]
+            _check_hashed(values[1:])
             _deepen(stack[-1], values)
         elif op in b"R\x81\x92":
             self._call(2 if op != 0x92 else 3)
@@ -220,6 +243,8 @@ class _Machine:
         if op == 0x62:  # BUILD
             state = stack.pop()
             _deepen(stack[-1], [state])
+            if isinstance(stack[-1], _Other):
+                stack[-1].places += getattr(state, "total", 0)
         elif op == 0x51:  # BINPERSID
             pid = stack.pop()
             if self._on_storage is not None and isinstance(pid, _Tuple):
@@ -249,9 +274,13 @@ class _Machine:
         function, arguments = taken[-1], taken[-2]
         if self._on_call is not None and isinstance(function, _Global):
             self._on_call(function.name, arguments.items if isinstance(arguments, _Tuple) else [])
-        self._stack.append(_Other(max(map(_depth, taken))))
+        if isinstance(function, _Global) and function.name in _HASHING:
+            _check_hashed([arguments])
+        self._stack.append(_Other(max(map(_depth, taken)), sum(map(_places, taken))))
 
 
 def _deepen(owner: Any, values: list[Any]) -> None:
     if isinstance(owner, _Other):
         owner.depth = max(owner.depth, *map(_depth, values), 0)
+        owner.places = max(owner.places, *map(_places, values), 0)
+        owner.total += sum(map(_places, values))

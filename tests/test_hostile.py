@@ -13,6 +13,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch
 from aio_ckpt.contents import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.items import BLOCK_BYTES
+from aio_ckpt.manifest import parse_metadata
 from aio_ckpt.objects import decode_object, encode_object
 from aio_ckpt.pickle_guard import MAX_TUPLES, check_nesting
 from aio_ckpt.read import _new_tensor
@@ -102,6 +104,43 @@ def test_as_many_tuples_as_a_state_may_hold_are_read() -> None:
     with pytest.raises(CorruptCheckpointError, match="deeper"):
         check_nesting(many + b"})" + b"\x85" * MAX_TUPLES + b"K\x01s.")
     check_nesting(many + b"(((K\x01t}l(K\x02]de1" + b".")  # malformed: said by the unpickler, not here
+
+
+DOUBLED = b"K\x01K\x02\x86q\x00" + b"h\x00\x86q\x00" * 60
+"""A tuple that holds a tuple twice, which holds one twice, ...: its hash goes through 2**60 places."""
+OFFSET = b"X\x06\x00\x00\x00offset"
+INSTANCES = b"K\x01q\x00" + (INDEX + b")\x81}(" + TEXT_FQN + b"h\x00" + OFFSET + b"h\x00ubq\x00") * 60
+ENDLESS_KEYS: dict[str, bytes] = {
+    "a key": b"}" + DOUBLED + b"K\x01s",
+    "keys between marks": b"}(K\x01K\x02" + DOUBLED + b"K\x01u",
+    "a dict of what stands behind a mark": b"(" + DOUBLED + b"K\x01d",
+    "an element of a set": b"\x8f(" + DOUBLED + b"\x90",
+    "a frozen set": b"(" + DOUBLED + b"\x91",
+    "a call of set()": b"cbuiltins\nset\n](" + DOUBLED + b"e\x85R",
+    "an OrderedDict": b"ccollections\nOrderedDict\n](" + DOUBLED + b"K\x01\x86e\x85R",
+    "within an instance": b"}" + INDEX + b")\x81}" + TEXT_FQN + DOUBLED + b"sbK\x01s",
+    "instances within each other": INSTANCES + b"}h\x00K\x01s",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS_KEYS)
+def test_a_key_whose_hash_would_never_end_is_refused_before_anything_is_hashed(kind: str) -> None:
+    data = b"\x80\x02" + ENDLESS_KEYS[kind] + b"."
+    with pytest.raises(CorruptCheckpointError, match="a key of more than"):
+        check_nesting(data)
+    with pytest.raises(CorruptCheckpointError, match="a key of more than"):
+        decode_object(archive(data), name="x", trusted=False)
+    with pytest.raises(CorruptCheckpointError):
+        parse_metadata(data, name="x")
+
+
+def test_what_stands_in_many_places_and_is_no_key_is_read() -> None:
+    found = decode_object(archive(b"\x80\x02](" + DOUBLED + b"e."), name="x", trusted=False)
+    assert isinstance(found, list)
+    inner: Any = found[0]
+    for _ in range(60):
+        inner = inner[0]
+    assert inner == (1, 2)
 
 
 def storage(kind: bytes, count: int, key: bytes = b"0") -> bytes:
