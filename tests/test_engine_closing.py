@@ -21,6 +21,7 @@ from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, saver, steps, undo
+from aio_ckpt import engine as engine_module
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.names import LOCK_FILE
 
@@ -227,7 +228,8 @@ def test_a_save_that_was_reading_its_state_when_another_thread_closed_is_refused
     assert listing(root) == ["step_000000001"]
 
 
-def test_a_commit_that_nobody_waited_for_is_in_doubt(root: Path) -> None:
+def test_a_commit_that_nobody_waited_for_is_in_doubt(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "STOP_SECS", 0.1)
     with gated_engine(root, drain_timeout_secs=0.1) as (engine, storage):
         gate = storage.hold("sync_dir", "root")
         ticket = engine.save(weights(1))
