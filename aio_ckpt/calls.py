@@ -105,7 +105,7 @@ class JointCall:
     async def _end(self, told: PeerFailedError) -> None:
         """The call is over on this rank; the others may have begun to write."""
         await self.agreement.end(told)
-        if self._peers.is_leader:
+        if self._peers.is_leader and self.agreement.is_failed and not self.agreement.is_entered:
             pending = pending_path(self._site.root, self._peers.owner, self._number)
             self._site.left_behind.add(pending, lambda: True)
 

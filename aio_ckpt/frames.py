@@ -185,6 +185,10 @@ class Patience:
                 self._seen[rank] = (beat, now)
         return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
 
+    def has_moved(self, rank: int) -> bool:
+        """Whether ``rank`` gave a sign of life during this wait: an older one tells of waits that may be over."""
+        return rank in self._seen and self._seen[rank][1] > self._began
+
     def is_apart_for_long(self, rank: int, *, is_apart: bool) -> bool:
         """Whether ``rank`` has waited in another call at every look for half of ``stall_secs``."""
         now = time.monotonic()
@@ -252,7 +256,7 @@ def _elsewhere(rank: int, beat: Beat, patience: Patience, own: Beat) -> str:
     if beat.has_left:
         return "has closed its engine"
     other = next((topic for topic in beat.waits if _never_meet(patience.topic, own, topic, beat)), None)
-    if patience.is_apart_for_long(rank, is_apart=other is not None):
+    if patience.is_apart_for_long(rank, is_apart=other is not None and patience.has_moved(rank)):
         return f"waits in {other} for this one, which has not come there; {_SAME_ORDER}"
     return ""
 

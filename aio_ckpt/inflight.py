@@ -200,6 +200,7 @@ class InFlight:
         except BaseException:
             image.lease.close()
             raise
+        agreement.is_entered = True
         return save
 
     def next_number(self) -> int:

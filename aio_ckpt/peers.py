@@ -256,6 +256,8 @@ class SaveRound:
         """This rank's last word was given: the leader may commit from now on."""
         self.is_over = False
         """The leader's last word was heard, or given."""
+        self.is_entered = False
+        """A pending save has it, and clears up after itself."""
         self.is_failed = False
         """It is certain that the save has failed on all ranks, and for good: what it wrote may go."""
 

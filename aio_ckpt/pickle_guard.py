@@ -28,7 +28,7 @@ class _Tuple:
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
-        self.places = 1 + sum(map(_places, items))
+        self.places = _bounded(1 + sum(map(_places, items)))
         self.depth = 1 + max((_depth(item) for item in items), default=0)
         if self.depth > MAX_TUPLES:
             raise CorruptCheckpointError(f"the pickle nests tuples deeper than {MAX_TUPLES}")
@@ -63,6 +63,11 @@ def _depth(value: Any) -> int:
 def _places(value: Any) -> int:
     """Values that a hash of ``value`` goes through, each as often as it stands there."""
     return getattr(value, "places", 1)
+
+
+def _bounded(places: int) -> int:
+    """No more than is refused: doubled without end the number itself would take all the memory."""
+    return min(places, _MAX_HASHED + 1)
 
 
 def _check_hashed(values: Iterable[Any]) -> None:
@@ -244,7 +249,7 @@ class _Machine:
             state = stack.pop()
             _deepen(stack[-1], [state])
             if isinstance(stack[-1], _Other):
-                stack[-1].places += getattr(state, "total", 0)
+                stack[-1].places = _bounded(stack[-1].places + getattr(state, "total", 0))
         elif op == 0x51:  # BINPERSID
             pid = stack.pop()
             if self._on_storage is not None and isinstance(pid, _Tuple):
@@ -276,11 +281,11 @@ class _Machine:
             self._on_call(function.name, arguments.items if isinstance(arguments, _Tuple) else [])
         if isinstance(function, _Global) and function.name in _HASHING:
             _check_hashed([arguments])
-        self._stack.append(_Other(max(map(_depth, taken)), sum(map(_places, taken))))
+        self._stack.append(_Other(max(map(_depth, taken)), _bounded(sum(map(_places, taken)))))
 
 
 def _deepen(owner: Any, values: list[Any]) -> None:
     if isinstance(owner, _Other):
         owner.depth = max(owner.depth, *map(_depth, values), 0)
         owner.places = max(owner.places, *map(_places, values), 0)
-        owner.total += sum(map(_places, values))
+        owner.total = _bounded(owner.total + sum(map(_places, values)))

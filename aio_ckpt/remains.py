@@ -148,7 +148,7 @@ def _replaces(seal: Seal, save_id: str) -> bool:
     engine, _, number = save_id.rpartition("-")
     own_engine, _, own_number = seal.save_id.rpartition("-")
     is_earlier = engine == own_engine and (len(number), number) < (len(own_number), own_number)
-    return bool(save_id) and (save_id == seal.replaces or is_earlier)
+    return save_id == seal.replaces or (bool(save_id) and is_earlier)
 
 
 def _refusal(

@@ -584,15 +584,15 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
     assert asyncio.run(main()) == b"0|1 0|1 0|1 0|1"
 
 
-@pytest.mark.parametrize("over", [False, True])
-def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool) -> None:
-    """It was skipped here, say, and that other rank never heard of it."""
+@pytest.mark.parametrize(("over", "moves"), [(False, True), (True, True), (True, False)])
+def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool, moves: bool) -> None:
+    """It was skipped here, say, and that other rank never heard of it. An old sign of life tells of an old wait."""
     own = Beat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
     patience = Patience(1e-6, "load 1, turn 1", "load")
     for beat in range(3):  # at every look, and each time with another sign of life
-        there = msgspec.msgpack.encode(Beat(beat, begun={"save": 3}, waits=("rollback 3",)))
+        there = msgspec.msgpack.encode(Beat(beat if moves else 1, begun={"save": 3}, waits=("rollback 3",)))
         found = absence([1], [there], patience, own=own, unmet="")
-    assert (found is not None and "waits in rollback 3 for this one" in str(found.error)) is over
+    assert (found is not None and "waits in rollback 3 for this one" in str(found.error)) is (over and moves)
 
 
 def test_many_calls_of_one_kind_leave_what_ended_of_another_told() -> None:

@@ -23,7 +23,7 @@ from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.items import BLOCK_BYTES
 from aio_ckpt.manifest import parse_metadata
 from aio_ckpt.objects import decode_object, encode_object
-from aio_ckpt.pickle_guard import MAX_TUPLES, check_nesting
+from aio_ckpt.pickle_guard import MAX_TUPLES, _Machine, check_nesting
 from aio_ckpt.read import _new_tensor
 
 SPARE_BYTES = 512 << 20
@@ -132,6 +132,12 @@ def test_a_key_whose_hash_would_never_end_is_refused_before_anything_is_hashed(k
         decode_object(archive(data), name="x", trusted=False)
     with pytest.raises(CorruptCheckpointError):
         parse_metadata(data, name="x")
+
+
+def test_the_count_of_what_is_doubled_without_end_stays_a_small_number() -> None:
+    machine = _Machine(b"\x80\x02" + INDEX + b")\x81q\x00" + b"h\x00h\x00b0" * 1000 + b".", None, None)
+    machine.run()
+    assert machine._memo[0].places < 1 << 23
 
 
 def test_what_stands_in_many_places_and_is_no_key_is_read() -> None:

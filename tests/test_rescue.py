@@ -29,15 +29,18 @@ from rescued_trainer import NOT_SEALED, POINTS, kill, start_trainer, state, trai
 from tensor_bits import assert_same_tensor
 from warm_python import WarmPython, run_warm
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, commit, rescue
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, commit, pipeline, rescue
+from aio_ckpt.catalog import read_save_id
 from aio_ckpt.device import HostCopies
 from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
+from aio_ckpt.lifetime import Lease
 from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
 from aio_ckpt.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.owner import Owner
 from aio_ckpt.portal import Executor
 from aio_ckpt.remains import segment_prefix
 from aio_ckpt.segment import IMAGE_OFFSET, Segment, read_segment
+from aio_ckpt.storage import Storage
 
 MIB = 1 << 20
 
@@ -236,6 +239,29 @@ def test_a_snapshot_replaces_the_checkpoint_that_was_there_and_no_later_one(
     assert segments_in(shm) == []
     with SyncCheckpointEngine(root) as engine:
         assert engine.read(1)["optimizer"][0]["lr"] == 21e-3
+
+
+def test_an_overwrite_whose_write_ends_while_it_is_read_what_it_replaces_is_committed(
+    root: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_written, close = threading.Event(), Lease.close
+
+    def closed(lease: Lease) -> None:
+        close(lease)
+        is_written.set()
+
+    async def slow(storage: Storage, checkpoint: Path) -> str:
+        async with asyncio.timeout(TIMEOUT):
+            while not is_written.is_set():
+                await asyncio.sleep(0)
+        return await read_save_id(storage, checkpoint)
+
+    with SyncCheckpointEngine(root, EngineConfig(staging="shm", shm_path=shm)) as engine:
+        engine.save(state(1), step=1).result(TIMEOUT)
+        monkeypatch.setattr(Lease, "close", closed)
+        monkeypatch.setattr(pipeline, "read_save_id", slow)
+        engine.save(state(2), step=1, overwrite=True).result(TIMEOUT)
+    assert segments_in(shm) == []
 
 
 def test_what_a_torn_snapshot_superseded_is_not_removed(

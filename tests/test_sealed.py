@@ -116,7 +116,6 @@ UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to re
         ([left(save_id="s-9", overwrite=True, replaces="old")], {5: "s-10"}, ANOTHER, True, False),
         ([left(save_id="s-9", overwrite=True, replaces="old")], {5: "r-8"}, ANOTHER, True, False),
         ([left(overwrite=True, replaces="old")], {5: ""}, UNTOLD, True, True),
-        ([left(overwrite=True)], {5: ""}, UNTOLD, True, True),
         ([left(overwrite=True, replaces=None)], {5: "old"}, UNTOLD, True, True),
     ],
 )
@@ -131,6 +130,7 @@ def test_a_save_is_refused_with_a_reason(
 def test_one_that_replaces_a_committed_step_is_committed() -> None:
     assert outcome([left(overwrite=True, replaces="old")], {5: "old", 9: "y"}) == ([5], [])
     assert outcome([left(overwrite=True, replaces="old")], {5: "s-1", 9: "y"})[0] == [], "it did already"
+    assert outcome([left(overwrite=True, replaces="")], {5: ""}) == ([5], []), "a plain one was there, and is"
     behind = left(save_id="s-10", overwrite=True, replaces="old")
     assert outcome([behind], {5: "s-9"}) == ([5], []), "the one before it was committed meanwhile"
 
