@@ -117,6 +117,11 @@ class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_transformed: bool
     """As in :class:`Slot`."""
 
+    @classmethod
+    def of_slot(cls, slot: Slot) -> StoredObject:
+        """An item that is no plain tensor, as what it is for torch.load: one object."""
+        return cls(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, is_transformed=False)
+
 
 class Look(NamedTuple):
     """What an item looks like."""

@@ -138,7 +138,7 @@ _ONE_INTO = b"as"
 _MARKED_INTO = b"eu\x90"
 _MADE_OF_MARKED = b"ld\x91"
 _KEY_STEPS = {b"d"[0]: 2, b"u"[0]: 2, 0x90: 1, 0x91: 1}
-"""Of what is put in between marks, each so-manieth is hashed: the keys of a dict, the elements of a set."""
+"""How far what is hashed stands apart among what a mark begins: keys of a dict, which alternate, elements of a set."""
 _HASHING = frozenset({"builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter"})
 """Calls that hash what they are given."""
 _TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
@@ -225,14 +225,12 @@ class _Machine:
         elif op == 0x74:
             items = self._pop_mark()
             self._stack.append(_Tuple(items))
-        elif op in _MADE_OF_MARKED:
+        elif op in _MADE_OF_MARKED or op in _MARKED_INTO:
             items = self._pop_mark()
-            _check_hashed(items[:: _KEY_STEPS[op]] if op in _KEY_STEPS else ())
-            self._stack.append(_Other())
-            _deepen(self._stack[-1], items)
-        elif op in _MARKED_INTO:
-            items = self._pop_mark()
-            _check_hashed(items[:: _KEY_STEPS[op]] if op in _KEY_STEPS else ())
+            if op in _MADE_OF_MARKED:
+                self._stack.append(_Other())
+            if op in _KEY_STEPS:
+                _check_hashed(items[:: _KEY_STEPS[op]])
             _deepen(self._stack[-1], items)
         elif op in _ONE_INTO:
             values = [stack.pop() for _ in range(1 if op == 0x61 else 2)]

@@ -210,12 +210,14 @@ def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | 
 
 async def _seal(site: Site, save: PendingSave, final: Path, metadata: bytes) -> None:
     """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
+    if not save.image.is_whole:
+        _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
+        return
+    save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
     ranks, save_id, call = site.peers.coordinator, save_id_of(site, save), save.call
-    if save.image.is_whole:
-        save.image.lease.hold(save.settled)  # now: the write may end while the old save id is read
     replaces = await read_save_id(site.storage, final) if call.overwrite else ""
     seal = seal_of(ranks, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
-    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor, save.settled)
+    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor)
 
 
 async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:

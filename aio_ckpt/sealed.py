@@ -163,16 +163,10 @@ async def seal_when_captured(
     image: Image,
     progress: CaptureProgress,
     executor: Executor,
-    holder: object,
 ) -> None:
-    """Beside the write: seal the snapshot once all is captured. ``holder`` keeps its memory from here until the caller
-    lets it go: until the save has ended, and not only until it is written.
-    """
+    """Beside the write: seal the snapshot once all is captured. The caller holds its memory."""
     segment = image.lease.arena.segment
-    if segment is None or not image.is_whole:
-        _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", seal.step)
-        return
-    image.lease.hold(holder)
+    assert segment is not None
     for chunk in image.chunks:
         await progress.wait(chunk.index, executor)
     with watch_submissions(image.lease.hold_until):

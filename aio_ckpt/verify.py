@@ -250,7 +250,7 @@ class _Verification:
                 try:
                     item = parse_slot(slot, *ends[id(slot)])
                 except UnsupportedLeafError:
-                    others.append(StoredObject(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, False))
+                    others.append(StoredObject.of_slot(slot))
                     continue
                 if item.record_crc32 is not None:
                     spans.append(_Span(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))

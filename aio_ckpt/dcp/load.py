@@ -257,7 +257,7 @@ def _parse(slots: Mapping[MetadataIndex, Slot], ends: Ends, into: _Located) -> N
         try:
             into.items[index] = parse_slot(slot, *ends[id(slot)])
         except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, say
-            into.streams[index] = StoredObject(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, False)
+            into.streams[index] = StoredObject.of_slot(slot)
 
 
 def _check_records(name: str, data: bytes) -> None:
