@@ -95,6 +95,8 @@ class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Where the shard begins in the global tensor."""
     is_transformed: bool
     """Written through a stream extension of DCP, so that only DCP can read it."""
+    stride: tuple[int, ...] | None = None
+    """Stride of the shard as the metadata says (since torch 2.15), in elements."""
 
 
 Chunks: TypeAlias = "tuple[Item | Slot, ...]"
@@ -370,6 +372,7 @@ def _slot(name: str, entry: TensorStorageMetadata, number: int, places: Mapping[
         shape=tuple(chunk.sizes),
         offsets=tuple(chunk.offsets),
         is_transformed=bool(getattr(place, "transform_descriptors", None)),
+        stride=getattr(entry.properties, "strides", None),
     )
 
 

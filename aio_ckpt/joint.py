@@ -16,6 +16,7 @@ from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatVersionError,
     PeerFailedError,
     SaveCancelledError,
 )
@@ -61,6 +62,8 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     """``matched`` and ``read``: the identity of what was; ``damaged``: of what."""
     is_proven: bool = False
     """Whether it is a mismatch that was read twice."""
+    is_unknown: bool = False
+    """Whether it is no damage: a newer torch or aio_ckpt wrote the checkpoint."""
     asked: tuple[int | None, bool] | None = None
     """``none yet``: step and ``fallback`` of the call."""
 
@@ -68,7 +71,7 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
 class _Order(msgspec.Struct, frozen=True, array_like=True):
     """What the leader tells all."""
 
-    kind: Literal["load", "fill", "put back", "done", "not found", "damaged"]
+    kind: Literal["load", "fill", "put back", "done", "not found", "damaged", "unknown"]
     """``load``: read this step; ``fill``: the templates of all match the same save; ``put back``: all have read it;
     ``done``: all have put it back; else none can be loaded, and why."""
     step: int = 0
@@ -88,6 +91,12 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
         return self.kind not in ("load", "fill", "put back")
 
 
+_ERRORS: dict[str, type[AioCkptError]] = {
+    "not found": CheckpointNotFoundError,
+    "damaged": CorruptCheckpointError,
+    "unknown": FormatVersionError,
+}
+"""What each rank raises, by the kind of the last order."""
 _OUTCOMES = msgspec.msgpack.Decoder(_Outcome)
 _ORDERS = msgspec.msgpack.Decoder(_Order)
 
@@ -178,7 +187,7 @@ class _Own(Generic[L]):
         self._outcome = _Outcome("none yet")
         self._candidate: commit.Committed | None = None
         self._loaded: L | None = None
-        self._error: CorruptCheckpointError | None = None
+        self._error: CorruptCheckpointError | FormatVersionError | None = None
 
     async def follow(self, order: _Order) -> _Outcome:
         """Read what is ordered, or put back what was read.
@@ -189,11 +198,12 @@ class _Own(Generic[L]):
         self._error = None
         try:
             self._outcome = await self._put_back() if order.kind == "put back" else await self._read(order.step)
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, FormatVersionError) as error:
             if order.kind == "put back":
                 raise
             self._error = error
-            self._outcome = _Outcome("damaged", str(error), self.walk.damaged[-1].is_proven)
+            is_unknown = isinstance(error, FormatVersionError)
+            self._outcome = _Outcome("damaged", str(error), self.walk.damaged[-1].is_proven, is_unknown)
         except ChangedError as error:
             self._outcome = _Outcome("changed", str(error))
         return self._outcome
@@ -230,7 +240,8 @@ class _Own(Generic[L]):
         if order.is_new_look:
             self.walk.damaged.clear()
         elif order.blame is not None and self._outcome.kind != "damaged" and self._candidate is not None:
-            error = CorruptCheckpointError(order.blame.text)
+            kind = FormatVersionError if order.blame.is_unknown else CorruptCheckpointError
+            error = kind(order.blame.text)
             found = Damage(checkpoint=self._candidate, error=error, is_proven=order.blame.is_proven)
             self.walk.damaged.append(found)
 
@@ -239,8 +250,7 @@ class _Own(Generic[L]):
         if order.kind == "done" and self._candidate is not None and self._loaded is not None:
             self._learn_newest(order)
             return self._candidate, await self.walk.settle(), self._loaded
-        kind = CheckpointNotFoundError if order.kind == "not found" else CorruptCheckpointError
-        raise kind(order.text) from self._error
+        raise _ERRORS[order.kind](order.text) from self._error
 
     def _learn_newest(self, order: _Order) -> None:
         """As the leader saw it; a save that was committed beside this load may be newer than its look."""
@@ -261,6 +271,8 @@ class _Leading:
         self._looks = 0
         self._found: list[str] = []
         self._proven: set[int] = set()
+        self._all_unknown = True
+        """Whether no candidate was found damaged: those passed by were written by a newer torch or aio_ckpt."""
 
     async def decide(self, messages: tuple[bytes, ...]) -> Verdict:
         """From what became of the last one on every rank."""
@@ -278,16 +290,18 @@ class _Leading:
         if "damaged" not in kinds or "changed" in kinds:  # else matched or read, but not the same save by all
             return await self._look()
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
-        blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven)
+        blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven, bad.is_unknown)
+        self._all_unknown = self._all_unknown and bad.is_unknown
         self._found.append(f"step {self._tried}: {blame.text}")
         if blame.is_proven:
             self._proven.add(self._tried)
         if not self._falls_back:
-            return _Order("damaged", text=f"{self._found[-1]}, under {self._site.root}", blame=blame)
+            text = f"{self._found[-1]}, under {self._site.root}"
+            return _Order("unknown" if bad.is_unknown else "damaged", text=text, blame=blame)
         if not self._left:
             each = "; ".join(self._found)
             text = f"no checkpoint under {self._site.root} verifies, and nothing was moved: {each}"
-            return _Order("damaged", text=text, blame=blame)
+            return _Order("unknown" if self._all_unknown else "damaged", text=text, blame=blame)
         return self._next(_Order("load", blame=blame))
 
     async def _newest(self) -> int | None:
@@ -310,6 +324,7 @@ class _Leading:
             return _Order("not found", text=str(error))
         self._found.clear()
         self._proven.clear()
+        self._all_unknown = True
         self._left = [checkpoint.step for checkpoint in found]
         return self._next(_Order("load", is_new_look=True))
 

@@ -6,10 +6,12 @@ through an unpickler that knows only the globals that stock DCP writes.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
 import io
 import itertools
+import logging
 import pickle
 import random
 import re
@@ -18,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -32,10 +35,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.pickle_guard import check_nesting
 
 __all__ = ["DTYPES", "MAX_BYTES", "MetadataTemplate", "parse_metadata", "render_metadata"]
+
+_log = logging.getLogger("aio_ckpt")
 
 MAX_BYTES = 1 << 62
 """Largest size or offset taken from disk: two of them still add up inside 64 bits."""
@@ -154,11 +159,35 @@ def _dump_with_tag(
     # The tag on top makes each number take 8 bytes (LONG1), the count below tells which hole it is.
     numbers = (int.from_bytes(tag, "little") << 32 | count for count in itertools.count())
     storage_data = dict(tensors)
-    for index, file in zip(objects, files, strict=True):
-        storage_data[index] = _StorageInfo(file, next(numbers), next(numbers))
+    for index, name in zip(objects, files, strict=True):
+        storage_data[index] = _StorageInfo(name, next(numbers), next(numbers))
     ids = StorageMeta(checkpoint_id=f"{tag.decode()}c", save_id=f"{tag.decode()}s")
-    # Protocol 3 has no frames, whose lengths would forbid a string of another length.
-    return pickle.dumps(replace(metadata, storage_data=storage_data, storage_meta=ids), protocol=3)
+    return dump_metadata(replace(metadata, storage_data=storage_data, storage_meta=ids))
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """Return the pickle of ``metadata`` as :func:`metadata_pickler` writes it."""
+    file = io.BytesIO()
+    metadata_pickler(file).dump(metadata)
+    return file.getvalue()
+
+
+def metadata_pickler(file: io.BytesIO) -> pickle.Pickler:
+    """Return a pickler whose ``.metadata`` every torch from 2.6 on reads.
+
+    Torch 2.15 added ``strides`` to ``TensorProperties`` as a sixth field, which older versions refuse. This pickler
+    leaves it out: no version of ``dcp.load`` uses it, and each stored item holds its own stride.
+
+    Protocol 3 has no frames, whose lengths would forbid to replace a string by one of another length.
+    """
+    pickler = pickle.Pickler(file, protocol=3)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduce_properties}
+    return pickler
+
+
+def _reduce_properties(value: TensorProperties) -> tuple[Any, ...]:
+    state = value.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), state[:_OLDEST_FIELDS]  # type: ignore[attr-defined]
 
 
 def _split(data: bytes, tag: bytes) -> MetadataTemplate:
@@ -189,8 +218,9 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
     """Read a ``.metadata`` of ours or of stock DCP. ``name`` is the file, for messages.
 
     Raises:
-        CorruptCheckpointError: no such pickle; one that names any global but those that DCP writes (the
-            message names it); or numbers and types that no checkpoint has.
+        CorruptCheckpointError: no such pickle, or numbers and types that no checkpoint has.
+        FormatVersionError: the pickle asks for a class, a dtype or another global that no ``.metadata`` of a known
+            torch holds; the message names it. It was not run.
     """
     try:
         _check_opcodes(data)
@@ -199,12 +229,56 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
         fault = _metadata_fault(found)
     except MemoryError:
         raise  # of this machine: lengths beyond the data were refused before
+    except _UnknownError as exc:
+        raise FormatVersionError(f"{name}: {exc}; a newer torch or a newer aio_ckpt may read it") from exc
     except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
         raise CorruptCheckpointError(f"{name}: {str(exc) or type(exc).__name__}") from exc
     if fault:
         raise CorruptCheckpointError(f"{name}: {fault}")
     metadata: Metadata = found
+    _log_unknown_fields(metadata, name)
     return metadata
+
+
+class _UnknownError(Exception):
+    """The pickle holds something that no ``.metadata`` of a known torch holds."""
+
+
+_OLDEST_FIELDS = 5
+"""Fields of ``TensorProperties`` up to torch 2.14: dtype, layout, requires_grad, memory_format, pin_memory."""
+_UNKNOWN_FIELDS = "fields_of_a_newer_torch"
+"""Attribute of ``TensorProperties`` that keeps the fields behind ``strides``, which no known torch writes."""
+_KNOWN_FIELDS: dict[type, frozenset[str]] = {
+    Metadata: frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}),
+    StorageMeta: frozenset({"checkpoint_id", "save_id", "load_id", "modules"}),
+    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
+    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    BytesStorageMetadata: frozenset(),
+    MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    _StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
+}
+"""Fields that torch 2.6 to 2.15 write."""
+
+
+def _log_unknown_fields(metadata: Metadata, name: str) -> None:
+    """Log the fields of known classes that no known torch writes. They are kept and otherwise ignored."""
+    values: list[object] = [metadata, metadata.storage_meta]
+    for entry in metadata.state_dict_metadata.values():
+        values.append(entry)
+        if isinstance(entry, TensorStorageMetadata):
+            values += (entry.properties, *entry.chunks[:1])
+    for index, info in itertools.islice((metadata.storage_data or {}).items(), 1):
+        values += (index, info)
+    unknown = {
+        f"{type(value).__name__}.{field}"
+        for value in values
+        if value is not None
+        for field in vars(value).keys() - _KNOWN_FIELDS[type(value)]
+    }
+    if unknown:
+        fields = ", ".join(sorted(unknown))
+        _log.info("%s: a newer torch wrote fields that this aio_ckpt does not know; they are ignored: %s", name, fields)
 
 
 class _Sealed(type):
@@ -225,12 +299,22 @@ def _stand_in(real: type) -> type:
 
 
 class _Properties(metaclass=_Sealed):
-    """Turns into a ``TensorProperties``, whose own ``__setstate__`` wants the enum's real members."""
+    """Turns into a ``TensorProperties``, whose own ``__setstate__`` wants the enum's real members.
 
-    def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, int, bool]) -> None:
-        dtype, layout, requires_grad, memory_format, pin_memory = state
-        made = TensorProperties(dtype, layout, requires_grad, _MEMORY_FORMATS[memory_format], pin_memory)
-        self.__dict__.update(vars(made))
+    ``strides`` is set on every torch, also on those before 2.15, whose class has no such field.
+    """
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if type(state) is not tuple or len(state) < _OLDEST_FIELDS:
+            raise _UnknownError(f"TensorProperties pickled as {state!r:.80}")
+        dtype, layout, requires_grad, memory_format, pin_memory, *newer = state
+        made = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
+        strides, *unknown = newer or (None,)
+        if strides is not None and not (type(strides) in (tuple, torch.Size) and _are_sizes(strides)):
+            raise _UnknownError(f"TensorProperties with strides {strides!r:.80}")
+        self.__dict__.update(vars(made), strides=strides)
+        if unknown:
+            self.__dict__[_UNKNOWN_FIELDS] = tuple(unknown)
         self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
@@ -248,12 +332,16 @@ class _Index(metaclass=_Sealed):
 
 
 class _MemoryFormat(metaclass=_Sealed):
-    def __new__(cls, value: int) -> int:  # type: ignore[misc]
-        return value
+    def __new__(cls, value: int) -> torch.memory_format:  # type: ignore[misc]
+        if value not in _MEMORY_FORMATS:
+            raise _UnknownError(f"the memory format {value!r}")
+        return _MEMORY_FORMATS[value]
 
 
 class _Layout(metaclass=_Sealed):
     def __new__(cls, text: str) -> torch.layout:  # type: ignore[misc]
+        if text not in _LAYOUTS:
+            raise _UnknownError(f"the layout {text!r}")
         return _LAYOUTS[text]
 
 
@@ -264,15 +352,26 @@ class _Path(metaclass=_Sealed):
 
 _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_DCP = "torch.distributed.checkpoint."
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 _PLAIN = (Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
 
+_DCP_CLASSES: dict[tuple[str, str], object] = {
+    **{("metadata", real.__name__): _stand_in(real) for real in _PLAIN},
+    ("metadata", "TensorProperties"): _Properties,
+    ("metadata", "MetadataIndex"): _Index,
+    ("metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    ("filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+}
 _GLOBALS: dict[tuple[str, str], object] = {
-    **{(f"{_DCP}metadata", real.__name__): _stand_in(real) for real in _PLAIN},
-    (f"{_DCP}metadata", "TensorProperties"): _Properties,
-    (f"{_DCP}metadata", "MetadataIndex"): _Index,
-    (f"{_DCP}metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    (f"{_DCP}filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+    # Torch before 2.0 called the package torch.distributed._shard.checkpoint, and torch still finds it by that name.
+    **{
+        (f"{package}.{module}", name): found
+        for package in ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
+        for (module, name), found in _DCP_CLASSES.items()
+    },
+    # Torch before 2.3 pickled the properties of a tensor as a class of sharded tensors.
+    (_SHARDED_TENSOR, "TensorProperties"): _Properties,
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _MemoryFormat,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _Layout,
     **{("torch", text): dtype for text, dtype in DTYPES.items()},
@@ -295,8 +394,8 @@ class _Unpickler(pickle.Unpickler):
             raise _refused(f"{module}.{name}") from None
 
 
-def _refused(what: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(f"the pickle asks for {what}, which no .metadata of DCP does; it was not run")
+def _refused(what: str) -> _UnknownError:
+    return _UnknownError(f"the pickle asks for {what}, which no .metadata known here holds; it was not run")
 
 
 @functools.cache
@@ -314,7 +413,12 @@ def _check_opcodes(data: bytes) -> None:
     """Refuse opcodes that no ``.metadata`` needs, and a memo index (LONG_BINPUT) beyond the data's length.
 
     The C unpickler grows its memo to whatever index it is given: five bytes could take 64 GiB.
+
+    Raises:
+        pickle.UnpicklingError: such an opcode, or the pickle does not end where the data ends.
+        _UnknownError: the pickle is whole and asks for a global that no known ``.metadata`` holds.
     """
+    unknown = ""
     skip = _fixed_length_opcodes(min(len(data) >> 24, 0xFF)).match
     at = 0
     while (match := skip(data, at)) and (at := match.end()) < len(data):
@@ -326,13 +430,19 @@ def _check_opcodes(data: bytes) -> None:
             at = start + int.from_bytes(data[at + 1 : start], "little")
         elif op in b"ci":
             module, text, _ = data[at + 1 : at + 513].split(b"\n", 2)
-            if op == pickle.INST[0] or (module.decode(), text.decode()) not in _GLOBALS:
-                raise _refused(f"{module.decode()}.{text.decode()}")
+            if (module.decode(), text.decode()) not in _GLOBALS:
+                unknown = unknown or f"{module.decode()}.{text.decode()}"
+            elif op == pickle.INST[0]:
+                raise pickle.UnpicklingError(f"the pickle makes a {text.decode()} by an opcode that DCP does not use")
             at += len(module) + len(text) + 3
+        elif unknown:
+            break  # what follows belongs to it
         else:
-            raise _refused(f"opcode {op:#04x} at byte {at}")
-    if at != len(data) - 1:
+            raise pickle.UnpicklingError(f"the pickle holds the opcode {op:#04x} at byte {at}, which DCP does not use")
+    if data[-1:] != pickle.STOP or (not unknown and at != len(data) - 1):
         raise pickle.UnpicklingError("the pickle does not end where the file ends")
+    if unknown:
+        raise _refused(unknown)
 
 
 def _metadata_fault(found: object) -> str:

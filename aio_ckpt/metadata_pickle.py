@@ -5,14 +5,13 @@ a few numbers only: one instance of each of DCP's classes is pickled by pickle i
 holes, and numpy fills the holes of a million copies at a time. A field that a later torch adds is so written as pickle
 would write it; what this cannot do it refuses.
 
-Sources: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (2.6 to 2.13), ``pickletools``.
+Sources: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (2.6 to 2.15), ``pickletools``.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import pickle
 import pickletools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt.columns import IntArray
-from aio_ckpt.metadata import DTYPES, MetadataTemplate
+from aio_ckpt.metadata import DTYPES, MetadataTemplate, metadata_pickler
 
 __all__ = ["ShardTable", "render_columns"]
 
@@ -130,7 +129,7 @@ def _side(dim: int) -> int:
 def _plain(value: object) -> bytes:
     """The pickle of ``value`` without PROTO, STOP and memo, to stand inside of another. Protocol 3 has no frames."""
     file = io.BytesIO()
-    pickler = pickle.Pickler(file, protocol=3)
+    pickler = metadata_pickler(file)
     pickler.fast = True
     pickler.dump(value)
     return file.getvalue()[2:-1]

@@ -354,7 +354,7 @@ def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
     stored = sum(chunk.raw_bytes if isinstance(chunk, Item) else chunk.item_bytes * _MAX_EXPANSION for chunk in chunks)
     if math.prod(shape) * first.dtype.itemsize > stored:
         raise CorruptCheckpointError(f"{name!r}: shape {shape} needs more bytes than the {stored} that are stored")
-    if isinstance(first, Item) and first.shape == shape and is_dense(shape, first.stride):
+    if first.shape == shape and first.stride is not None and is_dense(shape, first.stride):
         return torch.empty_strided(shape, first.stride, dtype=first.dtype)
     return torch.empty(shape, dtype=first.dtype)
 

@@ -13,6 +13,7 @@ from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatVersionError,
     MismatchError,
     ReadError,
     tell_modified,
@@ -34,7 +35,8 @@ async def newest_good(
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
-    Only damage walks back: an I/O error or a template that does not match is raised as it is. What a writer deleted or
+    Only damage and a format that is not known here walk back: an I/O error or a template that does not match is raised
+    as it is. What a writer deleted or
     replaced meanwhile proves nothing: then the root is looked at anew. What was proven damaged is set aside once an
     older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
     not take the root for an empty one.
@@ -46,7 +48,7 @@ async def newest_good(
             for candidate in await candidates(site, step):
                 try:
                     value = await walk.use(candidate, use)
-                except CorruptCheckpointError:
+                except (CorruptCheckpointError, FormatVersionError):
                     if step is not None or not fallback:
                         raise
                 else:
@@ -81,8 +83,8 @@ class Damage:
 
     checkpoint: commit.Committed
     """Which."""
-    error: CorruptCheckpointError
-    """Of the second."""
+    error: CorruptCheckpointError | FormatVersionError
+    """Error of the second reading, or of the only one if the format is not known here."""
     is_proven: bool
     """Whether both found a mismatch."""
 
@@ -103,10 +105,14 @@ class Walk:
 
         Raises:
             CorruptCheckpointError: neither time; noted in ``damaged``.
+            FormatVersionError: a newer torch or aio_ckpt wrote it; noted in ``damaged``, never as proven.
             ChangedError: it is no longer the one that was found.
         """
         try:
             return await self._read(candidate, use, again=False)
+        except FormatVersionError as error:
+            self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=False))
+            raise
         except CorruptCheckpointError as error:
             first = error
         _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
@@ -120,7 +126,7 @@ class Walk:
     async def _read(self, candidate: commit.Committed, use: Use[T], *, again: bool) -> T:
         try:
             value = await use(candidate, again)
-        except (CorruptCheckpointError, CheckpointNotFoundError, ReadError) as error:
+        except (CorruptCheckpointError, FormatVersionError, CheckpointNotFoundError, ReadError) as error:
             self.is_modified = self.is_modified or error.target_modified
             if not await commit.is_unchanged(self.site.storage, candidate):
                 raise ChangedError(str(candidate.path)) from error
@@ -135,11 +141,14 @@ class Walk:
         """An older one was good: condemn what was proven; what was passed by, for the report."""
         site = self.site
         proven = (
-            Condemned(checkpoint=found.checkpoint, error=found.error) for found in self.damaged if found.is_proven
+            Condemned(checkpoint=found.checkpoint, error=found.error)
+            for found in self.damaged
+            if found.is_proven and isinstance(found.error, CorruptCheckpointError)
         )
         moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
         for found in self.damaged:
-            _log.error("skipped step %d, which does not verify: %s", found.checkpoint.step, found.error)
+            reason = "cannot be read here" if isinstance(found.error, FormatVersionError) else "does not verify"
+            _log.error("skipped step %d, which %s: %s", found.checkpoint.step, reason, found.error)
         return tuple(
             SkippedCheckpoint(
                 step=found.checkpoint.step,
@@ -154,14 +163,16 @@ class Walk:
         """``error`` ends the walk: let it say whether the template was touched, and what was passed by before it."""
         if self.is_modified:
             tell_modified(error)
-        if not isinstance(error, CorruptCheckpointError):  # which tells itself what it is about
+        if not isinstance(error, CorruptCheckpointError | FormatVersionError):  # which tells itself what it is about
             for found in self.damaged:
                 error.add_note(f"step {found.checkpoint.step} was tried before and does not verify: {found.error}")
 
-    def failure(self) -> CorruptCheckpointError:
-        """None is good."""
+    def failure(self) -> CorruptCheckpointError | FormatVersionError:
+        """None is good: FormatVersionError if the only fault of all is that their format is not known here."""
         each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
-        error = CorruptCheckpointError(f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}")
+        text = f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}"
+        is_unknown = all(isinstance(found.error, FormatVersionError) for found in self.damaged)
+        error = FormatVersionError(text) if is_unknown else CorruptCheckpointError(text)
         error.target_modified = self.is_modified
         return error
 

@@ -194,7 +194,7 @@ def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it_and_ho
         read.append(self)
         return torch.tensor([0, 1] if self is mesh else [1, 0])
 
-    monkeypatch.setattr(DeviceMesh, "mesh", property(mesh_of))
+    monkeypatch.setattr(DeviceMesh, "mesh", property(mesh_of), raising=False)  # older torch sets it on each mesh
     shards = describe(state)[0].shards
     assert describe(state)[0].shards == shards
     assert read == [mesh, other]

@@ -141,9 +141,9 @@ class Reader(Face, StorageReader):
     # -- the rest ---------------------------------------------------------------------------------
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is."""
-        return self.path
+    def checkpoint_id(self) -> str:
+        """Path of the checkpoint as it was given."""
+        return str(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import pickle
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from aio_ckpt.image import Image, lease_image
 from aio_ckpt.items import WriteResult as Written
 from aio_ckpt.items import check_complete
 from aio_ckpt.manifest import FileEntry, data_file_name, encode_rank, encode_static, rank_manifest_name
+from aio_ckpt.metadata import dump_metadata
 from aio_ckpt.plan import tensor_entry
 from aio_ckpt.progress import CaptureProgress, first_cause
 from aio_ckpt.record import metadata_file, render_root
@@ -350,7 +350,7 @@ async def commit_save(
 
     An error with ``in_doubt`` came after the last rename: the new checkpoint stands, but may not outlive a power loss.
     """
-    data = pickle.dumps(metadata)
+    data = dump_metadata(metadata)
     root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
     with hold_directory(storage, directory):
         if await pending_saves(storage, directory) != [save_id]:
