@@ -44,8 +44,8 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
     WriteError,
 )
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage, ReadFile
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage, ReadFile
 
 T = TypeVar("T")
 HAS_PLAN_CACHE = "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters
@@ -134,7 +134,7 @@ def test_a_step_of_an_engine_is_loaded_and_what_we_save_as_a_step_an_engine_load
 
 
 async def test_every_byte_that_our_writer_saves_verifies(tmp_path: Path) -> None:
-    from aio_ckpt.verify import verify_checkpoint
+    from aio_ckpt.read.verify import verify_checkpoint
 
     save(state_of(4), tmp_path / "a")
     save(state_of(4, mebibytes=1), tmp_path / "b", _extensions=[Flip()] if HAS_EXTENSIONS else None)

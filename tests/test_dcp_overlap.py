@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aio_ckpt.dcp import Reader, Writer
-from aio_ckpt.portal import Executor
+from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is (disabled|unavailable)",

@@ -12,7 +12,7 @@ from gated_storage import TIMEOUT, gated_engine
 
 from aio_ckpt import CheckpointEngine
 from aio_ckpt.errors import StallError
-from aio_ckpt.names import LOCK_FILE
+from aio_ckpt.format.names import LOCK_FILE
 
 MIB = 1 << 20
 STAGES = {

@@ -18,8 +18,8 @@ import torch
 import uvloop
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine, undo
-from aio_ckpt import storage as local_storage
+from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
+from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.errors import (
     BusyError,
     EngineClosedError,
@@ -28,7 +28,8 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
-from aio_ckpt.names import LOCK_FILE
+from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.storage import local as local_storage
 
 
 @pytest.fixture

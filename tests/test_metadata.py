@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aio_ckpt import metadata as metadata_module
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
-from aio_ckpt.manifest import METADATA_FILE
-from aio_ckpt.metadata import dump_metadata, parse_metadata, render_metadata
+from aio_ckpt.format import dcp_metadata_read as metadata_module
+from aio_ckpt.format.dcp_metadata_read import dump_metadata, parse_metadata, render_metadata
+from aio_ckpt.format.manifests import METADATA_FILE
 
 # -- rendering .metadata --------------------------------------------------------------------------
 

@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
+from aio_ckpt.commit.directory import standing_names
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.load import Load
+from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.directory import standing_names
+from aio_ckpt.engine.root import checked_path
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, shown
-from aio_ckpt.keeper import checked_path
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.storage import Storage
+from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.read.open import Checkpoint, open_checkpoint, read_small_file
+from aio_ckpt.storage.local import Storage
 
 __all__ = ["Reader"]
 

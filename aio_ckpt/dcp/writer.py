@@ -19,18 +19,18 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig, check_flag
-from aio_ckpt.datafile import translated
+from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
-from aio_ckpt.directory import ASIDE
+from aio_ckpt.engine.root import checked_path
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError, shown
-from aio_ckpt.keeper import checked_path
-from aio_ckpt.manifest import METADATA_FILE
-from aio_ckpt.names import StepNames
-from aio_ckpt.storage import Storage, make_dirs
+from aio_ckpt.format.manifests import METADATA_FILE
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.storage.data_file import translated
+from aio_ckpt.storage.local import Storage, make_dirs
 
 __all__ = ["Writer", "recover"]
 
