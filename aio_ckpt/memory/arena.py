@@ -17,7 +17,6 @@ import torch
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory import cuda as device
-from aio_ckpt.plan.values import ImageLayout
 from aio_ckpt.rescue.segment import Segment, SegmentDirectory
 from aio_ckpt.runtime.portal import Executor
 
@@ -52,8 +51,8 @@ class Arena:
         """Named file that the memory is; None: it has no name, and ends with the process."""
         self.capacity = len(memory)
         """Bytes mapped."""
-        self.rendered: ImageLayout | None = None
-        """Layout whose constant bytes stand in the memory."""
+        self.rendered: object = None
+        """Token of the layout whose constant bytes stand in the memory, compared by identity; None: of no layout."""
         self.last_used = time.monotonic()
         """When a thread last let go of the bytes."""
         self.is_registered = False
