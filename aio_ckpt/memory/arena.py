@@ -10,17 +10,26 @@ import ctypes
 import mmap
 import os
 import time
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory import cuda as device
-from aio_ckpt.rescue.segment import Segment, SegmentDirectory
 from aio_ckpt.runtime.portal import Executor
 
-__all__ = ["HUGE_PAGE_BYTES", "POISON", "Arena", "ArenaKind", "arena_capacity", "map_arena"]
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "POISON",
+    "Arena",
+    "ArenaKind",
+    "SharedMemory",
+    "SharedMemoryFactory",
+    "arena_capacity",
+    "map_arena",
+]
 
 ArenaKind = Literal["pinned", "shm", "pageable"]
 
@@ -41,10 +50,33 @@ def arena_capacity(nbytes: int) -> int:
     return align_up(max(nbytes, 1), step)
 
 
+class SharedMemory(Protocol):
+    """Shared memory that outlives the process, made by a plug-in."""
+
+    memory: mmap.mmap
+    """The bytes of the image."""
+
+    def unseal(self) -> None:
+        """What is in the image is nobody's from now on. Idempotent."""
+
+    def remove(self) -> None:
+        """Take the name away; the memory goes with the last view of it. Idempotent."""
+
+
+class SharedMemoryFactory(Protocol):
+    """Makes shared memory that outlives the process."""
+
+    def make(self, capacity: int, /) -> SharedMemory:
+        """New shared memory of ``capacity`` bytes; raises BudgetExceededError if there is no room for it."""
+
+    def close(self) -> None:
+        """Remove the names of all that was made. Idempotent."""
+
+
 class Arena:
     """Page-aligned host memory that holds one image at a time."""
 
-    def __init__(self, memory: mmap.mmap, kind: ArenaKind, segment: Segment | None = None) -> None:
+    def __init__(self, memory: mmap.mmap, kind: ArenaKind, segment: SharedMemory | None = None) -> None:
         self.memory = memory
         self.kind = kind
         self.segment = segment
@@ -96,8 +128,8 @@ class Arena:
             del self.tensor, self.memory, self.segment
 
 
-def map_arena(nbytes: int, kind: ArenaKind, segments: SegmentDirectory | None) -> Arena:
-    """Memory for an image of ``nbytes``, every page there; shared memory is made in ``segments``, if there are any.
+def map_arena(nbytes: int, kind: ArenaKind, make_shared: Callable[[int], SharedMemory] | None) -> Arena:
+    """Memory for an image of ``nbytes``, every page there. Shared memory is made by ``make_shared``, if it is given.
 
     Its pages lie on the NUMA nodes of the CPUs that this thread may use: its helpers inherit them.
 
@@ -106,7 +138,7 @@ def map_arena(nbytes: int, kind: ArenaKind, segments: SegmentDirectory | None) -
         OSError: the system refuses to map it.
     """
     capacity = arena_capacity(nbytes)
-    segment = segments.make(capacity) if kind == "shm" and segments is not None else None
+    segment = make_shared(capacity) if kind == "shm" and make_shared is not None else None
     memory = arena = None
     try:
         if segment is not None:

@@ -20,9 +20,8 @@ import psutil
 import torch
 
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
-from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, arena_capacity, map_arena
+from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
 from aio_ckpt.memory.numa import cpus_near, run_on
-from aio_ckpt.rescue.segment import SegmentDirectory
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
 
 __all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes", "ranks_on_host"]
@@ -136,9 +135,9 @@ class LifetimeManager:
     """
 
     def __init__(
-        self, *, budget_bytes: int, executor: Executor, debug: bool, segments: SegmentDirectory | None = None
+        self, *, budget_bytes: int, executor: Executor, debug: bool, segments: SharedMemoryFactory | None = None
     ) -> None:
-        """``segments``: where shared memory is made that outlives the process."""
+        """``segments``: what makes shared memory that outlives the process; closed with the manager."""
         self.budget_bytes = budget_bytes
         self._segments = segments
         self._executor = executor
@@ -333,10 +332,11 @@ class LifetimeManager:
             arena.release()
 
 
-def _make_arena(spec: ArenaSpec, segments: SegmentDirectory | None) -> Arena:
+def _make_arena(spec: ArenaSpec, segments: SharedMemoryFactory | None) -> Arena:
     cpus = None if spec.source is None else cpus_near(spec.source)
+    make_shared = None if segments is None else segments.make
     try:
-        return run_on(cpus, lambda: map_arena(spec.nbytes, spec.kind, segments))
+        return run_on(cpus, lambda: map_arena(spec.nbytes, spec.kind, make_shared))
     except OSError as error:
         raise BudgetExceededError(
             f"cannot map {spec.nbytes} bytes for an image ({error}): lower budget_bytes"

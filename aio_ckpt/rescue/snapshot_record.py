@@ -168,7 +168,7 @@ async def seal_when_captured(
 ) -> None:
     """Beside the write: seal the snapshot once all is captured. The caller holds its memory."""
     segment = image.lease.arena.segment
-    assert segment is not None
+    assert isinstance(segment, Segment)
     for chunk in image.chunks:
         await progress.wait(chunk.index, executor)
     with watch_submissions(image.lease.hold_until):
