@@ -109,7 +109,17 @@ class CheckpointEngine:
                 background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
                 release=self._shut_down,
             )
-            tell_rescuable(self._site, self._portal)
+            tell_rescuable(
+                self._site.storage,
+                self.root,
+                self._site.names,
+                owner,
+                self._portal,
+                segments=segments,
+                kept=kept,
+                stale_after_secs=config.stale_after_secs,
+                limit_secs=config.stall_timeout_secs,
+            )
             self._portal.at_exit(self._drain)
             self._saver.meet()
 

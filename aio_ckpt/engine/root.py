@@ -118,7 +118,7 @@ class RootKeeper:
             site.quarantine.is_writer = True
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
-            self._call(reclaim, site, what="clearing segments of dead writers", deadline=deadline)
+            self._call(self._reclaim, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.steps, deadline))
             self._lock = lock
             self._check_open()  # since then: whoever closed it found no lock to release
@@ -137,7 +137,7 @@ class RootKeeper:
         lock, self._lock = self._lock, None
         self._site.quarantine.is_writer = False
         if lock is not None:
-            forget_segments(self._site)
+            forget_segments(self._site.root, self._site.kept)
             lock.release()
 
     def _check_open(self) -> None:
@@ -153,6 +153,19 @@ class RootKeeper:
         site = self._site
         return await clear_leftovers(
             site.storage, site.root, site.names, here=site.owner, stale_after_secs=site.config.stale_after_secs
+        )
+
+    async def _reclaim(self) -> None:
+        site = self._site
+        await reclaim(
+            site.storage,
+            site.executor,
+            site.root,
+            site.names,
+            site.owner,
+            segments=site.segments,
+            kept=site.kept,
+            stale_after_secs=site.config.stale_after_secs,
         )
 
     # -- steps ----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, pending_path, write_owner
 from aio_ckpt.config import is_path
-from aio_ckpt.engine.pending_save import Site
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.manifests import (
     METADATA_FILE,
@@ -130,17 +129,27 @@ async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequenc
 # -- a writer's own -------------------------------------------------------------------------------
 
 
-def tell_rescuable(site: Site, portal: Portal) -> None:
+def tell_rescuable(
+    storage: Storage,
+    root: Path,
+    names: StepNames,
+    here: Owner,
+    portal: Portal,
+    *,
+    segments: SegmentDirectory | None,
+    kept: KeptSnapshots,
+    stale_after_secs: float,
+    limit_secs: float,
+) -> None:
     """When an engine is opened: say in the log what a dead trainer left that may be worth more than a resume.
 
     On every rank: what lies in the memory of another host only a rank there can give up.
     """
-    root, limit_secs = site.root, site.config.stall_timeout_secs
-    found = find_left(_places(root, site.segments), root, site.owner, stale_after_secs=site.config.stale_after_secs)
+    found = find_left(_places(root, segments), root, here, stale_after_secs=stale_after_secs)
     if not any(left.seal is not None and left.owner_is_dead for left in found):
         return
     try:
-        decision = portal.call(_decide, site.storage, root, site.names, found, timeout=limit_secs, what="opening")
+        decision = portal.call(_decide, storage, root, names, found, timeout=limit_secs, what="opening")
     except (AioCkptError, OSError) as error:
         _log.warning("what a trainer that died has staged for %s could not be compared with its steps: %s", root, error)
         return
@@ -151,34 +160,44 @@ def tell_rescuable(site: Site, portal: Portal) -> None:
             save.step,
             root,
         )
-    site.kept.keep(_segments_of(decision))
+    kept.keep(_segments_of(decision))
 
 
 def _segments_of(decision: Decision) -> list[tuple[int, Path]]:
     return [(save.step, left.path) for save in decision.saves for left, _ in save.ranks]
 
 
-async def reclaim(site: Site) -> None:
+async def reclaim(
+    storage: Storage,
+    executor: Executor,
+    root: Path,
+    names: StepNames,
+    here: Owner,
+    *,
+    segments: SegmentDirectory | None,
+    kept: KeptSnapshots,
+    stale_after_secs: float,
+) -> None:
     """For the holder of the root's lock: remove the segments of dead writers; keep those that can be rescued.
 
     They are kept until this engine has committed a step of its own, goes back behind theirs, or needs their memory.
     """
-    root, own = site.root, site.segments
-    if own is None and not await site.storage.exists(root / SEGMENTS_FILE):
+    if segments is None and not await storage.exists(root / SEGMENTS_FILE):
         return
-    find = functools.partial(find_left, stale_after_secs=site.config.stale_after_secs)
-    found = await run_blocking(site.executor, find, _places(root, own), root, site.owner)
-    decision = await _decide(site.storage, root, site.names, found)
+    find = functools.partial(find_left, stale_after_secs=stale_after_secs)
+    found = await run_blocking(executor, find, _places(root, segments), root, here)
+    decision = await _decide(storage, root, names, found)
     for refusal in decision.refusals:
         if refusal.is_obsolete:
             (_log.warning if refusal.is_loss else _log.info)("removed %s: %s", _told(refusal.segments), refusal.reason)
-            await run_blocking(site.executor, _remove, refusal.segments)
-    site.kept.keep(_segments_of(decision))
-    places = list(dict.fromkeys([*([own.path] if own else []), *(path.parent for path in site.kept.paths)]))
+            await run_blocking(executor, _remove, refusal.segments)
+    kept.keep(_segments_of(decision))
+    own = [] if segments is None else [segments.path]
+    places = list(dict.fromkeys([*own, *(path.parent for path in kept.paths)]))
     if places:
-        await _tell_places(site.storage, root, places)
+        await _tell_places(storage, root, places)
     else:
-        await site.storage.remove_file(root / SEGMENTS_FILE)
+        await storage.remove_file(root / SEGMENTS_FILE)
 
 
 async def _tell_places(storage: Storage, root: Path, places: Sequence[Path]) -> None:
@@ -191,11 +210,11 @@ async def _tell_places(storage: Storage, root: Path, places: Sequence[Path]) -> 
     await storage.replace(temporary, root / SEGMENTS_FILE)
 
 
-def forget_segments(site: Site) -> None:
+def forget_segments(root: Path, kept: KeptSnapshots) -> None:
     """At a clean end of the writer: nothing of its own is left to be found."""
-    if not site.kept.paths:
+    if not kept.paths:
         with contextlib.suppress(OSError):  # a hint, that costs the next writer a look
-            (site.root / SEGMENTS_FILE).unlink(missing_ok=True)
+            (root / SEGMENTS_FILE).unlink(missing_ok=True)
 
 
 def _places(root: Path, own: SegmentDirectory | None) -> list[Path]:
