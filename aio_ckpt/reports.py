@@ -1,4 +1,4 @@
-"""What a save and a load report to their caller. Sizes are bytes."""
+"""What a save and a load report to their caller. Sizes are bytes; :func:`amount` writes them for people."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Literal
 
 from aio_ckpt.errors import AioCkptError
 
-__all__ = ["LoadReport", "SaveReport", "SkippedCheckpoint", "StageTimings", "WriteMode"]
+__all__ = ["LoadReport", "SaveReport", "SkippedCheckpoint", "StageTimings", "WriteMode", "amount"]
 
 WriteMode = Literal["direct", "dontcache", "buffered"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +97,11 @@ class LoadReport:
     """Bytes read from data files."""
     verified: bool = True
     """Whether sums were there and were checked."""
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in decimal units, three digits: ``58.1 MB``."""
+    power = 0
+    while nbytes >= 999.5 and power < len(_UNITS) - 1:
+        nbytes, power = nbytes / 1000, power + 1
+    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes:.3g} {_UNITS[power]}"

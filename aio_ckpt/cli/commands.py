@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from aio_ckpt._version import __version__
-from aio_ckpt.cli.console import Advance, Screen, amount, printable
+from aio_ckpt.cli.console import Advance, Screen, printable
 from aio_ckpt.cli.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.publish import MAX_LOOKS, MAX_STEP
@@ -27,6 +27,7 @@ from aio_ckpt.demo.run import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.read.verify import Fault, verify_checkpoint
+from aio_ckpt.reports import amount
 from aio_ckpt.rescue.commit import RescueReport, rescue_root
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import LocalStorage, Storage

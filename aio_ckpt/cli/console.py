@@ -14,14 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Advance", "Screen", "amount", "printable"]
+__all__ = ["Advance", "Screen", "printable"]
 
 Advance: TypeAlias = Callable[[int, str], None]
 """``advance(done, words)``: how much is done in all, and what to say about it."""
 
 _PLAIN_LINES = 10
 """Lines that a plain progress prints, at most."""
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class Screen:
@@ -91,14 +90,6 @@ def _plain_advance(line: Callable[[str], None], label: str, total: int) -> Advan
             line(f"{label}: {words}")
 
     return advance
-
-
-def amount(nbytes: float) -> str:
-    """Bytes in decimal units, three digits: ``58.1 MB``."""
-    power = 0
-    while nbytes >= 999.5 and power < len(_UNITS) - 1:
-        nbytes, power = nbytes / 1000, power + 1
-    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes:.3g} {_UNITS[power]}"
 
 
 def printable(text: str) -> str:

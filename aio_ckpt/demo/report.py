@@ -8,8 +8,8 @@ from statistics import fmean, median
 
 import msgspec
 
-from aio_ckpt.cli.console import amount
 from aio_ckpt.demo.train import Ended, Event, Idle, Saved, Saving, Started, Stepped
+from aio_ckpt.reports import amount
 
 __all__ = ["Continuation", "DemoReport", "Figure", "Run", "compare", "report_on", "rows_of"]
 

@@ -10,19 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from aio_ckpt.cli.console import Screen, amount
 from aio_ckpt.demo.model import ModelSize
 from aio_ckpt.demo.plot import draw
 from aio_ckpt.demo.report import Continuation, DemoReport, Run, compare, report_on, rows_of
+from aio_ckpt.demo.screen import Advance, Screen
 from aio_ckpt.demo.train import Event, Idle, Started, Stepped, TrainSpec, decode_event
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.reports import amount
 
 __all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "run_demo"]
 
@@ -165,7 +166,7 @@ def _events(child: subprocess.Popen[bytes]) -> Iterator[Event]:
             yield decode_event(line)
 
 
-def _show(event: Event, steps: int, advance: Callable[[int, str], None], screen: Screen) -> None:
+def _show(event: Event, steps: int, advance: Advance, screen: Screen) -> None:
     if isinstance(event, Started) and event.resumed_from is None:
         screen.line(
             f"{event.parameters / 1e6:.1f} M parameters, {amount(event.corpus_bytes)} of text "
