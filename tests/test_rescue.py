@@ -32,6 +32,7 @@ from warm_python import WarmPython, run_warm
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
@@ -39,7 +40,6 @@ from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.cuda import HostCopies
 from aio_ckpt.memory.lifetime import Lease
-from aio_ckpt.read.open import read_save_id
 from aio_ckpt.rescue import commit as rescue
 from aio_ckpt.rescue.segment import IMAGE_OFFSET, Segment, read_segment
 from aio_ckpt.rescue.survey import segment_prefix

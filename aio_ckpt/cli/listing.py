@@ -14,9 +14,9 @@ from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, 
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PENDING_PREFIX, StepNames, protected_step
 from aio_ckpt.read.catalog import global_shape
-from aio_ckpt.read.open import Checkpoint, open_checkpoint, read_small_file
+from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.local import Storage, read_small_file
 
 __all__ = [
     "Contents",

@@ -20,11 +20,10 @@ from aio_ckpt.commit.directory import standing_names
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.engine.root import checked_path
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, shown
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.read.open import Checkpoint, open_checkpoint, read_small_file
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.read.open import Checkpoint, open_checkpoint
+from aio_ckpt.storage.local import Storage, checked_path, read_small_file
 
 __all__ = ["Reader"]
 

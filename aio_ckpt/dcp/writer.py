@@ -25,12 +25,11 @@ from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
-from aio_ckpt.engine.root import checked_path
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError, shown
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.storage.data_file import translated
-from aio_ckpt.storage.local import Storage, make_dirs
+from aio_ckpt.storage.local import Storage, checked_path, make_dirs
 
 __all__ = ["Writer", "recover"]
 

@@ -11,6 +11,7 @@ import anyio.lowlevel
 
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.commit import owner
+from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import MetadataFile, object_spans, render_metadata_file
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.engine.commit_stage import conclude, narrow_save
@@ -18,7 +19,6 @@ from aio_ckpt.engine.pending_save import PendingSave, Site, pending_of, save_id_
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
 from aio_ckpt.format.manifests import METADATA_FILE, data_file_name
 from aio_ckpt.ranks.heartbeat import BEATS
-from aio_ckpt.read.open import read_save_id
 from aio_ckpt.reports import SaveReport, StageTimings
 from aio_ckpt.rescue.snapshot_record import seal_of, seal_when_captured
 from aio_ckpt.runtime.deadline import Deadline
@@ -215,7 +215,9 @@ async def _seal(site: Site, save: PendingSave, final: Path, metadata: bytes) -> 
     save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
     ranks, save_id, call = site.peers.coordinator, save_id_of(site, save), save.call
     replaces = await read_save_id(site.storage, final) if call.overwrite else ""
-    seal = seal_of(ranks, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
+    seal = seal_of(
+        ranks.rank, ranks.world_size, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata
+    )
     await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -18,38 +17,20 @@ import anyio
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit import retention
 from aio_ckpt.commit.owner import clear_leftovers
-from aio_ckpt.config import is_path
 from aio_ckpt.engine.pending_save import Site
-from aio_ckpt.errors import EngineClosedError, RootError, StallError, shown, tell_stage
+from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue.commit import forget_segments, reclaim
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.storage.local import make_dirs
+from aio_ckpt.storage.local import checked_path, make_dirs
 from aio_ckpt.storage.lock import RootLock
 
-__all__ = ["RootKeeper", "checked_path", "make_root"]
+__all__ = ["RootKeeper", "make_root"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _log = logging.getLogger("aio_ckpt")
-
-
-def checked_path(path: str | os.PathLike[str]) -> Path:
-    """``path``, as it is given; nothing is looked up.
-
-    Raises:
-        RootError: it is no path, empty text, or a name that no file system can hold.
-    """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        remedy = "give a str or a pathlib.Path"
-        raise RootError(errno.EINVAL, f"the root is a {type(path).__name__}, no path: {remedy}", shown(path))
-    name = os.fspath(path)
-    if not name:
-        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
-    if not is_path(name):
-        raise RootError(errno.EINVAL, "no file system can hold this name (a NUL, or a lone surrogate)", ascii(name))
-    return Path(path)
 
 
 def make_root(root: str | os.PathLike[str]) -> Path:

@@ -14,7 +14,7 @@ import anyio
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata
 
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import (
@@ -30,7 +30,7 @@ from aio_ckpt.format.manifests import (
 from aio_ckpt.read.catalog import Catalog, catalog_of_manifests, catalog_of_metadata
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.local import Storage, read_small_file
 
 __all__ = [
     "Checkpoint",
@@ -39,14 +39,11 @@ __all__ = [
     "check_rank",
     "is_worth_reading_ahead",
     "open_checkpoint",
-    "read_save_id",
-    "read_small_file",
 ]
 
 MAX_BLOCK_BYTES = 16 << 20
 """A block is read and summed at once; a larger one is a forged number."""
 
-_MAX_SMALL_FILE_BYTES = 4 << 30
 _MANIFESTS_IN_FLIGHT = 8
 _AHEAD_MANIFEST_BYTES = 32 << 10
 """Some 500 tensors. With fewer the template is matched in less time than a read takes to begin."""
@@ -200,29 +197,6 @@ async def _read_metadata(storage: Storage, path: Path) -> bytes:
     if data is None:
         raise MismatchError(f"{METADATA_FILE}: missing, although {ROOT_MANIFEST} is there")
     return data
-
-
-async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
-    """All bytes of a manifest or ``.metadata``; None if there is no such file.
-
-    Raises:
-        MismatchError: it is longer than ``max_bytes``; no memory was taken for it.
-    """
-    try:
-        return await storage.read_file(path, max_bytes=max_bytes)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
-
-
-async def read_save_id(storage: Storage, checkpoint: Path) -> str:
-    """Of the save that wrote it; "" if that cannot be told."""
-    try:
-        data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
-        return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
-    except AioCkptError:
-        return ""
 
 
 def check_metadata(root: RootManifest, data: bytes) -> str | None:

@@ -34,11 +34,11 @@ from aio_ckpt.memory.read_buffers import bounce_buffers
 from aio_ckpt.read.catalog import Slot, StoredObject
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
-from aio_ckpt.read.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint, read_small_file
+from aio_ckpt.read.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.read.plan import ReadPlan
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.local import Storage, read_small_file
 
 __all__ = ["Fault", "verify_checkpoint"]
 

@@ -15,6 +15,7 @@ from isal import isal_zlib
 
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.cleanup import SETTLE_SECS
+from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, pending_path, write_owner
 from aio_ckpt.config import is_path
@@ -31,7 +32,6 @@ from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.read.open import read_save_id
 from aio_ckpt.rescue.segment import KeptSnapshots, SegmentDirectory, map_image
 from aio_ckpt.rescue.snapshot_record import Seal, layout_of
 from aio_ckpt.rescue.survey import Decision, Left, Refusal, SealedSave, decide, find_left, segment_prefix

@@ -24,7 +24,6 @@ from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.plan.layout import cut_chunks
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.plan.values import ImageLayout, TensorItem
-from aio_ckpt.ranks.store_coordinator import Coordinator
 from aio_ckpt.rescue.segment import Segment, StoredSegment
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
@@ -95,7 +94,8 @@ _SEALS = msgspec.msgpack.Decoder(Seal)
 
 
 def seal_of(
-    ranks: Coordinator,
+    rank: int,
+    world_size: int,
     directory: str,
     save_id: str,
     step: int,
@@ -109,8 +109,8 @@ def seal_of(
         directory=directory,
         save_id=save_id,
         step=step,
-        world_size=ranks.world_size,
-        rank=ranks.rank,
+        world_size=world_size,
+        rank=rank,
         overwrite=overwrite,
         replaces=replaces,
         metrics=dict(metrics),

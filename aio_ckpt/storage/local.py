@@ -11,24 +11,33 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
+from aio_ckpt.config import DirectIO, is_path
+from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError, shown
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular, translated
 from aio_ckpt.storage.direct_io import Probe, probe_read, probe_write
 from aio_ckpt.storage.lock import RootLock
 
-if TYPE_CHECKING:
-    from aio_ckpt.config import DirectIO
-
-__all__ = ["DataFile", "FileStatus", "LocalStorage", "ReadFile", "RootLock", "Storage", "make_dirs"]
+__all__ = [
+    "DataFile",
+    "FileStatus",
+    "LocalStorage",
+    "ReadFile",
+    "RootLock",
+    "Storage",
+    "checked_path",
+    "make_dirs",
+    "read_small_file",
+]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+_MAX_SMALL_FILE_BYTES = 4 << 30
 _NO_RENAMEAT2 = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 # -- what the stages see --------------------------------------------------------------------------
@@ -285,6 +294,23 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         return file.read(nbytes)
 
 
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """``path``, as it is given; nothing is looked up.
+
+    Raises:
+        RootError: it is no path, empty text, or a name that no file system can hold.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        remedy = "give a str or a pathlib.Path"
+        raise RootError(errno.EINVAL, f"the root is a {type(path).__name__}, no path: {remedy}", shown(path))
+    name = os.fspath(path)
+    if not name:
+        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
+    if not is_path(name):
+        raise RootError(errno.EINVAL, "no file system can hold this name (a NUL, or a lone surrogate)", ascii(name))
+    return Path(path)
+
+
 def make_dirs(path: Path) -> None:
     """Make a directory and its parents, durably; it may be there. Raises what the system raises."""
     if path.is_dir():
@@ -355,3 +381,17 @@ def _remove_tree(path: Path) -> None:
     except FileNotFoundError:
         if os.path.lexists(path):  # something below vanished meanwhile: not done yet
             shutil.rmtree(path)
+
+
+async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
+    """All bytes of a manifest or ``.metadata``; None if there is no such file.
+
+    Raises:
+        MismatchError: it is longer than ``max_bytes``; no memory was taken for it.
+    """
+    try:
+        return await storage.read_file(path, max_bytes=max_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
