@@ -5,3 +5,8 @@ method to which offset) and the digest that ranks compare; for several ranks als
 holds offsets and rendered bytes, never a tensor. Imports ``format``, ``state`` and ``memory``; never storage, threads
 or stores (DCP's planner is called here, in ``read`` and in the faces only).
 """
+
+from aio_ckpt.plan.assignment import assign
+from aio_ckpt.plan.planner import PlanCache, PlannedSave
+
+__all__ = ["PlanCache", "PlannedSave", "assign"]

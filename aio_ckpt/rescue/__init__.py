@@ -3,3 +3,8 @@
 In: orphaned segments. Out: committed checkpoints, or the reason why one cannot be committed. Optional: without
 ``shm_path`` nothing here runs. Imports everything up to ``commit``.
 """
+
+from aio_ckpt.rescue.commit import rescue_root
+from aio_ckpt.rescue.segment import SegmentDirectory
+
+__all__ = ["SegmentDirectory", "rescue_root"]
