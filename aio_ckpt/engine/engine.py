@@ -152,8 +152,8 @@ class CheckpointEngine:
                 settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
         Raises:
-            StepOrderError, DuplicateNameError, EmptyStateError, UnsupportedLeafError, UnsafeObjectError,
-                SourceChangedError, ConfigError: bad input; nothing was touched.
+            StepOrderError, DuplicateNameError, EmptyStateError, ConfigError: bad input; nothing was touched.
+            UnsupportedLeafError, UnsafeObjectError, SourceChangedError: a bad leaf; nothing was touched.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
