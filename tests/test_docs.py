@@ -28,6 +28,7 @@ from typing import Any
 import click
 import pytest
 
+import aio_ckpt.dcp
 from aio_ckpt import cli
 
 REPOSITORY = Path(__file__).parents[1]
@@ -270,6 +271,15 @@ def test_the_page_of_the_command_line_names_every_command_and_option() -> None:
         assert f"`aio-ckpt {name}" in text
         for option in (each for each in command.params if isinstance(each, click.Option)):
             assert f"`{option.opts[0]}" in text, f"{name} {option.opts[0]}"
+
+
+def test_the_page_of_the_api_names_every_method_and_every_public_name() -> None:
+    text = (REPOSITORY / "docs/api.md").read_text()
+    methods = [name for name in vars(aio_ckpt.SyncCheckpointEngine) if not name.startswith("_")]
+    assert [name for name in methods if f"        - {name}\n" not in text] == []
+    public = [name for name in aio_ckpt.__all__ if not name.startswith("_") and not name.endswith("Error")]
+    assert [name for name in public if f"::: aio_ckpt.{name}\n" not in text] == []
+    assert [name for name in aio_ckpt.dcp.__all__ if f"::: aio_ckpt.dcp.{name}\n" not in text] == []
 
 
 # -- README -----------------------------------------------------------------------------------------
