@@ -159,13 +159,12 @@ def test_the_examples_of_readme_continue_after_their_newest_checkpoint(desk: Pat
     examples = [block for block in BLOCKS["README.md"] if block.language == "python"][:2]
     newest = [desk / "runs/classic/step_000000100", desk / "runs/async/step_000000100"]
     names: dict[str, Any] = {}
-    for _ in range(2):
-        with asyncio.Runner() as loop:
+    with asyncio.Runner() as loop:
+        for _ in range(2):  # one that did not continue would save step 10 again, which is refused
             for block in examples:
                 run_in_namespace(block, names, loop)
-        for path in newest:
-            shutil.rmtree(path)
-    assert names["state"]["step"] == 90
+            for path in newest:
+                shutil.rmtree(path)
 
 
 def run_in_namespace(block: Block, names: dict[str, Any], loop: asyncio.Runner) -> None:

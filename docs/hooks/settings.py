@@ -39,7 +39,7 @@ def setting_names() -> list[str]:
 
 def rendered(kind: type, names: list[str] | tuple[str, ...]) -> str:
     """Return the Markdown of these fields: one heading each, then type, default and docstring."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     hints, docstrings = get_type_hints(kind), _docstrings(kind)
     parts = []
     for name in names:
