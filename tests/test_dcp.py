@@ -8,9 +8,7 @@ import inspect
 import io
 import os
 import pickle
-import re
 import signal
-import textwrap
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
@@ -893,11 +891,3 @@ def test_a_fork_cannot_use_the_threads_of_a_kept_writer_but_one_of_its_own(tmp_p
     with ranks(1) as running:
         assert running.run(save_in_a_fork, tmp_path / "a") == ["EngineForkedError NoneType"]
     assert (tmp_path / "a" / ".metadata").exists()
-
-
-def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (code,) = [part for part in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "aio_ckpt.dcp" in part]
-    monkeypatch.chdir(tmp_path)
-    exec(textwrap.dedent(code), {"state_dict": {"w": torch.ones(3), "x": 1}})
-    assert_holds(tmp_path / "ckpt", {"w": torch.ones(3), "x": 1})

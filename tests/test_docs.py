@@ -29,7 +29,7 @@ import click
 import pytest
 
 import aio_ckpt.dcp
-from aio_ckpt import cli
+from aio_ckpt.cli import commands as cli
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
