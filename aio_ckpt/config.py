@@ -110,9 +110,8 @@ class EngineConfig:
     budget_bytes: int | None = None
     """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
 
-    max_write_bytes_per_sec: float | Literal["auto"] | None = None
-    """Cap on writing data files, for this engine; at least 1 MiB. ``auto``: as fast as training steps do not feel (2 %
-    of their length), told by guarded optimizers or ``step_done()``. None: as fast as the disk."""
+    max_write_bytes_per_sec: float | None = None
+    """Cap on writing data files, for this engine; at least 1 MiB. None: as fast as the disk."""
 
     thread_nice: int = 5
     """Niceness of the I/O threads, 0 to 19; never lowers that of the process."""
@@ -281,15 +280,13 @@ def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
 
 
 def check_write_cap(value: object) -> None:
-    """Raise ConfigError unless ``value`` is None, "auto" or a number of bytes a second that writing can keep to."""
+    """Raise ConfigError unless ``value`` is None or a number of bytes a second that writing can keep to."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_rate = is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
-    if value is None or is_rate or _is_among(value, ("auto",)):
+    if value is None or is_rate:
         return
     told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
-    raise ConfigError(
-        f"max_write_bytes_per_sec={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or 'auto', or None"
-    )
+    raise ConfigError(f"max_write_bytes_per_sec={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or None")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -87,10 +87,6 @@ class SyncCheckpointEngine:
         """See :meth:`CheckpointEngine.guard`."""
         self._engine.guard(guarded)
 
-    def step_done(self) -> None:
-        """See :meth:`CheckpointEngine.step_done`."""
-        self._engine.step_done()
-
     def ready(self) -> None:
         """Block until ``save()`` would not have to wait for an earlier save."""
         self._engine.wait_ready()

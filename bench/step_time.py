@@ -1,4 +1,4 @@
-"""``python -m bench.step_time``: how much longer a training step is while a save drains, without a cap and with "auto".
+"""``python -m bench.step_time``: how much longer a training step is while a save drains.
 
 A stack of linear layers trains with AdamW; its optimizer is guarded, its steps are timed by CUDA events (without a GPU:
 by the host's clock, as a dry run). A variant trains alone for a while, then saves and trains on until the checkpoint is
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.write.rate_limit import StepControl
 from bench.measure import Spread
 from bench.options import log
 from bench.report import BENCH, machine
@@ -63,7 +62,6 @@ class Options:
 
 VARIANTS: dict[str, EngineConfig] = {
     "no cap": EngineConfig(keep_last=1),
-    "auto": EngineConfig(keep_last=1, max_write_bytes_per_sec="auto"),
     "no cap, thread_nice=0": EngineConfig(keep_last=1, thread_nice=0, thread_ioprio=None),
 }
 
@@ -174,7 +172,7 @@ def _parse() -> Options:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
     parser.add_argument("--saves", type=int, default=8, help="saves a turn, after one that warms up")
     parser.add_argument("--steps", type=int, default=60, help="steps before each save, its baseline")
-    parser.add_argument("--variants", default=",".join(["no cap", "auto"]), help="of " + "; ".join(VARIANTS))
+    parser.add_argument("--variants", default="no cap", help="of " + "; ".join(VARIANTS))
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu", help="where it trains")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one turn, two saves")
     parser.add_argument("--out", type=Path, help="folder of the JSON (default bench/results; --quick: --dir)")
@@ -253,7 +251,7 @@ class Row:
     share: Spread
     """Median step of a drain as a share of the baseline before it."""
     first_share: float
-    """Median of it over the first saves of the turns: "auto" knows no rate by then."""
+    """Median of it over the first saves of the turns."""
     worst: Spread
     """Longest step of a drain as a share of the baseline."""
     lost_secs: Spread
@@ -284,10 +282,9 @@ def _row(name: str, turns: Sequence[Sequence[Drain]], state_bytes: int) -> Row:
 
 def _table(rows: Sequence[Row]) -> list[str]:
     head = ["", "step alone ms", "median step in the drain, x", "min .. max", "first save, x", "worst step, x"]
-    head += ["lost ms", "save() blocks ms", "durable s", "GB/s", "goal"]
+    head += ["lost ms", "save() blocks ms", "durable s", "GB/s"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     for row in rows:
-        is_met = "met" if row.share.median <= StepControl.target else "**missed**"
         cells = [
             row.name,
             f"{row.baseline_secs.median * 1e3:.2f}",
@@ -299,7 +296,6 @@ def _table(rows: Sequence[Row]) -> list[str]:
             f"{row.blocked_secs.median * 1e3:.1f}",
             f"{row.durable_secs.median:.2f}",
             f"{row.gb_per_sec:.2f}",
-            f"<= {StepControl.target}: {is_met}" if row.name == "auto" else "-",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -47,7 +47,7 @@ def test_a_kernel_without_io_uring_is_a_row(tmp_path: Path, monkeypatch: pytest.
 def test_steps_beside_a_save_are_compared_with_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--gb", "0.003", "--batch", "2", "--steps", "3", "--device", "cpu")
     found = run(step_time.main, tmp_path, monkeypatch, *options)
-    assert [row["name"] for row in found["rows"]] == ["no cap", "auto"]
+    assert [row["name"] for row in found["rows"]] == ["no cap"]
     for turns in found["drains"].values():
         for drain in turns[0]:
             assert drain["steps"] >= 1

@@ -1,13 +1,9 @@
-"""The cap on writing: the token bucket, the control of its rate by step times, and the engine that keeps to them."""
+"""The cap on writing: the token bucket, and the engine that keeps to it."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import random
 import signal
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,7 @@ from hypothesis import strategies as st
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
-from aio_ckpt.write.rate_limit import StepControl, TokenBucket
-from aio_ckpt.write.throttle import WriteThrottle
+from aio_ckpt.write.throttle import TokenBucket, WriteThrottle
 
 MIB = 1 << 20
 GB = 1e9
@@ -82,91 +77,6 @@ def test_a_new_rate_counts_at_once() -> None:
     assert bucket.wait_secs(place, 10.0) == 0.0
 
 
-# -- the control ----------------------------------------------------------------------------------
-
-
-def simulate(
-    slowing: Callable[[int], float],
-    *,
-    noise: float = 0.005,
-    step_secs: float = 0.1,
-    disk: float = 3 * GB,
-    state_bytes: float = 8.5 * GB,
-    saves: int = 30,
-    seed: int = 0,
-) -> tuple[list[float], list[float]]:
-    """Per save: median step beside it as a share of the baseline, and its seconds.
-
-    At full speed of the disk a step takes ``1 + slowing(save)`` times as long; at half the rate half of that.
-    """
-    rng, control = random.Random(seed), StepControl()
-    shares, durations = [], []
-    for save in range(saves):
-        for _ in range(100):
-            control.free_step(step_secs * (1 + abs(rng.gauss(0, noise))))
-        left, steps = state_bytes, list[float]()
-        while left > 0:
-            rate = min(control.rate or disk, disk)
-            secs = step_secs * (1 + abs(rng.gauss(0, noise)) + slowing(save) * rate / disk)
-            written = min(left, rate * secs)
-            left -= written
-            steps.append(secs)
-            control.loaded_step(secs, int(written))
-        shares.append(statistics.median(steps) / (control.baseline_secs or step_secs))
-        durations.append(sum(steps))
-    return shares, durations
-
-
-@pytest.mark.parametrize("slowing", [0.0, 0.01, 0.03, 0.1, 0.3])
-@pytest.mark.parametrize("noise", [0.0, 0.005, 0.02])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_median_step_stays_within_two_percent_and_nothing_is_slowed_down_for_nothing(
-    slowing: float, noise: float, seed: int
-) -> None:
-    shares, durations = simulate(lambda _: slowing, noise=noise, seed=seed)
-    assert statistics.median(shares[5:]) <= StepControl.target
-    # At the rate where a step takes just 2 % more the save would take this long; AIMD gets half of that and more.
-    least = 8.5 / 3 * max(1.0, slowing / (StepControl.target - 1))
-    assert statistics.median(durations[5:]) <= 2 * least
-
-
-def test_a_rate_that_was_cut_comes_back_when_steps_are_no_longer_slowed() -> None:
-    shares, durations = simulate(lambda save: 0.2 if save < 10 else 0.0)
-    assert statistics.median(shares[3:10]) <= StepControl.target
-    assert durations[9] > 2 * durations[-1]
-    assert durations[-1] == pytest.approx(8.5 / 3, rel=0.1)
-
-
-@pytest.mark.parametrize("step_secs", [0.002, 0.02, 1.0, 10.0])
-def test_short_and_long_steps_are_controlled_too(step_secs: float) -> None:
-    shares, _ = simulate(lambda _: 0.1, step_secs=step_secs, saves=60)
-    assert statistics.median(shares[40:]) <= StepControl.target
-
-
-def test_without_a_baseline_nothing_is_slowed_down_and_never_below_the_floor() -> None:
-    control = StepControl()
-    for _ in range(100):
-        control.loaded_step(1.0, 10**9)
-    assert control.rate is None
-    for _ in range(StepControl.least_baseline_steps):
-        control.free_step(0.1)
-    for _ in range(1000):
-        control.loaded_step(1.0, 10**9)
-    assert control.rate == StepControl.floor_bytes_per_sec
-
-
-def test_steps_that_vary_by_themselves_are_not_taken_for_slowed_ones() -> None:
-    rng, control = random.Random(3), StepControl()
-    uncapped = 0
-    for _ in range(50):
-        for _ in range(64):
-            control.free_step(0.1 * rng.uniform(1.0, 1.3))
-        for _ in range(27):
-            control.loaded_step(0.1 * rng.uniform(1.0, 1.3), 3 * 10**8)
-            uncapped += control.rate is None or control.rate > GB
-    assert uncapped > 0.8 * 50 * 27
-
-
 # -- the throttle, on a clock of its own ----------------------------------------------------------
 
 
@@ -184,17 +94,6 @@ class VirtualTime:
         self.slept.append(secs)
         self.now += secs
         await anyio.sleep(0)
-
-
-class Ticks:
-    """Step lengths as the test gives them."""
-
-    def __init__(self) -> None:
-        self.lengths: list[float] = []
-
-    def tick(self) -> list[float]:
-        taken, self.lengths = self.lengths, []
-        return taken
 
 
 def throttle_on(time: VirtualTime, limit: Any, **options: Any) -> WriteThrottle:
@@ -249,69 +148,6 @@ async def test_a_write_that_is_given_up_leaves_its_place() -> None:
     before = time.now
     await admitted(throttle, time, 100)
     assert time.now <= max(1.0, before) + 0.05
-
-
-def auto_with_cap(time: VirtualTime, ticks: Ticks, **options: Any) -> WriteThrottle:
-    """Steps of 0.1 s, slowed to 0.2 s while a save writes 1 GB/s: the cap is half of that."""
-    throttle = throttle_on(time, "auto", steps=ticks, **options)
-    train(throttle, time, ticks, secs=0.1, steps=20)
-    with throttle.drain():
-        train(throttle, time, ticks, secs=0.2, steps=1 + StepControl.window_steps, written=2 * 10**8)
-    return throttle
-
-
-def train(
-    throttle: WriteThrottle, time: VirtualTime, ticks: Ticks, *, secs: float, steps: int, written: int = 0
-) -> None:
-    for _ in range(steps):
-        time.now += secs
-        throttle.wrote(written)
-        ticks.lengths.append(secs)
-        throttle.guarded_step()
-
-
-async def test_auto_paces_writes_by_the_steps_that_it_is_told() -> None:
-    time, ticks = VirtualTime(), Ticks()
-    throttle = auto_with_cap(time, ticks)
-    before = time.now
-    await admitted(throttle, time, 10**8)
-    assert await admitted(throttle, time, 10**8) == pytest.approx(before + 0.2)
-
-
-async def test_auto_paces_nothing_while_training_stands_still() -> None:
-    time, ticks = VirtualTime(), Ticks()
-    throttle = auto_with_cap(time, ticks)
-    time.now += 10.0
-    await admitted(throttle, time, 10**9)
-    before = time.now
-    assert await admitted(throttle, time, 10**9) == before
-
-
-async def test_a_step_that_was_partly_beside_a_save_counts_for_neither() -> None:
-    time, ticks = VirtualTime(), Ticks()
-    throttle = throttle_on(time, "auto", steps=ticks)
-    train(throttle, time, ticks, secs=0.1, steps=20)
-    for _ in range(50):
-        with throttle.drain():
-            train(throttle, time, ticks, secs=5.0, steps=1, written=10**9)
-        train(throttle, time, ticks, secs=5.0, steps=1)
-    await admitted(throttle, time, 10**12)
-    before = time.now
-    assert await admitted(throttle, time, 1) == before, "nothing is known to slow the steps down"
-    with throttle.drain():
-        train(throttle, time, ticks, secs=0.2, steps=1 + StepControl.window_steps, written=2 * 10**8)
-    await admitted(throttle, time, 10**8)
-    before = time.now
-    assert await admitted(throttle, time, 10**8) > before, "the baseline is still that of the first steps"
-
-
-async def test_steps_told_by_hand_take_the_place_of_the_guarded_optimizers() -> None:
-    time, ticks = VirtualTime(), Ticks()
-    throttle = throttle_on(time, "auto", steps=ticks)
-    throttle.step_done()
-    ticks.lengths = [7.0]
-    throttle.guarded_step()
-    assert ticks.lengths == [7.0]
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -403,40 +239,12 @@ def test_a_write_that_hangs_is_a_stall_under_a_cap_too(tmp_path: Path) -> None:
             engine.save(STATE).result(TIMEOUT)
 
 
-def test_steps_of_the_first_guarded_optimizer_are_told_to_the_throttle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks = Ticks()
-    monkeypatch.setattr(engine_module, "WriteThrottle", functools.partial(WriteThrottle, steps=ticks))
-    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    first, second = (torch.optim.SGD([parameter], lr=0.1) for parameter in parameters)
-    with SyncCheckpointEngine(tmp_path, EngineConfig(max_write_bytes_per_sec="auto")) as engine:
-        engine.guard(first)
-        engine.guard(second)
-        ticks.lengths = [1.0]
-        second.step()
-        assert ticks.lengths == [1.0]
-        first.step()
-        assert ticks.lengths == []
-        ticks.lengths = [1.0]
-        engine.step_done()
-        assert ticks.lengths == []
-
-
-async def test_the_async_engine_takes_steps_too(tmp_path: Path) -> None:
-    async with engine_module.CheckpointEngine(tmp_path, EngineConfig(max_write_bytes_per_sec="auto")) as engine:
-        for _ in range(3):
-            engine.step_done()
-            await asyncio.sleep(0)
-        await engine.save(STATE)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1024, True, float("nan"), float("inf"), 10**400, "fast", [1], b"auto"])
+@pytest.mark.parametrize("value", [0, -1, 1024, True, float("nan"), float("inf"), 10**400, "fast", "auto", [1]])
 def test_a_cap_that_cannot_be_kept_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="max_write_bytes_per_sec"):
         EngineConfig(max_write_bytes_per_sec=value)
 
 
-@pytest.mark.parametrize("value", [None, "auto", MIB, 2.5e9])
+@pytest.mark.parametrize("value", [None, MIB, 2.5e9])
 def test_caps(value: Any) -> None:
     assert EngineConfig(max_write_bytes_per_sec=value).max_write_bytes_per_sec == value

@@ -45,7 +45,7 @@ class Runtime:
     staging: LifetimeManager
     """Lends memory that holds a whole state."""
     throttle: WriteThrottle
-    """Paces the writes. Without steps to look at, ``"auto"`` paces nothing."""
+    """Paces the writes."""
     copiers: Copiers = field(default_factory=Copiers)
     """Side streams and gather buffers."""
 
@@ -60,14 +60,13 @@ class Runtime:
         with portal.opening():
             executor = portal.executor
             window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
-            limit = config.max_write_bytes_per_sec
             staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
             return cls(
                 config=config,
                 portal=portal,
                 storage=storage or LocalStorage(executor, config.direct_io),
                 window=LifetimeManager(budget_bytes=window_bytes, executor=executor, debug=config.debug),
-                throttle=WriteThrottle(None if limit == "auto" else limit),
+                throttle=WriteThrottle(config.max_write_bytes_per_sec),
                 staging=LifetimeManager(budget_bytes=staging_bytes, executor=executor, debug=config.debug),
             )
 

@@ -56,7 +56,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         _extensions: applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
         config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
-            ``max_write_bytes_per_sec`` (``"auto"`` paces nothing), ``thread_nice``, ``thread_ioprio``,
+            ``max_write_bytes_per_sec``, ``thread_nice``, ``thread_ioprio``,
             ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest is
             an engine's.
         storage: where the bytes go; the local file system unless given.

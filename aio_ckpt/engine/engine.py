@@ -188,14 +188,6 @@ class CheckpointEngine:
         """
         self._saver.in_flight.guards.add(guarded)
 
-    def step_done(self) -> None:
-        """Tell that a training step has ended, for ``max_write_bytes_per_sec="auto"`` without a guarded optimizer.
-
-        Call it once a step, from one thread; it records an event of the current CUDA stream, or the time, and waits for
-        nothing. From the first call on the steps of guarded optimizers do not count.
-        """
-        self._throttle.step_done()
-
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
         while (settled := self._saver.in_flight.settled_before_room) is not None:

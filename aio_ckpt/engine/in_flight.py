@@ -59,7 +59,7 @@ class InFlight:
         self._portal = portal
         self._on_settled = on_settled
         self._copiers = Copiers(shadows=Shadows(site.config.device_copy_bytes))
-        self.guards = Guards(on_step=site.throttle.guarded_step)
+        self.guards = Guards()
         self._max = site.config.max_in_flight
         self.steps = KnownSteps(site.quarantine, max_in_flight=self._max, are_several=site.peers.are_several)
         self._on_failure = site.config.on_failure

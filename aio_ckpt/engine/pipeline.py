@@ -233,21 +233,19 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
     def on_written(nbytes: int) -> None:
         save.written_secs = save.elapsed()
         save.progress.touch()
-        site.throttle.wrote(nbytes)
 
     workers = site.config.workers
-    with site.throttle.drain():
-        result = await write_image(
-            save.image,
-            preparer,
-            new_file(site.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
-            site.executor,
-            workers=workers,
-            captured=lambda index: save.progress.wait(index, site.executor),
-            admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
-            on_written=on_written,
-            trace=save.call.trace,
-        )
+    result = await write_image(
+        save.image,
+        preparer,
+        new_file(site.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
+        site.executor,
+        workers=workers,
+        captured=lambda index: save.progress.wait(index, site.executor),
+        admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
+        on_written=on_written,
+        trace=save.call.trace,
+    )
     save.progress.touch()
     if save.image.is_whole:
         arena.rendered = layout

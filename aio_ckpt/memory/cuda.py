@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -23,7 +22,6 @@ from aio_ckpt.memory.host_copy import Moves
 
 __all__ = [
     "CopyStreams",
-    "StepClock",
     "begin_uploads",
     "copies_by_address",
     "copy_secs",
@@ -195,42 +193,6 @@ def is_host(tensor: torch.Tensor) -> bool:
 def takes_registered(device: torch.device) -> bool:
     """Whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
     return device.type == "cuda"
-
-
-class StepClock:
-    """Lengths of training steps: between events of the caller's stream where CUDA is in use, else of the host.
-
-    The host runs ahead of the device by whole steps: its own times would be those of the launches. No call waits.
-    """
-
-    _MAX_KNOWN_LATER = 256
-    """Steps that the device may be behind; of more the oldest are forgotten."""
-
-    def __init__(self) -> None:
-        self._last_at: float | None = None
-        self._events: deque[torch.cuda.Event] = deque(maxlen=self._MAX_KNOWN_LATER)
-
-    def tick(self) -> list[float]:
-        """A step has ended here: seconds of each step whose end was reached since the last call."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return self._tick_device()
-        before, self._last_at = self._last_at, time.perf_counter()
-        return [] if before is None else [self._last_at - before]
-
-    def _tick_device(self) -> list[float]:
-        lengths: list[float] = []
-        if is_capturing_graph():
-            return lengths
-        try:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._events.append(event)
-            while len(self._events) > 1 and self._events[1].query():  # type: ignore[no-untyped-call]
-                begin = self._events.popleft()
-                lengths.append(begin.elapsed_time(self._events[0]) / 1e3)
-        except (RuntimeError, ValueError):  # steps on several devices: no time passes between their events
-            self._events.clear()
-        return lengths
 
 
 def copies_by_address(device: torch.device) -> bool:

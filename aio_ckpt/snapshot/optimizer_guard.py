@@ -30,9 +30,7 @@ class Guards:
     ``save()`` itself.
     """
 
-    def __init__(self, *, on_step: Callable[[], None]) -> None:
-        """``on_step`` is called before each ``step`` of the first object: a training step has come so far."""
-        self._on_step = on_step
+    def __init__(self) -> None:
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
         self._marks: tuple[Mark, ...] = ()
@@ -57,8 +55,7 @@ class Guards:
             return
         try:
             _tensors_of(guarded)
-            before = self._before_step if self._objects else self._before_first_step
-            self._removers.append(_before_each_step(guarded, before))
+            self._removers.append(_before_each_step(guarded, self._before_step))
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"guard({type(guarded).__name__}): no param_groups like an optimizer's, or a step that cannot be "
@@ -108,10 +105,6 @@ class Guards:
         for remove in self._removers:
             remove()
         self._objects, self._removers, self._marks = [], [], ()
-
-    def _before_first_step(self) -> None:
-        self._before_step()
-        self._on_step()
 
     def _before_step(self) -> None:
         if is_capturing_graph():

@@ -156,13 +156,6 @@ class EngineGuarded(EngineFenced):
     is_guarded = True
 
 
-class EnginePaced(EngineGuarded):
-    """The same, writing no faster than training does not feel."""
-
-    setting = 'guarded, max_write_bytes_per_sec="auto"'
-    settings: ClassVar[Mapping[str, Any]] = {"max_write_bytes_per_sec": "auto"}
-
-
 class EngineShadow(EngineFenced):
     """With room for a copy of the state on the device."""
 
@@ -320,7 +313,6 @@ SAVERS: dict[str, type[Saver]] = {
     "aio-guarded": EngineGuarded,
     "aio-fenced": EngineFenced,
     "aio-shadow": EngineShadow,
-    "aio-paced": EnginePaced,
     "aio-prepared": EnginePrepared,
     "aio-shm": EngineShm,
     "aio-pageable": EnginePageable,
