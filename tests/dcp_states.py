@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import io
 from collections.abc import Iterator, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tensor_bits import assert_same_tensor, random_tensor
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.tensor import DTensor
 
-HAS_EXTENSIONS = importlib.util.find_spec("torch.distributed.checkpoint._extension") is not None
-if HAS_EXTENSIONS or TYPE_CHECKING:
-    from torch.distributed.checkpoint._extension import StreamTransformExtension
-else:
-    StreamTransformExtension = object
 HAS_STAGERS = "async_stager" in inspect.signature(dcp.async_save).parameters
-needs_stagers = pytest.mark.skipif(not HAS_STAGERS, reason="this torch takes no stager but the writer")
-needs_extensions = pytest.mark.skipif(not HAS_EXTENSIONS, reason="this torch has no stream extensions")
+needs_stagers = pytest.mark.skipif(not HAS_STAGERS, reason="torch before 2.9 takes no stager but the writer")
 
 
 def state_of(seed: int, mebibytes: int = 3) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_states import HAS_EXTENSIONS, Flip, assert_same_state, blank, needs_extensions, needs_stagers, state_of
+from dcp_states import Flip, assert_same_state, blank, needs_stagers, state_of
 from gated_storage import TIMEOUT, Call, GatedStorage
 from rank_processes import ranks
 from torch.distributed.checkpoint import filesystem
@@ -135,7 +135,7 @@ async def test_every_byte_that_our_writer_saves_verifies(tmp_path: Path) -> None
     from aio_ckpt.read.verify import verify_checkpoint
 
     save(state_of(4), tmp_path / "a")
-    save(state_of(4, mebibytes=1), tmp_path / "b", _extensions=[Flip()] if HAS_EXTENSIONS else None)
+    save(state_of(4, mebibytes=1), tmp_path / "b", _extensions=[Flip()])
     executor = Executor("verify", 2)
     try:
         for name in ("a", "b"):
@@ -307,7 +307,6 @@ def test_what_a_writer_cannot_do_is_refused(given: dict[str, Any], named: str, t
         Writer(tmp_path, **given)
 
 
-@needs_extensions
 def test_what_is_no_registry_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="_extension_registry=5"):
         Reader(tmp_path, _extension_registry=5)
@@ -366,7 +365,6 @@ def registry() -> Any:
     return made
 
 
-@needs_extensions
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_what_went_through_extensions_is_read_by_both(tmp_path: Path, is_ours: bool) -> None:
     state, path = state_of(6, mebibytes=1), tmp_path / "a"
@@ -382,7 +380,6 @@ def test_what_went_through_extensions_is_read_by_both(tmp_path: Path, is_ours: b
         load(state, path)
 
 
-@needs_extensions
 def test_a_flipped_bit_behind_an_extension_is_found(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0)}
     save(state, tmp_path / "a", _extensions=[Flip()])

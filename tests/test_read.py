@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_maker import RankContent, Shard, content_of, forge, reseal, save_state, write_checkpoint
-from dcp_states import StreamTransformExtension, needs_extensions
+from dcp_states import StreamTransformExtension
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -987,7 +987,6 @@ async def test_load_state_dict_runs_only_after_everything_was_proven(direct, tmp
     assert as_values(other.state_dict()) == before
 
 
-@needs_extensions
 async def test_items_written_through_a_stream_extension_are_read_by_dcp(direct, tmp_path, monkeypatch):
     from torch.distributed.checkpoint._extension import ZStandard
 

@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from aio_ckpt._torch import StorageInfo, narrow_tensor_by_index
 from aio_ckpt.dcp.runtime import Runtime, peers_on_host
 from aio_ckpt.errors import (
-    ConfigError,
     CorruptCheckpointError,
     MismatchError,
     TemplateMismatchError,
@@ -132,13 +130,13 @@ class Load:
             located.is_direct = files.is_direct
         return located
 
-    def _place(self, index: MetadataIndex) -> _StorageInfo:
-        place: _StorageInfo | None = self.metadata.storage_data.get(index)
+    def _place(self, index: MetadataIndex) -> StorageInfo:
+        place: StorageInfo | None = self.metadata.storage_data.get(index)
         if place is None:
             raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {index.fqn!r} {index.offset or ''}")
         return place
 
-    def _slots(self, wanted: Mapping[MetadataIndex, _StorageInfo], into: _Located) -> dict[MetadataIndex, Slot]:
+    def _slots(self, wanted: Mapping[MetadataIndex, StorageInfo], into: _Located) -> dict[MetadataIndex, Slot]:
         """Of plain DCP: tensors whose envelope must be looked at; all else is put into ``into``."""
         slots: dict[MetadataIndex, Slot] = {}
         for index, place in wanted.items():
@@ -171,11 +169,6 @@ class Load:
             _check_records(item.storage_index.fqn, data)
         stream: Any = io.BytesIO(data)
         if descriptors:
-            if transforms is None:
-                raise ConfigError(
-                    f"{item.storage_index.fqn!r} was written with the extensions {list(descriptors)}, and this torch "
-                    "has none: use torch 2.7 or newer"
-                )
             stream = io.BytesIO(transforms.transform_load_stream(item, descriptors, stream).read(-1))
         if item.type is LoadItemType.BYTE_IO:
             planner.load_bytes(item, stream)
@@ -197,16 +190,16 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-def _descriptors(place: _StorageInfo) -> Sequence[str]:
+def _descriptors(place: StorageInfo) -> Sequence[str]:
     return getattr(place, "transform_descriptors", None) or ()
 
 
-def _stored(index: MetadataIndex, place: _StorageInfo, crc32: int | None) -> StoredObject:
+def _stored(index: MetadataIndex, place: StorageInfo, crc32: int | None) -> StoredObject:
     return StoredObject(index.fqn, place.relative_path, place.offset, place.length, crc32, bool(_descriptors(place)))
 
 
 def _locate_ours(
-    wanted: Mapping[MetadataIndex, _StorageInfo], manifests: Mapping[str, RankManifest], into: _Located
+    wanted: Mapping[MetadataIndex, StorageInfo], manifests: Mapping[str, RankManifest], into: _Located
 ) -> None:
     """By the manifests, which hold the sums; what ``.metadata`` says must be the same."""
     rows = {name: _rows(ours) for name, ours in manifests.items()}

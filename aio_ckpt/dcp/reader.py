@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from aio_ckpt._torch import StorageInfo, reader_transforms
 from aio_ckpt.commit.directory import standing_names
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
@@ -43,7 +43,7 @@ class Reader(Face, StorageReader):
         storage: where the bytes are; the local file system unless given.
 
     Raises:
-        ConfigError: an argument of another type; an extension registry, and this torch has no extensions.
+        ConfigError: an argument of another type.
         RootError: ``path`` is none.
     """
 
@@ -58,7 +58,7 @@ class Reader(Face, StorageReader):
         super().__init__(config, storage)
         self.path = checked_path(path)
         self.load_id = str(uuid.uuid4())
-        self.storage_data: Mapping[MetadataIndex, _StorageInfo] = {}
+        self.storage_data: Mapping[MetadataIndex, StorageInfo] = {}
         self._metadata: Metadata | None = None
         self._checkpoint: Checkpoint | None = None
         self._fault: AioCkptError | None = None
@@ -164,10 +164,7 @@ async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
 
 
 def _transforms(registry: Any) -> Any:
-    """torch's own way to undo extensions; None where it has none."""
-    kind = getattr(filesystem, "_StorageReaderTransforms", None)
-    if kind is None and registry is not None:
-        raise ConfigError("_extension_registry: this torch has no stream extensions; use torch 2.7 or newer")
+    """Return torch's own way to undo extensions."""
     if registry is not None and not hasattr(registry, "from_descriptor_list"):
         raise ConfigError(f"_extension_registry={shown(registry)}: give a registry of torch's stream extensions")
-    return None if kind is None else kind(registry)
+    return reader_transforms(registry)

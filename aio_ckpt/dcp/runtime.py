@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.config import EngineConfig, check_kind
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
@@ -52,6 +53,7 @@ class Runtime:
     @classmethod
     def open(cls, config: EngineConfig, storage: Storage | None) -> Runtime:
         """Start the threads; no memory is taken yet."""
+        log_untried_torch()
         portal = Portal(
             f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}",
             config.workers + HOUSEKEEPING_THREADS,

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from isal import isal_zlib
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.manifests import ObjectEntry
@@ -72,10 +72,10 @@ class Sources:
             start += nbytes
         return entries
 
-    def places(self, file: str) -> dict[MetadataIndex, _StorageInfo]:
+    def places(self, file: str) -> dict[MetadataIndex, StorageInfo]:
         """Where ``file`` holds each item, as ``.metadata`` tells it."""
         by_leaf = {
-            item.leaf: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
+            item.leaf: StorageInfo(file, item.item_offset, item.envelope.item_bytes)
             for item in self.planned.plan.layout.items
         }
         places = {index: by_leaf[leaf] for index, leaf in zip(self.indices, self.aliases, strict=True)}
@@ -84,10 +84,10 @@ class Sources:
         return places
 
 
-def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> _StorageInfo:
+def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> StorageInfo:
     if not descriptors:
-        return _StorageInfo(file, entry.offset, entry.nbytes)
-    return _StorageInfo(file, entry.offset, entry.nbytes, transform_descriptors=list(descriptors))
+        return StorageInfo(file, entry.offset, entry.nbytes)
+    return StorageInfo(file, entry.offset, entry.nbytes, transform_descriptors=list(descriptors))
 
 
 def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, gather_bytes: int) -> Sources:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import staging
 from torch.distributed.tensor import DTensor
 
+from aio_ckpt._torch import dtensor_over
 from aio_ckpt.config import MAX_SECS, EngineConfig
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
@@ -185,4 +186,4 @@ def _like(owner: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     if not isinstance(owner, DTensor):
         return view
     # from_local() would move the copy to the mesh's device.
-    return DTensor(view, owner._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return dtensor_over(view, owner)

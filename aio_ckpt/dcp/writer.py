@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from aio_ckpt._torch import DCP_VERSION, writer_transforms
 from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig, check_flag
 from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
@@ -179,9 +179,8 @@ class Writer(Face, StorageWriter, AsyncStager):
             WriteError, RootError, StallError: what the directory held before stands again.
         """
         manifests = [found for of_rank in results for found in of_rank if isinstance(found, ManifestResult)]
-        version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        if version is not None:  # torch 2.6 has none
-            metadata.version = version
+        if DCP_VERSION is not None:
+            metadata.version = DCP_VERSION
         metadata.storage_data = {
             found.index: found.storage_data
             for of_rank in results
@@ -282,16 +281,13 @@ def _stands_for_a_checkpoint(name: str) -> bool:
 
 
 def _transforms(extensions: Sequence[Any] | None) -> Any:
-    """torch's own way to apply extensions; None without any.
+    """Return torch's own way to apply extensions; None without any.
 
     Raises:
-        ConfigError: this torch has none.
+        ConfigError: no list of extensions.
     """
     if not extensions:
         return None
     if isinstance(extensions, str) or not isinstance(extensions, Sequence):
         raise ConfigError(f"_extensions={shown(extensions)}: give a list of torch's stream extensions")
-    kind = getattr(filesystem, "_StorageWriterTransforms", None)
-    if kind is None:
-        raise ConfigError("_extensions: this torch has no stream extensions; use torch 2.7 or newer")
-    return kind(extensions)
+    return writer_transforms(extensions)

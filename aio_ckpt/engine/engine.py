@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Literal, Self
 
+from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig, check_kind
@@ -83,6 +84,7 @@ class CheckpointEngine:
             config.workers + HOUSEKEEPING_THREADS,
             functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
         )
+        log_untried_torch()
         with self._portal.opening():
             rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
             peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from isal import isal_zlib
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.pickle_scan import check_nesting
 
@@ -151,7 +151,7 @@ def _tags() -> Iterator[bytes]:
 
 def _dump_with_tag(
     metadata: Metadata,
-    tensors: dict[MetadataIndex, _StorageInfo],
+    tensors: dict[MetadataIndex, StorageInfo],
     objects: Sequence[MetadataIndex],
     files: Sequence[str],
     tag: bytes,
@@ -160,7 +160,7 @@ def _dump_with_tag(
     numbers = (int.from_bytes(tag, "little") << 32 | count for count in itertools.count())
     storage_data = dict(tensors)
     for index, name in zip(objects, files, strict=True):
-        storage_data[index] = _StorageInfo(name, next(numbers), next(numbers))
+        storage_data[index] = StorageInfo(name, next(numbers), next(numbers))
     ids = StorageMeta(checkpoint_id=f"{tag.decode()}c", save_id=f"{tag.decode()}s")
     return dump_metadata(replace(metadata, storage_data=storage_data, storage_meta=ids))
 
@@ -256,7 +256,7 @@ _KNOWN_FIELDS: dict[type, frozenset[str]] = {
     ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
     BytesStorageMetadata: frozenset(),
     MetadataIndex: frozenset({"fqn", "offset", "index"}),
-    _StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
+    StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
 }
 """Fields that torch 2.6 to 2.15 write."""
 
@@ -360,7 +360,7 @@ _DCP_CLASSES: dict[tuple[str, str], object] = {
     ("metadata", "TensorProperties"): _Properties,
     ("metadata", "MetadataIndex"): _Index,
     ("metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    ("filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+    ("filesystem", "_StorageInfo"): _stand_in(StorageInfo),
 }
 _GLOBALS: dict[tuple[str, str], object] = {
     # Torch before 2.0 called the package torch.distributed._shard.checkpoint, and torch still finds it by that name.
@@ -458,7 +458,7 @@ def _metadata_fault(found: object) -> str:
             return f"{fqn!r}: no description of a tensor or an object"
     safe_paths: set[str] = set()
     for index, info in (found.storage_data or {}).items():
-        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+        if type(index) is not MetadataIndex or type(info) is not StorageInfo:
             return "storage_data maps something else than an index to a place"
         if type(index.fqn) is not str or not (index.offset is None or _is_size(index.offset)):
             return f"storage_data has the index {index.fqn!r}, {index.offset!r}"

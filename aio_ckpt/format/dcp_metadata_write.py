@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from aio_ckpt._torch import StorageInfo
 from aio_ckpt.format.dcp_metadata_read import DTYPES, MetadataTemplate, metadata_pickler
 from aio_ckpt.format.tensor_table import IntArray
 
@@ -260,7 +260,7 @@ class _Stencils:
         wide: set[Hole] = {hole(dim) for hole in (_offset, _side) for dim in range(64) if longest >= 1 << 31}
         wide |= {_AT, _LENGTH} if furthest >= 1 << 31 else set()
         widths = frozenset(wide)
-        place = _tokens(_StorageInfo(_FILE, _AT, _LENGTH), memo, _FILE, _AT, _LENGTH)
+        place = _tokens(StorageInfo(_FILE, _AT, _LENGTH), memo, _FILE, _AT, _LENGTH)
         self.chunk: dict[int, _Stencil] = {}
         """By dimensions: a chunk of a tensor."""
         self.place: dict[int, _Stencil] = {}

@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from aio_ckpt import _torch
 from aio_ckpt.memory.host_copy import Moves, copy_all, memmove
 
 __all__ = ["FOREACH_DTYPES", "Copies", "Groups", "HostCopies", "Mark", "foreach_copy"]
@@ -14,7 +15,7 @@ __all__ = ["FOREACH_DTYPES", "Copies", "Groups", "HostCopies", "Mark", "foreach_
 FOREACH_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 )
-"""What ``torch._foreach_copy_`` copies in one launch for many tensors."""
+"""What :func:`aio_ckpt._torch.foreach_copy` copies in one launch for many tensors."""
 
 Groups: TypeAlias = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
 """(targets, sources): tensors of one dtype, one by one of the same shape."""
@@ -130,7 +131,7 @@ def foreach_copy(groups: Groups) -> None:
     with torch.no_grad():
         for targets, sources in groups:
             if targets and targets[0].dtype in FOREACH_DTYPES:
-                torch._foreach_copy_(list(targets), list(sources))
+                _torch.foreach_copy(list(targets), list(sources))
             else:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source)

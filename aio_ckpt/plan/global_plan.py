@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import ShardTable, render_columns
 from aio_ckpt.format.manifests import MetadataTemplate, data_file_name, rank_manifest_name
@@ -50,12 +50,10 @@ def shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ..
     return tuple(data.chunk.offsets) if data is not None else ()
 
 
-def storage_data(
-    layout: ImageLayout, write_items: dict[str, WriteItem], file: str
-) -> dict[MetadataIndex, _StorageInfo]:
+def storage_data(layout: ImageLayout, write_items: dict[str, WriteItem], file: str) -> dict[MetadataIndex, StorageInfo]:
     """Place of every tensor name, all in one file."""
     return {
-        write_items[name].index: _StorageInfo(file, item.item_offset, item.envelope.item_bytes)
+        write_items[name].index: StorageInfo(file, item.item_offset, item.envelope.item_bytes)
         for item in layout.items
         for name in item.fqns
         if write_items[name].type is not WriteItemType.BYTE_IO

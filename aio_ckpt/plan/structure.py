@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.distributed.tensor import DTensor
 
+from aio_ckpt._torch import SHARDS_DIFFER, local_tensor
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.constants import TensorSpec
@@ -64,7 +65,7 @@ class Leaves:
             shards = dict(zip(positions, _shards(sharded), strict=True))
             tensors = list(tensors)
             for position, leaf in zip(positions, sharded, strict=True):
-                tensors[position] = leaf._local_tensor
+                tensors[position] = local_tensor(leaf)
         return cls(tensors=tensors, types=types, shards=shards, objects=objects)
 
 
@@ -73,9 +74,6 @@ _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("
 _mesh, _placements = attrgetter("device_mesh"), attrgetter("placements")
 _stride, _is_conj, _is_neg = torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg
 
-_strided = getattr(placement_types, "_StridedShard", None)
-_SHARDS_DIFFER = _strided is None or Shard(0) != _strided(0, split_factor=2)
-"""Not so in torch 2.6, although the two cut a tensor in different ways."""
 _MESH_KEYS: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionary()
 """What :func:`_mesh_key` has found."""
 
@@ -196,7 +194,7 @@ def _shards(leaves: Sequence[DTensor]) -> Iterator[tuple[object, ...]]:
     return zip(
         map(tuple, map(_shape, leaves)),
         [keys[id(mesh)] for mesh in meshes],
-        placements if _SHARDS_DIFFER else (tuple(map(repr, each)) for each in placements),
+        placements if SHARDS_DIFFER else (tuple(map(repr, each)) for each in placements),
         strict=True,
     )
 

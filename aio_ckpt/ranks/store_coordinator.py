@@ -21,9 +21,9 @@ from typing import Self, TypeVar
 import anyio
 import msgspec
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch._C._distributed_c10d import Store as TorchStore
 
+from aio_ckpt._torch import PrefixStore, default_store
+from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
 from aio_ckpt.ranks.heartbeat import Presence
@@ -67,7 +67,7 @@ class StoreCoordinator(Presence):
             raise ConfigError(f"store is a {type(store).__name__}: give one of torch.distributed, such as a TCPStore")
         super().__init__(rank=rank, world_size=world_size)
         self._parent = store
-        self._group_store: Store | None = _default_store()
+        self._group_store: Store | None = default_store()
         """Kept: its address is the name of the process group until the engine has met the others."""
         self._enlisted: Future[Store] | None = None
         self._lobby: Lobby | None = None
@@ -90,7 +90,9 @@ class StoreCoordinator(Presence):
         """
         if not isinstance(group, dist.ProcessGroup):  # what new_group() gives to those who are not in it
             raise ConfigError("this process is no rank of the group: open an engine on the ranks that are in it")
-        store = PrefixStore(f"group {group.group_name}", dist.distributed_c10d._get_default_store())
+        inner = default_store()
+        assert inner is not None, "a process group has a store"
+        store = PrefixStore(f"group {group.group_name}", inner)
         return cls(store, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
 
     # -- opening and ending ---------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class StoreCoordinator(Presence):
 
     def _is_regrouped(self) -> bool:
         """Whether this rank is in another default group than when the engine was made."""
-        return self._group_store is not None and _default_store() not in (None, self._group_store)
+        return self._group_store is not None and default_store() not in (None, self._group_store)
 
     async def _answer(self, party: Mapping[int, str], word: Word) -> None:
         names = [name for rank, name in party.items() if rank != self.rank]
@@ -371,19 +373,9 @@ def _world(group_store: Store | None) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _default_store() -> Store | None:
-    """Of the default process group, if there is one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except ValueError:  # another thread has just destroyed the group
-        return None
-
-
 def default_coordinator() -> Coordinator:
     """The ranks of torch.distributed's default group if it is initialised and has several, else this process alone."""
-    store = _default_store()
+    store = default_store()
     if store is not None and dist.get_world_size() > 1:
         return StoreCoordinator(store, rank=dist.get_rank(), world_size=dist.get_world_size())
     return SoloCoordinator()

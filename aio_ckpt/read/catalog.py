@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, IntArray, RankManifest, TensorColumns, block_sums
@@ -335,7 +335,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     Raises:
         CorruptCheckpointError: the metadata contradicts itself.
     """
-    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
+    places: dict[MetadataIndex, StorageInfo] = metadata.storage_data or {}
     chunks: dict[str, Chunks] = {}
     objects: dict[str, StoredObject] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -360,7 +360,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     return catalog
 
 
-def _slot(name: str, entry: TensorStorageMetadata, number: int, places: Mapping[MetadataIndex, _StorageInfo]) -> Slot:
+def _slot(name: str, entry: TensorStorageMetadata, number: int, places: Mapping[MetadataIndex, StorageInfo]) -> Slot:
     chunk = entry.chunks[number]
     place = _place(name, MetadataIndex(name, chunk.offsets), places)
     return Slot(
@@ -376,7 +376,7 @@ def _slot(name: str, entry: TensorStorageMetadata, number: int, places: Mapping[
     )
 
 
-def _place(name: str, index: MetadataIndex, places: Mapping[MetadataIndex, _StorageInfo]) -> _StorageInfo:
+def _place(name: str, index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
     place = places.get(index)
     if place is None:
         raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {name!r} {index.offset or ''}")

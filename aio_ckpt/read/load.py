@@ -18,9 +18,9 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
+from aio_ckpt._torch import create_chunk_list
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
 from aio_ckpt.format.manifests import RootManifest, data_file_name
 from aio_ckpt.format.tensor_zip import is_dense
@@ -325,7 +325,7 @@ class _Draft:
             return
         offsets: Sequence[int] = (0,) * tensor.dim()
         if type(tensor) is DTensor:
-            shard = _create_chunk_list(tensor)[0]
+            shard = create_chunk_list(tensor)[0]
             offsets = shard.offsets
             with torch.no_grad():
                 tensor = tensor.to_local()

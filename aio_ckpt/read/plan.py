@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from aio_ckpt._torch import neg_view
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
@@ -265,7 +266,7 @@ def _copy_box(view: torch.Tensor, item: Item, first: int, scratch: torch.Tensor,
     start = scratch.storage_offset() // item.dtype.itemsize + first
     empty = torch.empty(0, dtype=item.dtype, device=scratch.device)
     source = empty.set_(scratch.untyped_storage(), start, view.shape, item.stride)
-    source = torch._neg_view(source) if item.is_neg else source
+    source = neg_view(source) if item.is_neg else source
     copies.fill(view, source.conj() if item.is_conj else source)
 
 

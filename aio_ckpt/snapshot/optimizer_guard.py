@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from aio_ckpt._torch import local_tensor
 from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.memory.copies import Mark
 from aio_ckpt.memory.cuda import is_capturing_graph
@@ -151,4 +152,4 @@ def _tensors_of(guarded: Any) -> list[torch.Tensor]:
         return values  # type: ignore[return-value]
     if not kinds <= _SHARDED_TYPES:
         values = [value for value in values if isinstance(value, torch.Tensor)]
-    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]  # type: ignore[misc]
+    return [local_tensor(value) if isinstance(value, DTensor) else value for value in values]  # type: ignore[misc]

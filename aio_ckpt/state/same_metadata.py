@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from aio_ckpt._torch import tensor_guards
+
 __all__ = ["Likeness", "is_nested", "looks_like"]
 
 is_nested: Callable[[torch.Tensor], bool] = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
@@ -52,7 +54,7 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 def _check_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """The guards' own check, which must be given as many tensors."""
-    make: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+    make = tensor_guards()
     if make is None:
         return None
     shapes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]

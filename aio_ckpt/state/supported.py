@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from aio_ckpt._torch import local_tensor
 from aio_ckpt.state.objects import type_name
 
 __all__ = ["TENSOR_TYPES", "tensor_fault"]
@@ -25,7 +26,7 @@ def tensor_fault(value: Any) -> str | None:
         return f"a {kind.__name__} has no shape yet; run one forward pass first"
     if kind not in TENSOR_TYPES:
         return f"a {type_name(value)}, a subclass of Tensor that would come back as another type; give a plain tensor"
-    tensor = value._local_tensor if kind is DTensor else value
+    tensor = local_tensor(value) if kind is DTensor else value
     if tensor.is_nested:
         return "a nested tensor; give its parts with .unbind()"
     if tensor.layout is not torch.strided:

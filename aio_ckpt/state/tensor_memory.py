@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from aio_ckpt._torch import local_tensor
 from aio_ckpt.format.manifests import IntArray
 
 __all__ = [
@@ -37,7 +38,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that is written to: a DTensor's local one."""
-    return tensor._local_tensor if type(tensor) is DTensor else tensor
+    return local_tensor(tensor) if type(tensor) is DTensor else tensor
 
 
 def memory_fault(tensor: torch.Tensor) -> str | None:

@@ -1,0 +1,121 @@
+"""Private names of torch that this package uses, and the versions of torch that it was tried with.
+
+This file alone imports them, so that a new torch shows in one place what has moved. Each name says what to do then.
+``tests/test_torch_names.py`` tests each of them. Imports torch only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.tensor import DTensor, Shard, placement_types
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms, _StorageWriterTransforms
+
+__all__ = [
+    "DCP_VERSION",
+    "NEWEST_TRIED",
+    "SHARDS_DIFFER",
+    "PrefixStore",
+    "StorageInfo",
+    "Store",
+    "create_chunk_list",
+    "default_store",
+    "dtensor_over",
+    "foreach_copy",
+    "local_tensor",
+    "log_untried_torch",
+    "narrow_tensor_by_index",
+    "neg_view",
+    "reader_transforms",
+    "tensor_guards",
+    "writer_transforms",
+]
+
+NEWEST_TRIED = (2, 15)
+"""Newest (major, minor) of torch with which the whole test suite passed."""
+
+_log = logging.getLogger("aio_ckpt")
+
+# -- imported above ---------------------------------------------------------------------------------
+# StorageInfo: what DCP pickles into `.metadata` for the place of an item. If it moves, follow `FileSystemWriter`: the
+#   pickled module and name have to be those of the running torch. Allow the new name in `format/dcp_metadata_read` too.
+# create_chunk_list: the box of the global tensor that this rank holds of a DTensor. If it moves, take what
+#   `default_planner` calls. `compute_local_shape_and_global_offset` is no replacement: it moved more often.
+# narrow_tensor_by_index: the part of a tensor that a read item names. If it moves, `tensor.narrow` for each dimension.
+# PrefixStore, Store: public as `torch.distributed.PrefixStore`, where builds without distributed lack them.
+
+local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+"""Return the shard of a DTensor itself. If it moves: ``to_local()`` under ``no_grad``, which costs 5 us each."""
+
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""What stock writes as ``Metadata.version`` (since torch 2.9), else None. If it moves, follow stock's ``finish``."""
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+"""Return a lazily negated view. If it moves, negate the copy that was made of the tensor."""
+
+_strided = getattr(placement_types, "_StridedShard", None)
+SHARDS_DIFFER: bool = _strided is None or Shard(0) != _strided(0, split_factor=2)
+"""Whether ``Shard`` and ``_StridedShard`` compare unequal. If the class goes, this is True."""
+
+
+def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with the memory of ``local``, laid out as ``like``.
+
+    If ``_spec`` moves: ``DTensor.from_local`` with mesh, placements, shape and stride of ``like``.
+    """
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target in few launches. If it moves, ``copy_`` one by one: 10 times the host time."""
+    torch._foreach_copy_(targets, sources)
+
+
+def default_store() -> Store | None:
+    """Return the store of the default process group, or None without one.
+
+    If it moves: let the user pass a store (``StoreCoordinator(store, ...)``).
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except ValueError:  # another thread has just destroyed the group
+        return None
+
+
+def tensor_guards() -> Any:
+    """Return the class of ``torch.compile``'s tensor guards, or None: then tensors are compared one by one."""
+    return getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+
+def writer_transforms(extensions: Any) -> _StorageWriterTransforms:
+    """Return how stock applies stream extensions. If it moves, follow ``_FileSystemWriter.__init__``."""
+    return filesystem._StorageWriterTransforms(extensions)
+
+
+def reader_transforms(registry: Any) -> _StorageReaderTransforms:
+    """Return how stock undoes stream extensions. If it moves, follow ``FileSystemReader.__init__``."""
+    return filesystem._StorageReaderTransforms(registry)
+
+
+@functools.cache
+def log_untried_torch() -> None:
+    """Log one INFO line in a process whose torch is newer than any that was tried."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) > NEWEST_TRIED:
+        newest = ".".join(map(str, NEWEST_TRIED))
+        _log.info("torch %s is newer than %s, the newest that this aio_ckpt was tried with", torch.__version__, newest)

@@ -1,0 +1,186 @@
+"""Each private name of torch in ``aio_ckpt/_torch.py`` does what the package takes it to do."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import aio_ckpt
+from aio_ckpt import SyncCheckpointEngine, _torch
+from aio_ckpt.dcp import Reader
+
+PACKAGE = Path(aio_ckpt.__file__).parent
+PRIVATE = re.compile(
+    r"^\s*from torch[\w.]*\._\w+[\w.]* import"
+    r"|^\s*from torch[\w.]* import .*\b_[a-z]\w*"
+    r"|\btorch\._[a-zA-Z]|\._local_tensor\b|\bdistributed_c10d\.",
+    re.MULTILINE,
+)
+PICKLED = {"format/tensor_pickle.py", "format/pickle_scan.py"}
+"""They hold private names as text, which stands in files and is never imported."""
+
+
+@pytest.fixture
+def sharded() -> Iterator[DTensor]:
+    """Rank 1's half of a tensor of 4 rows."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        yield distribute_tensor(torch.arange(8.0).reshape(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_other_file_uses_a_private_name_of_torch() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {match[0].strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if str(path.relative_to(PACKAGE)) not in PICKLED | {"_torch.py"}
+        for match in PRIVATE.finditer(path.read_text())
+    }
+    assert found == set()
+
+
+def test_storage_info_is_pickled_under_the_name_that_dcp_reads() -> None:
+    data = pickle.dumps(_torch.StorageInfo("__0_0.distcp", 3, 5), protocol=2)
+    assert b"torch.distributed.checkpoint.filesystem\n_StorageInfo\n" in data
+    assert vars(pickle.loads(data)).items() >= {"relative_path": "__0_0.distcp", "offset": 3, "length": 5}.items()
+
+
+def test_the_local_tensor_of_a_dtensor_is_its_own_memory(sharded: DTensor) -> None:
+    assert _torch.local_tensor(sharded).data_ptr() == sharded.to_local().data_ptr()
+    assert _torch.local_tensor(sharded).shape == (2, 2)
+
+
+def test_the_chunk_of_a_dtensor_is_the_box_of_this_rank(sharded: DTensor) -> None:
+    [chunk] = _torch.create_chunk_list(sharded)
+    assert (tuple(chunk.offsets), tuple(chunk.sizes)) == ((2, 0), (2, 2))
+
+
+def test_a_dtensor_over_other_memory_is_laid_out_as_the_first(sharded: DTensor) -> None:
+    memory = torch.full((2, 2), 7.0)
+    made = _torch.dtensor_over(memory, sharded)
+    assert (made.shape, made.placements, made.device_mesh) == (sharded.shape, sharded.placements, sharded.device_mesh)
+    assert made.to_local().data_ptr() == memory.data_ptr()
+
+
+def test_default_store_is_that_of_the_default_group(sharded: DTensor) -> None:
+    assert isinstance(_torch.default_store(), _torch.Store)
+    assert issubclass(_torch.PrefixStore, _torch.Store)
+
+
+def test_without_a_group_there_is_no_default_store() -> None:
+    assert _torch.default_store() is None
+
+
+def test_narrow_takes_the_part_that_offsets_and_lengths_name() -> None:
+    whole = torch.arange(12).reshape(3, 4)
+    part = _torch.narrow_tensor_by_index(whole, (1, 2), (2, 1))
+    assert part.tolist() == [[6], [10]]
+    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_foreach_copy_copies_each() -> None:
+    targets = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
+    _torch.foreach_copy(targets, [torch.ones(2), torch.full((3,), 2.0, dtype=torch.float64)])
+    assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
+
+
+def test_neg_view_negates_without_a_copy() -> None:
+    tensor = torch.ones(2)
+    negated = _torch.neg_view(tensor)
+    assert negated.is_neg()
+    assert negated.tolist() == [-1, -1]
+
+
+def test_tensor_guards_tell_shapes_apart_or_are_not_there() -> None:
+    guards = _torch.tensor_guards()
+    assert guards is not None, "not there: every save compares its tensors one by one, measure bench.plan"
+    tensor = torch.zeros(2, 3)
+    check = guards(tensor, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+    assert check(torch.ones(2, 3))
+    assert not check(torch.ones(3, 2))
+
+
+def test_shard_and_strided_shard_differ_where_the_constant_says_so() -> None:
+    strided = getattr(torch.distributed.tensor.placement_types, "_StridedShard", None)
+    assert _torch.SHARDS_DIFFER is (strided is None or Shard(0) != strided(0, split_factor=2))
+
+
+def test_the_dcp_version_is_what_stock_writes() -> None:
+    assert _torch.DCP_VERSION is None or re.fullmatch(r"\d+\.\d+\.\d+", _torch.DCP_VERSION)
+
+
+class Doubling(StreamTransformExtension):  # type: ignore[misc]
+    """Stands for a stream extension of a user."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "doubling"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Doubling:
+        return Doubling()
+
+    def get_descriptor(self) -> str:
+        return "doubling/1"
+
+    def transform_to(self, output):  # type: ignore[no-untyped-def]
+        return output
+
+    def transform_from(self, input):  # type: ignore[no-untyped-def]
+        return input
+
+
+def test_transforms_name_the_extensions_that_they_apply() -> None:
+    item = WriteItem(index=MetadataIndex("w"), type=WriteItemType.BYTE_IO)
+    _, descriptors = _torch.writer_transforms([Doubling()]).transform_save_stream(item, io.BytesIO())
+    assert list(descriptors) == ["doubling/1"]
+    assert _torch.reader_transforms(None).extension_registry is not None
+
+
+# -- versions ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    _torch.log_untried_torch.cache_clear()
+    yield
+    _torch.log_untried_torch.cache_clear()
+
+
+@pytest.mark.parametrize(("newest", "lines"), [((2, 6), 1), ((99, 0), 0)])
+def test_a_torch_newer_than_any_that_was_tried_gets_one_info_line(
+    newest: tuple[int, int],
+    lines: int,
+    fresh: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_torch, "NEWEST_TRIED", newest)
+    with caplog.at_level(logging.DEBUG, logger="aio_ckpt"):
+        for number in range(2):
+            with SyncCheckpointEngine(tmp_path / str(number)):
+                pass
+        with Reader(tmp_path):
+            pass
+    found = [record for record in caplog.records if "is newer than 2.6" in record.getMessage()]
+    assert [record.levelname for record in found] == ["INFO"] * lines
+
+
+def test_the_torch_that_runs_the_tests_was_tried() -> None:
+    assert tuple(int(part) for part in torch.__version__.split(".")[:2]) <= _torch.NEWEST_TRIED
