@@ -97,7 +97,8 @@ class EngineConfig:
 
     staging: Staging = "auto"
     """Where the image is staged: ``pinned`` (registered with CUDA), ``shm`` (one memfd), ``pageable``.
-    ``auto`` is ``pageable`` for a state in host memory; for one with CUDA tensors it is measured once."""
+    ``auto`` is ``pageable`` for a state in host memory; for one with CUDA tensors it is ``pinned`` unless the driver
+    refuses to lock memory."""
 
     shm_path: str | Path | None = None
     """Directory of a tmpfs, such as ``/dev/shm``: the shared segments get names there, and a snapshot that was whole

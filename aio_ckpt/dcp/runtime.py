@@ -73,7 +73,7 @@ class Runtime:
             )
 
     def arena_kind(self, source: torch.device | None) -> ArenaKind:
-        """For tensors from ``source``. Not measured, as an engine does: most runtimes live for one call."""
+        """For tensors from ``source``. An engine asks the driver first; most runtimes live for one call only."""
         if self.config.staging != "auto":
             return self.config.staging
         return "pageable" if source is None else "pinned"

@@ -131,7 +131,7 @@ class Arena:
 def map_arena(nbytes: int, kind: ArenaKind, make_shared: Callable[[int], SharedMemory] | None) -> Arena:
     """Memory for an image of ``nbytes``, every page there. Shared memory is made by ``make_shared``, if it is given.
 
-    Its pages lie on the NUMA nodes of the CPUs that this thread may use: its helpers inherit them.
+    Its pages lie on the NUMA nodes of the CPUs that this process may use.
 
     Raises:
         BudgetExceededError: shared memory of that size cannot be had.

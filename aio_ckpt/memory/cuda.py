@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -24,12 +23,10 @@ __all__ = [
     "CopyStreams",
     "begin_uploads",
     "copies_by_address",
-    "copy_secs",
     "cuda_is_available",
     "gathered_below_bytes",
     "is_capturing_graph",
     "is_host",
-    "pci_address",
     "register_host_memory",
     "takes_registered",
     "unregister_host_memory",
@@ -225,31 +222,6 @@ def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int]
     copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy.restype = ctypes.c_int
     return cast("Callable[[int, int, int, int], int]", copy)
-
-
-def copy_secs(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Seconds that one copy to host memory takes, on a stream that waits for nothing of the caller's."""
-    if source.device.type != "cuda":
-        began = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - began
-    with torch.cuda.stream(torch.cuda.Stream(source.device)):  # type: ignore[no-untyped-call]
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.current_stream(source.device).synchronize()
-        return time.perf_counter() - began
-
-
-def pci_address(device: torch.device) -> str | None:
-    """PCI address of a CUDA device (``0000:3b:00.0``); None where the driver does not tell."""
-    if device.type != "cuda" or not _driver_is_there():
-        return None
-    driver, found, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
-    # Not torch's properties: they have no PCI domain before 2.8. The driver counts visible devices as torch does.
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if driver.cuDeviceGet(ctypes.byref(found), index) or driver.cuDeviceGetPCIBusId(text, len(text), found):
-        return None
-    return text.value.decode().lower()
 
 
 def cuda_is_available() -> bool:

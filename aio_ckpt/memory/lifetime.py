@@ -21,7 +21,6 @@ import torch
 
 from aio_ckpt.errors import BudgetExceededError, EngineClosedError, StallError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena, ArenaKind, SharedMemoryFactory, arena_capacity, map_arena
-from aio_ckpt.memory.numa import cpus_near, run_on
 from aio_ckpt.runtime.portal import Condition, Executor, Lock
 
 __all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_budget_bytes", "ranks_on_host"]
@@ -57,8 +56,8 @@ class ArenaSpec:
     kind: ArenaKind
     """What kind of memory."""
     source: torch.device | None
-    """CUDA device that is copied from: the memory is registered, unless it is pageable, and lies near it. None: the
-    state is in host memory."""
+    """CUDA device that is copied from: the memory is registered for it, unless it is pageable. None: the state is in
+    host memory."""
 
     def is_met_by(self, kind: ArenaKind, capacity: int) -> bool:
         """Whether an arena is large enough, and hardly larger."""
@@ -333,10 +332,9 @@ class LifetimeManager:
 
 
 def _make_arena(spec: ArenaSpec, segments: SharedMemoryFactory | None) -> Arena:
-    cpus = None if spec.source is None else cpus_near(spec.source)
     make_shared = None if segments is None else segments.make
     try:
-        return run_on(cpus, lambda: map_arena(spec.nbytes, spec.kind, make_shared))
+        return map_arena(spec.nbytes, spec.kind, make_shared)
     except OSError as error:
         raise BudgetExceededError(
             f"cannot map {spec.nbytes} bytes for an image ({error}): lower budget_bytes"
