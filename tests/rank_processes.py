@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,12 @@ _OF_TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._d
 _CONTEXT.set_forkserver_preload([*_OF_TORCH, "numpy.random", "aio_ckpt.dcp", "pytest", "hypothesis"])
 
 WAIT_SECS = 60.0
+needs_list_keys = pytest.mark.skipif(
+    not hasattr(dist.TCPStore, "list_keys"), reason="TCPStore of torch before 2.10 cannot list its keys"
+)
+needs_gloo_average = pytest.mark.skipif(
+    torch.__version__.startswith("2.7"), reason="HSDP of torch 2.7 asks gloo for an average, which it has not"
+)
 
 
 class Ranks:

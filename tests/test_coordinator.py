@@ -15,7 +15,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 import torch.distributed as dist
-from rank_processes import Ranks, ranks
+from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
@@ -242,6 +242,7 @@ def stop_amid(rank: int, count: int) -> str:
     return asyncio.run(main())
 
 
+@needs_list_keys
 def test_a_stopped_rank_hears_that_it_was_given_up_and_the_next_agreement_works() -> None:
     with ranks(2) as two:
         two.start(0, stop_amid)

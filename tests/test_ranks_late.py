@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import Ranks, engine_on
+from rank_processes import Ranks, engine_on, needs_list_keys
 from test_ranks_failing import acting_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
@@ -97,6 +97,7 @@ def close_early(rank: int, count: int, root: Path) -> tuple[list[str], str, floa
         return found, str(raised.value), time.monotonic() - began
 
 
+@needs_list_keys
 def test_a_leader_that_closes_early_leaves_its_words_to_whoever_is_late(two: Ranks, tmp_path: Path) -> None:
     (found, *_), (late, text, secs) = two.run(close_early, tmp_path)
     assert late == found
@@ -143,6 +144,7 @@ def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
     return str(raised.value)
 
 
+@needs_list_keys
 def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(two: Ranks, tmp_path: Path) -> None:
     _, load = two.run(save_where_the_other_loads, tmp_path)
     assert "rank 0 does not come to load 1" in load
@@ -301,6 +303,7 @@ def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
             dist.barrier()
 
 
+@needs_list_keys
 def test_engines_that_were_opened_and_closed_leave_no_keys(four: Ranks, tmp_path: Path) -> None:
     four.run(open_and_close, tmp_path, 1)
     before = four.store.num_keys()
@@ -321,6 +324,7 @@ def open_and_leave_at_once(rank: int, count: int, root: Path, leaving: int) -> s
         return type(raised.value).__name__
 
 
+@needs_list_keys
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_closes_before_the_others_come_hangs_nobody_and_leaves_no_keys(
     two: Ranks, tmp_path: Path, leaving: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_processes import Ranks, engine_on
+from rank_processes import Ranks, engine_on, needs_gloo_average
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,7 +111,8 @@ def train_save_load_train(rank: int, count: int, root: Path, kind: str) -> None:
     assert_equal(optimizer.state_dict(), other.state_dict())
 
 
-KINDS = ["FSDP2", "HSDP", "TP", "FSDP2 and TP", "DDP"]
+HSDP = pytest.param("HSDP", marks=needs_gloo_average)
+KINDS = ["FSDP2", HSDP, "TP", "FSDP2 and TP", "DDP"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +137,13 @@ def load_as(rank: int, count: int, root: Path, kind: str, saved_as: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("saved_as", "kind"), [("FSDP2", "TP"), ("TP", "FSDP2"), ("HSDP", "FSDP2 and TP"), ("FSDP2 and TP", "FSDP2")]
+    ("saved_as", "kind"),
+    [
+        ("FSDP2", "TP"),
+        ("TP", "FSDP2"),
+        pytest.param("HSDP", "FSDP2 and TP", marks=needs_gloo_average),
+        ("FSDP2 and TP", "FSDP2"),
+    ],
 )
 def test_a_model_is_loaded_in_another_layout(four: Ranks, tmp_path: Path, saved_as: str, kind: str) -> None:
     four.run(train_save_load_train, tmp_path, saved_as)
