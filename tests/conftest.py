@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import property_examples  # noqa: F401 - registers the profiles before the plugin of Hypothesis chooses one
 import pytest
 import torch
 from rank_processes import Ranks, ranks

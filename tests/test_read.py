@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_maker import RankContent, Shard, content_of, forge, reseal, save_state, write_checkpoint
 from dcp_states import StreamTransformExtension, needs_extensions
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -44,7 +45,7 @@ from aio_ckpt.read import load_checkpoint, open_checkpoint, read_state
 from aio_ckpt.readplan import ReadPlan, bytes_of
 from aio_ckpt.storage import LocalStorage
 
-FEW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = examples(40)
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from image_files import MIB, pin_chunk_bytes, uniform
+from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
@@ -146,7 +147,7 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
 # -- the ring -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     chunk_bytes=st.sampled_from([4 * MIB, 5 * MIB, 32 * MIB]),
     image_chunks=st.floats(0.01, 12),

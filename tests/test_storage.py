@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from warm_python import WarmPython
 
 from aio_ckpt import datafile, storage
@@ -178,7 +179,7 @@ async def test_concurrent_writes_of_aligned_chunks_land_where_they_belong(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(cuts=st.lists(st.integers(0, 5 * PAGE), max_size=6), shift=st.integers(0, 64), order=st.randoms())
 def test_any_cut_of_the_bytes_at_any_address_gives_the_same_file(
     tmp_path_factory: pytest.TempPathFactory, mode: str, cuts: list[int], shift: int, order: random.Random

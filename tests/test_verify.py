@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_maker import content_of, forge, reseal, save_state, write_checkpoint, write_small
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
+from property_examples import examples
 
 from aio_ckpt import manifest
 from aio_ckpt.errors import CheckpointNotFoundError
@@ -23,7 +24,7 @@ from aio_ckpt.portal import Executor
 from aio_ckpt.storage import LocalStorage
 from aio_ckpt.verify import verify_checkpoint
 
-FEW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = examples(60)
 
 
 @pytest.fixture(scope="module")
