@@ -19,10 +19,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+SHARED = frozenset({"two", "three", "four", "dead", "killed", "outcomes", "shown"})
+"""Fixtures that start processes once for a module. pytest-xdist gives all tests of a module that use one of them to the
+same worker; else every worker would start the processes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone."""
+    """Skip the tests marked ``gpu`` where the GPUs are missing, and group what one worker has to run."""
     count = torch.cuda.device_count()
     for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            if item.get_closest_marker("gpu") is not None:  # the tests measure the memory of the devices
+                item.add_marker(pytest.mark.xdist_group("gpu"))
+            elif SHARED.intersection(getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
         for marker in item.iter_markers("gpu"):
             needed = marker.args[0] if marker.args else 1
             if count < needed:

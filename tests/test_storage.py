@@ -324,7 +324,7 @@ async def test_a_probe_that_fails_for_another_reason_is_no_fallback(
 async def test_a_file_system_that_refuses_o_direct_at_open_is_written_all_the_same(executor: GatedExecutor) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm to write to")
-    path = Path(f"/dev/shm/aio-ckpt-test-{os.getpid()}")
+    path = Path(f"/dev/shm/test-{os.getpid()}")
     try:
         file = await LocalStorage(executor).create_data_file(path, 2 * PAGE, writers=2)
         await file.write(0, aligned(numbers(2 * PAGE)))
