@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import property_examples  # noqa: F401 - registers the profiles before the plugin of Hypothesis chooses one
 import pytest
 import torch
+from image_files import pin_chunk_bytes
 from rank_processes import Ranks, ranks
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
@@ -37,6 +40,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed = marker.args[0] if marker.args else 1
             if count < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, and this machine has {count}"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where an engine shall make its root; it does not exist yet."""
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write moves 4 MiB, so that a test knows the number of writes."""
+    pin_chunk_bytes(monkeypatch)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Nothing below CRITICAL is logged: the test makes every failure itself."""
+    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders import listing, weights
 from gated_storage import TIMEOUT, gated_engine
 
 from aio_ckpt import CheckpointEngine
 from aio_ckpt.errors import StallError
-from aio_ckpt.names import LOCK_FILE
 
 MIB = 1 << 20
 STAGES = {
@@ -23,19 +23,6 @@ STAGES = {
     "writing the rank's manifest": ("write_file", "aio_ckpt.0.bin"),
     "making its directory durable": ("sync_dir", ".pending-*"),
 }
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), float(number))}
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
 
 
 def value(engine: CheckpointEngine) -> float:

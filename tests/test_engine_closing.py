@@ -17,18 +17,13 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from builders import broken, listing, weights
 from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, saver, steps, undo
 from aio_ckpt import engine as engine_module
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
-from aio_ckpt.names import LOCK_FILE
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +36,6 @@ def no_thread_and_no_file_is_left():
     before = held()
     yield
     assert held() == before
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), float(number))}
-
-
-def broken() -> WriteError:
-    return WriteError(errno.EIO, "the disk is gone", "/x")
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
 
 
 # -- close ----------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 import torch
+from builders import flip
 from checkpoint_maker import save_state
 from hypothesis import given
 from hypothesis import strategies as st
-from test_read import flip
 
 from aio_ckpt import SyncCheckpointEngine, fetch, inplace, mappings, readplan
 from aio_ckpt.bounce import address_of

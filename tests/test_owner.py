@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
-import torch
+from builders import weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,10 +49,6 @@ def root(tmp_path: Path) -> Path:
     root.mkdir()
     (root / LOCK_FILE).touch()
     return root
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), number)}
 
 
 def leave_pending(root: Path, owner: Owner | bytes | None, *, idle_secs: float = 0, name: str = "old-1") -> Path:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from builders import flip
 from checkpoint_maker import RankContent, Shard, content_of, forge, reseal, save_state, write_checkpoint
 from dcp_states import StreamTransformExtension, needs_extensions
 from hypothesis import given
@@ -742,12 +743,6 @@ async def test_a_name_of_another_rank_is_said_to_be_so_and_a_template_gets_it(di
 
 
 # -- damage -----------------------------------------------------------------------------------------
-
-
-def flip(path, offset, mask=0x10):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= mask
-    path.write_bytes(data)
 
 
 def two_sizes():

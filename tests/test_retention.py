@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import listing, save, weights
 from gated_storage import TIMEOUT, Call, Gate, GatedStorage, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,27 +33,9 @@ from aio_ckpt.retention import Policy, best, check_metrics, expired
 LOSS = KeepBest(metric="loss")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((10,), float(number))}
-
-
-def save(engine: SyncCheckpointEngine, *steps: int, **losses: float) -> None:
-    for step in steps:
-        engine.save(weights(step), step).result(TIMEOUT)
-
-
 def save_with(engine: SyncCheckpointEngine, losses: Mapping[int, float | None]) -> None:
     for step, loss in losses.items():
         engine.save(weights(step), step, metrics=None if loss is None else {"loss": loss}).result(TIMEOUT)
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != ".aio_ckpt.lock")
 
 
 def committed(root: Path) -> list[int]:

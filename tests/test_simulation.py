@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +14,11 @@ from bench import simulate as simulation
 from bench.sim_world import DeadlockError, SimStorage, virtual_loop
 from bench.simulate import BrokenPromiseError, simulate
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 SEEDS = 60
 SHORT = range(10)
 """Seeds that the gate tries."""
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Every failure that is drawn is logged."""
-    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
 
 
 def failure_of(seeds: range) -> BaseException | None:

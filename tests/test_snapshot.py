@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import MIB, pin_chunk_bytes, uniform
+from image_files import MIB, uniform
 from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
@@ -37,10 +37,7 @@ from aio_ckpt.progress import CapturedRun
 from aio_ckpt.snapshot import Copiers, capture
 from aio_ckpt.tracing import NO_TRACE
 
-
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
 
 @pytest.fixture

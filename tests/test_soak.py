@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.soak import Limits, Outcome, soak, verdict
 
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(

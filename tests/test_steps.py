@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import listing, save, weights
 from gated_storage import TIMEOUT, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,33 +33,15 @@ from aio_ckpt.steps import KnownSteps
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def engine(root: Path) -> Iterator[SyncCheckpointEngine]:
     with SyncCheckpointEngine(root) as engine:
         yield engine
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((10,), float(number))}
-
-
-def save(engine: SyncCheckpointEngine, *steps: int) -> None:
-    for step in steps:
-        engine.save(weights(step), step).result(TIMEOUT)
 
 
 def value(engine: SyncCheckpointEngine, step: int | None = None) -> float:
     state = engine.read(step)
     assert isinstance(state, dict)
     return float(state["w"][0])
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != ".aio_ckpt.lock")
 
 
 # -- order ----------------------------------------------------------------------------------------

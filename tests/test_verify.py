@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from builders import flip
 from checkpoint_maker import content_of, forge, reseal, save_state, write_checkpoint, write_small
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,12 +57,6 @@ def stock_save(path, state):
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=str(path), no_dist=True)
     return path
-
-
-def flip(file, offset, mask=0x10):
-    data = bytearray(file.read_bytes())
-    data[offset] ^= mask
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("save", [save_state, stock_save])

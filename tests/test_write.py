@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from image_files import MIB, pin_chunk_bytes, uniform
+from image_files import MIB, uniform
 from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of, save_image
 from watched_writes import WatchedStorage, Write
@@ -34,10 +34,7 @@ from aio_ckpt.portal import Executor
 from aio_ckpt.storage import DataFile, LocalStorage
 from aio_ckpt.write import ChunkPreparer
 
-
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
 
 @pytest.fixture
