@@ -22,20 +22,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-SHARED = frozenset({"two", "three", "four", "dead", "killed", "outcomes", "shown"})
-"""Fixtures that start processes once for a module. pytest-xdist gives all tests of a module that use one of them to the
-same worker; else every worker would start the processes."""
+WORKERS = 4
+"""More than the two cores of the smallest machine: many tests wait for a deadline."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Number of workers for ``-n auto``; 0 runs the tests in this process.
+
+    On a machine with GPUs one process runs them all, because tests measure the memory of the devices.
+    """
+    if torch.cuda.is_available():
+        return 0
+    files = {given.partition("::")[0] for given in config.args}
+    if all(os.path.isfile(file) for file in files):  # a worker runs whole files
+        return min(WORKERS, len(files)) if len(files) > 1 else 0
+    return WORKERS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where the GPUs are missing, and group what one worker has to run."""
+    """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone."""
     count = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            if item.get_closest_marker("gpu") is not None:  # the tests measure the memory of the devices
-                item.add_marker(pytest.mark.xdist_group("gpu"))
-            elif SHARED.intersection(getattr(item, "fixturenames", ())):
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
         for marker in item.iter_markers("gpu"):
             needed = marker.args[0] if marker.args else 1
             if count < needed:
