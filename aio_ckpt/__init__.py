@@ -1,12 +1,11 @@
 """Async-first checkpoint engine for PyTorch.
 
-See README.md for use and guarantees; the module table of the README says where to find what.
+See README.md for use and guarantees. Each package's docstring says what goes in, what comes out and what it may import.
 """
 
 from aio_ckpt._version import __version__
 from aio_ckpt.config import EngineConfig, KeepBest
-from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator
-from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import (
     AioCkptError,
     BudgetExceededError,
@@ -38,7 +37,9 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
-from aio_ckpt.items import LoadReport, PerRank, SaveReport
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
+from aio_ckpt.reports import LoadReport, SaveReport
+from aio_ckpt.state.values import PerRank
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
@@ -84,3 +85,7 @@ __all__ = [
     "WrongThreadError",
     "__version__",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

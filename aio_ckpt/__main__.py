@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aio_ckpt.cli import main
+from aio_ckpt.cli.commands import main
 
 if __name__ == "__main__":
     main()

@@ -155,7 +155,7 @@ class MismatchError(CorruptCheckpointError):
 
 
 class FormatVersionError(AioCkptError, ValueError):
-    """The manifest was written by a newer major version of the format."""
+    """A newer aio_ckpt or a newer torch wrote the checkpoint; names what is unknown here. It is no damage."""
 
 
 # -- the engine -----------------------------------------------------------------------------------

@@ -11,19 +11,19 @@ from types import TracebackType
 from typing import Literal, Self
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.coordinator import Coordinator
-from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.items import LoadReport
-from aio_ckpt.lifetime import LifetimeStats
-from aio_ckpt.progress import outcome_blocking
-from aio_ckpt.storage import Storage
+from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.ranks.store_coordinator import Coordinator
+from aio_ckpt.reports import LoadReport
+from aio_ckpt.runtime.futures import outcome_blocking
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["SyncCheckpointEngine"]
 
 
 class SyncCheckpointEngine:
-    """:class:`~aio_ckpt.engine.CheckpointEngine` with blocking ``load``, ``read``, ``ready`` and ``close``.
+    """:class:`~aio_ckpt.engine.engine.CheckpointEngine` with blocking ``load``, ``read``, ``ready`` and ``close``.
 
     ``save`` is the same plain function that returns a ticket; ``ticket.result()`` waits for it. Arguments,
     results and errors are those of the async engine.

@@ -16,7 +16,7 @@ import torch
 
 from aio_ckpt.config import MAX_SECS, check_wait
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError, shown
-from aio_ckpt.items import SaveReport
+from aio_ckpt.reports import SaveReport
 
 __all__ = ["Milestone", "SaveTicket"]
 

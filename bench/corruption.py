@@ -27,9 +27,9 @@ import torch
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
-from aio_ckpt.verify import Fault, verify_checkpoint
+from aio_ckpt.read.verify import Fault, verify_checkpoint
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
 from bench.damage import FILES, IN_FILE, WHOLE_FILE, Region, hurt_file, hurt_region, regions_of
 from bench.options import log
 from bench.report import BENCH, machine

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST, decode_rank, rank_manifest_name
+from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_rank, rank_manifest_name
 
 __all__ = ["FILES", "IN_FILE", "WHOLE_FILE", "Region", "hurt_file", "hurt_region", "regions_of"]
 

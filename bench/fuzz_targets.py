@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from aio_ckpt.contents import catalog_of_manifests, catalog_of_metadata
-from aio_ckpt.envelope import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
-from aio_ckpt.fetch import check_zip
-from aio_ckpt.manifest import block_sums, decode_rank, decode_root, parse_metadata
-from aio_ckpt.objects import decode_object, encode_object
-from aio_ckpt.seal import seal
-from aio_ckpt.skeleton import dcp_paths, decode_skeleton, skeleton_names, unflatten_dcp
-from aio_ckpt.tensor_pickle import read_pickle
+from aio_ckpt.format.manifests import block_sums, decode_rank, decode_root, parse_metadata
+from aio_ckpt.format.self_checksum import seal
+from aio_ckpt.format.tensor_pickle import read_pickle
+from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
+from aio_ckpt.read.catalog import catalog_of_manifests, catalog_of_metadata
+from aio_ckpt.read.fetch import check_zip
+from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.state.skeleton import dcp_paths, decode_skeleton, skeleton_names, unflatten_dcp
 
 __all__ = ["TARGETS", "Target", "feed"]
 

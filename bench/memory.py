@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.engine.engine import CheckpointEngine
 from bench.measure import Spread
 from bench.options import Options, log, parse, work_folder
 from bench.report import FigureRow, Goal, Report, publish

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.items import SaveReport
-from aio_ckpt.moves import PreparedMoves
+from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.memory.host_copy import PreparedMoves
+from aio_ckpt.reports import SaveReport
 from bench.limits import page_aligned
 from bench.measure import Spread
 from bench.options import Options, log, parse, work_folder

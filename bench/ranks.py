@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport, PerRank, SyncCheckpointEngine
-from aio_ckpt.coordinator import StoreCoordinator
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from bench.measure import Spread
 from bench.options import log, parse, work_folder
 from bench.pagecache import fsync_tree, make_cold

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.engine.engine import CheckpointEngine
 from bench.measure import DONE, Contender, Waitable
 from bench.pagecache import fsync_tree, make_cold
 

@@ -17,12 +17,13 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from aio_ckpt import PerRank, tree
-from aio_ckpt.agreement import Assigned, Book, Planned, Span, Written, decode_report, decode_word, spans_crc32
-from aio_ckpt.frames import Frame, pack, unpack
-from aio_ckpt.holdings import Holding, LocalPlan, Look
-from aio_ckpt.manifest import FileEntry, MetadataTemplate, rank_manifest_name
-from aio_ckpt.record import MetadataFile, render_metadata_file, render_root
+from aio_ckpt import PerRank
+from aio_ckpt.commit.manifests import MetadataFile, render_metadata_file, render_root
+from aio_ckpt.format.manifests import FileEntry, MetadataTemplate, rank_manifest_name
+from aio_ckpt.plan.shard_table import Holding, LocalPlan, Look
+from aio_ckpt.ranks.messages import Frame, pack, unpack
+from aio_ckpt.ranks.save_ledger import Assigned, Book, Planned, Span, Written, decode_report, decode_word, spans_crc32
+from aio_ckpt.state import flatten as tree
 from bench.measure import Spread
 from bench.options import log, parse
 from bench.report import FigureRow, Goal, Report, publish

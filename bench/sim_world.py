@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
-from aio_ckpt.arena import POISON
 from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
-from aio_ckpt.items import WriteMode
-from aio_ckpt.portal import ON_SUBMIT, Executor, run_blocking
-from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock
+from aio_ckpt.memory.arena import POISON
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.runtime.portal import ON_SUBMIT, Executor, run_blocking
+from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, RootLock
 
 __all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
 
@@ -215,7 +215,7 @@ Node = File | Directory | None
 
 
 class SimStorage:
-    """:class:`~aio_ckpt.storage.Storage` in memory; each call is one piece of work of the threads."""
+    """:class:`~aio_ckpt.storage.local.Storage` in memory; each call is one piece of work of the threads."""
 
     def __init__(self, threads: SimThreads, rng: random.Random, chances: Chances, top: Directory, root: Path) -> None:
         self._threads = threads
@@ -273,7 +273,7 @@ class SimStorage:
         return node
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """See :class:`~aio_ckpt.storage.Storage`, here and below."""
+        """See :class:`~aio_ckpt.storage.local.Storage`, here and below."""
         file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
         return SimDataFile(self, path, file)
 

@@ -25,22 +25,25 @@ import anyio
 import anyio.abc
 import torch
 
-from aio_ckpt import commit, layout, tree
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.coordinator import SoloCoordinator
-from aio_ckpt.encoding import ObjectEncoder
+from aio_ckpt.engine.in_flight import InFlight
+from aio_ckpt.engine.load import read_tree
+from aio_ckpt.engine.pending_save import PendingSave, SaveCall, Site
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
-from aio_ckpt.image import lease_image
-from aio_ckpt.inflight import InFlight
-from aio_ckpt.lifetime import Lease, LifetimeManager
-from aio_ckpt.names import StepNames
-from aio_ckpt.owner import Owner
-from aio_ckpt.peers import Peers, SaveRound
-from aio_ckpt.pending import PendingSave, SaveCall, Site
-from aio_ckpt.plan import PlanCache
-from aio_ckpt.portal import Portal
-from aio_ckpt.progress import Deadline, follow
-from aio_ckpt.restore import read_tree
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.memory.lifetime import Lease, LifetimeManager
+from aio_ckpt.plan import layout
+from aio_ckpt.plan.planner import PlanCache
+from aio_ckpt.ranks.membership import Peers, SaveRound
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.snapshot.image import lease_image
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.object_cache import ObjectEncoder
 from bench.options import log
 from bench.sim_world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
 

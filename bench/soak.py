@@ -23,10 +23,10 @@ import psutil
 import torch
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import DataFile, LocalStorage
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import DataFile, LocalStorage
 from bench.options import log
 
 __all__ = ["Limits", "Outcome", "Sample", "main", "soak", "verdict"]

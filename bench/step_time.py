@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.ratelimit import StepControl
+from aio_ckpt.write.rate_limit import StepControl
 from bench.measure import Spread
 from bench.options import log
 from bench.report import BENCH, machine

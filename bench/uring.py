@@ -27,11 +27,11 @@ import anyio
 import torch
 from isal import isal_zlib
 
-from aio_ckpt.directio import RWF_DONTCACHE
-from aio_ckpt.items import WriteMode
-from aio_ckpt.layout import chunk_bytes_for
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.plan.layout import chunk_bytes_for
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.direct_io import RWF_DONTCACHE
+from aio_ckpt.storage.local import LocalStorage
 from bench.limits import page_aligned
 from bench.measure import Spread, cpu_secs
 from bench.options import log

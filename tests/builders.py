@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import WriteError
-from aio_ckpt.names import LOCK_FILE
+from aio_ckpt.format.names import LOCK_FILE
 
 __all__ = ["broken", "flip", "listing", "save", "steps_dir", "weights"]
 

@@ -20,9 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aio_ckpt import envelope, manifest, metadata, tree
-from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, LeafKind, TensorSpec, align_up
-from aio_ckpt.readplan import bytes_of
+from aio_ckpt.format import dcp_metadata_read as metadata
+from aio_ckpt.format import manifests as manifest
+from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.read.plan import bytes_of
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import LeafKind
 
 
 @dataclass

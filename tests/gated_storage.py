@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.items import WriteMode
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import DataFile, FileStatus, LocalStorage, ReadFile, RootLock
+from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import DataFile, FileStatus, LocalStorage, ReadFile, RootLock
 
 T = TypeVar("T")
 TIMEOUT = 20.0

@@ -15,8 +15,8 @@ from gated_storage import TIMEOUT, GatedStorage
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank
-from aio_ckpt.portal import Executor
-from aio_ckpt.segment import Segment
+from aio_ckpt.rescue.segment import Segment
+from aio_ckpt.runtime.portal import Executor
 
 POINTS = {
     "writing its data": ("write", "*.distcp"),

@@ -11,21 +11,22 @@ from pathlib import Path
 import anyio.lowlevel
 import torch
 
-from aio_ckpt import tree
 from aio_ckpt.config import GATHER_BYTES
-from aio_ckpt.descriptors import Places
-from aio_ckpt.image import Image
-from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up
-from aio_ckpt.layout import file_chunks
-from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan import ImagePlan, PlanCache, PlannedImage, PlannedSave
-from aio_ckpt.portal import Executor
-from aio_ckpt.progress import CaptureProgress
-from aio_ckpt.routes import ChunkRoutes
-from aio_ckpt.snapshot import Capture, Copiers, capture
-from aio_ckpt.storage import Storage
-from aio_ckpt.tracing import NO_TRACE
-from aio_ckpt.write import ChunkPreparer, new_file, write_image
+from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
+from aio_ckpt.plan.copy_descriptors import Places
+from aio_ckpt.plan.copy_plan import ChunkRoutes
+from aio_ckpt.plan.layout import file_chunks
+from aio_ckpt.plan.planner import ImagePlan, PlanCache, PlannedImage, PlannedSave
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.snapshot.capture import Capture, Copiers, capture
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.trace_file import NO_TRACE
+from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
 TIMEOUT = 20.0
 

@@ -13,12 +13,16 @@ import torch
 from checkpoint_maker import content_of, write_checkpoint
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, EngineConfig, catalog, datafile, files, manifest
+from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import MismatchError, ReadError, TemplateMismatchError
-from aio_ckpt.items import LoadReport
-from aio_ckpt.portal import Executor
-from aio_ckpt.read import load_checkpoint
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.format import manifests as manifest
+from aio_ckpt.read import data_files as files
+from aio_ckpt.read import open as catalog
+from aio_ckpt.read.load import load_checkpoint
+from aio_ckpt.reports import LoadReport
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage import data_file as datafile
+from aio_ckpt.storage.local import LocalStorage
 
 COUNT = 600
 ELEMENTS = 250

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aio_ckpt.board import Board
-from aio_ckpt.frames import Beat, Failure, Word
-from aio_ckpt.lobby import Lobby
+from aio_ckpt.ranks.messages import Beat, Failure, Word
+from aio_ckpt.ranks.rendezvous import Lobby
+from aio_ckpt.ranks.store_keys import Board
 
 
 def boards(store: dist.Store, count: int) -> list[Board]:

@@ -14,9 +14,12 @@ import pytest
 import torch
 from test_ahead import TIMEOUT, check_equal, engine_with_step, load, made, zeros
 
-from aio_ckpt import CheckpointEngine, bounce, datafile, read
-from aio_ckpt.bounce import BounceLoan, BounceRing
+from aio_ckpt import CheckpointEngine
 from aio_ckpt.errors import SaveCancelledError
+from aio_ckpt.memory import read_buffers as bounce
+from aio_ckpt.memory.read_buffers import BounceLoan, BounceRing
+from aio_ckpt.read import load as read
+from aio_ckpt.storage import data_file as datafile
 
 MIB = 1 << 20
 

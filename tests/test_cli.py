@@ -17,16 +17,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from child_python import child_environment
 
-from aio_ckpt import cli
-from aio_ckpt.catalog import open_checkpoint
+from aio_ckpt.cli import commands as cli
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.contents import Item
-from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.items import PerRank
-from aio_ckpt.manifest import FORMAT_MAJOR, FORMAT_MINOR
-from aio_ckpt.portal import Executor
-from aio_ckpt.screen import amount
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR
+from aio_ckpt.read.catalog import Item
+from aio_ckpt.read.open import open_checkpoint
+from aio_ckpt.reports import amount
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.state.values import PerRank
+from aio_ckpt.storage.local import LocalStorage
 from aio_ckpt.sync import SyncCheckpointEngine
 
 

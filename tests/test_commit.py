@@ -15,12 +15,12 @@ from builders import weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
-from aio_ckpt import commit
-from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
-from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
-from aio_ckpt.owner import Owner
-from aio_ckpt.portal import Executor
+from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
+from aio_ckpt.runtime.portal import Executor
 
 STEP = "step_000000005"
 DATA, RANK, META, ROOT = "__0_0.distcp", "aio_ckpt.0.bin", ".metadata", "aio_ckpt.json"

@@ -10,9 +10,10 @@ import anyio
 import pytest
 import torch
 
-from aio_ckpt import SyncCheckpointEngine, pipeline
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import PeerFailedError, StallError
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.storage.local import LocalStorage
 
 TIMEOUT = 20.0
 STATE = {"w": torch.ones(10)}

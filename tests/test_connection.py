@@ -8,10 +8,10 @@ from concurrent.futures import Future
 import anyio
 import pytest
 
-from aio_ckpt.connection import Connection
 from aio_ckpt.errors import StallError
-from aio_ckpt.portal import ON_SUBMIT
-from aio_ckpt.progress import unless_given_up
+from aio_ckpt.ranks.store_client import Connection
+from aio_ckpt.runtime.futures import unless_given_up
+from aio_ckpt.runtime.portal import ON_SUBMIT
 
 SECS = 10.0
 

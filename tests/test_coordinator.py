@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 from rank_processes import Ranks, ranks
 
-from aio_ckpt import coordinator as coordinator_module
-from aio_ckpt.coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
-from aio_ckpt.frames import Beat, Patience, Verdict, absence, call_of
-from aio_ckpt.presence import BEATS
+from aio_ckpt.ranks import store_coordinator as coordinator_module
+from aio_ckpt.ranks.heartbeat import BEATS
+from aio_ckpt.ranks.messages import Beat, Patience, Verdict, absence, call_of
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 
 STALL_SECS = 20.0
 SHORT_SECS = 2.0

@@ -8,9 +8,10 @@ import pytest
 import torch
 from cuda_machine import MIB, STAGINGS, ones
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, device
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.memory import cuda as device
 
 pytestmark = pytest.mark.gpu
 

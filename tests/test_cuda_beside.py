@@ -12,7 +12,8 @@ import torch
 from child_python import child_environment, python
 from cuda_machine import MIB, TIMEOUT, ones
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, device
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.memory import cuda as device
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cuda_machine import MIB, TIMEOUT
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, bounce, datafile, device
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.readplan import bytes_of
+from aio_ckpt.memory import cuda as device
+from aio_ckpt.memory import read_buffers as bounce
+from aio_ckpt.read.plan import bytes_of
+from aio_ckpt.storage import data_file as datafile
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,13 @@ from child_python import child_environment, python
 from cuda_machine import MIB, STAGINGS, TIMEOUT
 from trained_states import KEPT, Training, check_a_save_every_step
 
-from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine, device
-from aio_ckpt.arena import HUGE_PAGE_BYTES, Arena
+from aio_ckpt import EngineConfig, SaveReport, SyncCheckpointEngine
 from aio_ckpt.config import Staging
-from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.portal import Executor
-from aio_ckpt.segment import Segment
+from aio_ckpt.memory import cuda as device
+from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena
+from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
+from aio_ckpt.rescue.segment import Segment
+from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.gpu
 

@@ -21,8 +21,9 @@ import torch
 from cuda_machine import MIB, TIMEOUT
 from watched_writes import WatchedStorage, watched_engine
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, lifetime
-from aio_ckpt.arena import HUGE_PAGE_BYTES
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.memory import lifetime
+from aio_ckpt.memory.arena import HUGE_PAGE_BYTES
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -11,8 +11,8 @@ from cuda_machine import MIB, TIMEOUT, ones
 from trace_files import check_apart, check_nested, covered_secs, events_of
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.device import StepClock
-from aio_ckpt.trace import CALLER, COPIES, STAGES
+from aio_ckpt.memory.cuda import StepClock
+from aio_ckpt.runtime.trace import CALLER, COPIES, STAGES
 
 pytestmark = pytest.mark.gpu
 

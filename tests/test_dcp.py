@@ -8,9 +8,7 @@ import inspect
 import io
 import os
 import pickle
-import re
 import signal
-import textwrap
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
@@ -44,8 +42,8 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
     WriteError,
 )
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage, ReadFile
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage, ReadFile
 
 T = TypeVar("T")
 HAS_PLAN_CACHE = "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters
@@ -134,7 +132,7 @@ def test_a_step_of_an_engine_is_loaded_and_what_we_save_as_a_step_an_engine_load
 
 
 async def test_every_byte_that_our_writer_saves_verifies(tmp_path: Path) -> None:
-    from aio_ckpt.verify import verify_checkpoint
+    from aio_ckpt.read.verify import verify_checkpoint
 
     save(state_of(4), tmp_path / "a")
     save(state_of(4, mebibytes=1), tmp_path / "b", _extensions=[Flip()] if HAS_EXTENSIONS else None)
@@ -893,11 +891,3 @@ def test_a_fork_cannot_use_the_threads_of_a_kept_writer_but_one_of_its_own(tmp_p
     with ranks(1) as running:
         assert running.run(save_in_a_fork, tmp_path / "a") == ["EngineForkedError NoneType"]
     assert (tmp_path / "a" / ".metadata").exists()
-
-
-def test_the_code_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (code,) = [part for part in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "aio_ckpt.dcp" in part]
-    monkeypatch.chdir(tmp_path)
-    exec(textwrap.dedent(code), {"state_dict": {"w": torch.ones(3), "x": 1}})
-    assert_holds(tmp_path / "ckpt", {"w": torch.ones(3), "x": 1})

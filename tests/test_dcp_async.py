@@ -26,9 +26,9 @@ from warm_python import WarmPython, run_warm
 
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
-from aio_ckpt.dcp import save as dcp_save
+from aio_ckpt.dcp import rank_save as dcp_save
 from aio_ckpt.errors import BudgetExceededError, WriteError
-from aio_ckpt.portal import Executor
+from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage")
 
@@ -416,8 +416,8 @@ STUCK = """
     import torch.distributed.checkpoint as dcp
     from aio_ckpt import EngineConfig
     from aio_ckpt.dcp import Writer
-    from aio_ckpt.exits import at_exit
-    from aio_ckpt.portal import Executor
+    from aio_ckpt.runtime.at_exit import at_exit
+    from aio_ckpt.runtime.portal import Executor
     from gated_storage import GatedStorage
 
     at_exit(lambda: print("drained", file=sys.stderr, flush=True), "behind the drain")

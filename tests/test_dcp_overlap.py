@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.dcp import Reader, Writer
-from aio_ckpt.portal import Executor
+from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is (disabled|unavailable)",

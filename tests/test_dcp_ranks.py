@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
 from aio_ckpt.errors import WriteError
-from aio_ckpt.portal import Executor
+from aio_ckpt.runtime.portal import Executor
 
 warnings.simplefilter("ignore")  # torch's own, in the ranks
 Layout = Literal["fsdp", "tp", "hsdp", "both", "ddp"]

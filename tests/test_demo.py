@@ -15,15 +15,15 @@ import pytest
 import torch
 from child_python import import_path
 
+from aio_ckpt.cli.console import Screen
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.demo import DemoError, DemoSpec, OutError, _child, _plot_line, run_demo
-from aio_ckpt.demo_disk import PlainDisk
-from aio_ckpt.demo_model import ModelSize
-from aio_ckpt.demo_plot import draw
-from aio_ckpt.demo_report import DemoReport, Run, compare
-from aio_ckpt.demo_train import Ended, Event, Saved, Stepped, Trainer, TrainSpec, decode_event, train
-from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.screen import Screen
+from aio_ckpt.demo.disk import PlainDisk
+from aio_ckpt.demo.model import ModelSize
+from aio_ckpt.demo.plot import draw
+from aio_ckpt.demo.report import DemoReport, Run, compare
+from aio_ckpt.demo.run import DemoError, DemoSpec, OutError, _child, _plot_line, run_demo
+from aio_ckpt.demo.train import Ended, Event, Saved, Stepped, Trainer, TrainSpec, decode_event, train
+from aio_ckpt.engine.engine import CheckpointEngine
 
 SMALL = ModelSize(layers=2, width=128, heads=4, context=32, batch=8)
 TINY = ModelSize(layers=1, width=16, heads=2, context=8, batch=2)

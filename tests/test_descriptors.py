@@ -14,17 +14,17 @@ from image_files import MIB, pin_chunk_bytes
 from property_examples import examples
 from rings import TIMEOUT, image_of, issued
 
-from aio_ckpt.copies import HostCopies, Mark
-from aio_ckpt.descriptors import Issues
-from aio_ckpt.device import CopyStreams
-from aio_ckpt.lifetime import LifetimeManager
-from aio_ckpt.moves import Moves, copy_all
-from aio_ckpt.plan import PlannedImage
-from aio_ckpt.portal import Executor
-from aio_ckpt.routes import ChunkRoutes, Span
-from aio_ckpt.snapshot import Copiers, capture
-from aio_ckpt.tracing import NO_TRACE
-from aio_ckpt.turns import KnownTurns
+from aio_ckpt.memory.copies import HostCopies, Mark
+from aio_ckpt.memory.cuda import CopyStreams
+from aio_ckpt.memory.host_copy import Moves, copy_all
+from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.plan.copy_descriptors import Issues
+from aio_ckpt.plan.copy_plan import ChunkRoutes, Span
+from aio_ckpt.plan.planner import PlannedImage
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.snapshot.capture import Copiers, capture
+from aio_ckpt.snapshot.copy_order import KnownTurns
+from aio_ckpt.write.trace_file import NO_TRACE
 
 
 def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:

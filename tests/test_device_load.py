@@ -18,22 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from aio_ckpt import (
-    CheckpointEngine,
-    EngineConfig,
-    SyncCheckpointEngine,
-    bounce,
-    datafile,
-    device,
-    fetch,
-    place,
-    readplan,
-)
-from aio_ckpt.copies import HostCopies, Mark
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.items import BLOCK_BYTES, align_up
-from aio_ckpt.moves import Moves
-from aio_ckpt.readplan import bytes_of
+from aio_ckpt.format.constants import BLOCK_BYTES, align_up
+from aio_ckpt.memory import cuda as device
+from aio_ckpt.memory import read_buffers as bounce
+from aio_ckpt.memory.copies import HostCopies, Mark
+from aio_ckpt.memory.host_copy import Moves
+from aio_ckpt.read import fetch
+from aio_ckpt.read import plan as readplan
+from aio_ckpt.read import scatter as place
+from aio_ckpt.read.plan import bytes_of
+from aio_ckpt.storage import data_file as datafile
 
 MIB = 1 << 20
 RING_BYTES = 16 * MIB

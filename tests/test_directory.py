@@ -13,7 +13,7 @@ import pytest
 from gated_storage import TIMEOUT, Call, GatedStorage
 from power_loss import Disk, Generation, NotDurableError, check_directory_mode, dropped
 
-from aio_ckpt.directory import (
+from aio_ckpt.commit.directory import (
     begin_directory,
     commit_directory,
     recover_directory,
@@ -21,8 +21,8 @@ from aio_ckpt.directory import (
     standing_names,
 )
 from aio_ckpt.errors import WriteError
-from aio_ckpt.manifest import FileEntry, RootManifest, encode_rank, encode_root, encode_static
-from aio_ckpt.portal import Executor
+from aio_ckpt.format.manifests import FileEntry, RootManifest, encode_rank, encode_root, encode_static
+from aio_ckpt.runtime.portal import Executor
 
 T = TypeVar("T")
 META, ROOT = ".metadata", "aio_ckpt.json"

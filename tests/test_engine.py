@@ -19,8 +19,8 @@ import uvloop
 from builders import broken, listing, weights
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine, undo
-from aio_ckpt import storage as local_storage
+from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
+from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.errors import (
     BusyError,
     EngineClosedError,
@@ -29,6 +29,7 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
+from aio_ckpt.storage import local as local_storage
 
 
 def value(engine: CheckpointEngine, step: int | None = None) -> float:

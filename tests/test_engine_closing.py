@@ -21,9 +21,13 @@ from builders import broken, listing, weights
 from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, device, saver, steps, undo
-from aio_ckpt import engine as engine_module
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.engine import engine as engine_module
+from aio_ckpt.engine import save_call as saver
+from aio_ckpt.engine import steps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
+from aio_ckpt.memory import cuda as device
 
 
 @pytest.fixture(autouse=True)
@@ -415,7 +419,7 @@ STUCK_EXIT = """
     import sys, torch
     from pathlib import Path
     from aio_ckpt import CheckpointEngine, EngineConfig
-    from aio_ckpt.portal import Executor
+    from aio_ckpt.runtime.portal import Executor
     from gated_storage import GatedStorage
     storage = GatedStorage(Executor("gated", 4))
     engine = CheckpointEngine(sys.argv[1], EngineConfig(drain_timeout_secs=0.2), storage=storage)

@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aio_ckpt.envelope import (
+from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from aio_ckpt.format.constants import TensorSpec
+from aio_ckpt.format.tensor_zip import (
     HEAD_BYTES,
     TAIL_BYTES,
     ParsedItem,
@@ -41,8 +43,6 @@ from aio_ckpt.envelope import (
     storable_dtype,
     stored_stride,
 )
-from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.items import TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

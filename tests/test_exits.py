@@ -17,7 +17,7 @@ from aio_ckpt import SyncCheckpointEngine
 PREAMBLE = """
     import asyncio, sys, threading, torch
     from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-    from aio_ckpt.portal import Executor
+    from aio_ckpt.runtime.portal import Executor
     from gated_storage import GatedStorage
 
     storage = GatedStorage(Executor("gated", 4))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.coordinator import Decide, SoloCoordinator
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
+from aio_ckpt.ranks.store_coordinator import Decide, SoloCoordinator
 from bench.faults import work
 from bench.faults.campaign import FAULTS, LOADS, SAVES, Loading, Point, Saving, cancel_now, load_points, save_points
 from bench.faults.store import Fault

@@ -11,12 +11,15 @@ import pytest
 import torch
 from rings import TIMEOUT, image_of, plan_of
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, gather, plan, routes
-from aio_ckpt.copies import HostCopies
-from aio_ckpt.lifetime import LifetimeManager
-from aio_ckpt.portal import Executor
-from aio_ckpt.snapshot import Copiers, capture
-from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.plan import copy_plan as routes
+from aio_ckpt.plan import planner as plan
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.snapshot import gather
+from aio_ckpt.snapshot.capture import Copiers, capture
+from aio_ckpt.write.trace_file import NO_TRACE
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ import pytest
 import torch
 from gated_storage import TIMEOUT
 
-from aio_ckpt import CheckpointEngine, SyncCheckpointEngine, datafile, progress
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.runtime import futures
+from aio_ckpt.storage import data_file as datafile
 
 ELEMENTS = 1000
 
@@ -102,7 +104,7 @@ def test_a_second_ctrl_c_does_not_leave_a_load_behind(
         held.begun.wait(TIMEOUT)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(progress, "wait", interrupted)
+    monkeypatch.setattr(futures, "wait", interrupted)
     with SyncCheckpointEngine(tmp_path) as engine:
         check_interrupted(engine, state, interrupt, held)
 
@@ -111,13 +113,13 @@ def test_ctrl_c_ends_a_load_which_fills_nothing_afterwards(
     tmp_path: Path, held: HeldRead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, other = empty_state(), empty_state()
-    heard, cancel = threading.Event(), progress._cancel
+    heard, cancel = threading.Event(), futures._cancel
 
     def hear(*arguments: Any) -> None:
         cancel(*arguments)
         heard.set()
 
-    monkeypatch.setattr(progress, "_cancel", hear)
+    monkeypatch.setattr(futures, "_cancel", hear)
 
     def interrupt() -> None:
         held.begun.wait(TIMEOUT)

@@ -33,13 +33,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from aio_ckpt import PerRank, metadata_pickle, tree
+from aio_ckpt import PerRank
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.globalplan import Stored, render_global
-from aio_ckpt.holdings import Held, Holding, LocalPlan, Look
-from aio_ckpt.manifest import MetadataTemplate, data_file_name
-from aio_ckpt.metadata import DTYPES, parse_metadata
-from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.format import dcp_metadata_write as metadata_pickle
+from aio_ckpt.format.dcp_metadata_read import DTYPES, parse_metadata
+from aio_ckpt.format.manifests import MetadataTemplate, data_file_name
+from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.global_plan import Stored, render_global
+from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look
+from aio_ckpt.state import flatten as tree
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape."""

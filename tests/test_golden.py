@@ -22,13 +22,13 @@ from golden_state import STEP, golden_state
 from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.envelope import is_dense
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from aio_ckpt.manifest import FORMAT_MAJOR, FORMAT_MINOR, decode_rank
-from aio_ckpt.portal import Executor
-from aio_ckpt.seal import seal
-from aio_ckpt.storage import LocalStorage
-from aio_ckpt.verify import verify_checkpoint
+from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR, decode_rank
+from aio_ckpt.format.self_checksum import seal
+from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.read.verify import verify_checkpoint
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir())

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt import SyncCheckpointEngine, tree
+from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError
-from aio_ckpt.guard import Guards
-from aio_ckpt.plan import ImagePlan
-from aio_ckpt.portal import Portal
-from aio_ckpt.snapshot import Capture
-from aio_ckpt.structure import Leaves, Structure, addresses
+from aio_ckpt.plan.planner import ImagePlan
+from aio_ckpt.plan.structure import Leaves, Structure, addresses
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.snapshot.capture import Capture
+from aio_ckpt.snapshot.optimizer_guard import Guards
+from aio_ckpt.state import flatten as tree
 
 
 class Wrapper:

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt.contents import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
-from aio_ckpt.items import BLOCK_BYTES
-from aio_ckpt.manifest import parse_metadata
-from aio_ckpt.objects import decode_object, encode_object
-from aio_ckpt.pickle_guard import MAX_TUPLES, _Machine, check_nesting
-from aio_ckpt.read import _new_tensor
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.format.manifests import parse_metadata
+from aio_ckpt.format.pickle_scan import MAX_TUPLES, _Machine, check_nesting
+from aio_ckpt.read.catalog import Item
+from aio_ckpt.read.load import _new_tensor
+from aio_ckpt.state.objects import decode_object, encode_object
 
 SPARE_BYTES = 512 << 20
 """Address space that a reader may take beyond what the child has when it begins."""
@@ -34,9 +34,9 @@ import io, resource, sys
 from pathlib import Path
 import torch
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.manifest import decode_rank, decode_root, parse_metadata
-from aio_ckpt.objects import decode_object, encode_object
-from aio_ckpt.skeleton import decode_skeleton
+from aio_ckpt.format.manifests import decode_rank, decode_root, parse_metadata
+from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.state.skeleton import decode_skeleton
 
 decode_object(encode_object("warm", io.BytesIO(b"x"), trusted=False), name="warm", trusted=False)
 readers = {

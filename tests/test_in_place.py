@@ -18,18 +18,21 @@ from checkpoint_maker import save_state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aio_ckpt import SyncCheckpointEngine, fetch, inplace, mappings, readplan
-from aio_ckpt.bounce import address_of
+from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.files import Files
-from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, align_up
-from aio_ckpt.mappings import are_private, shared_mappings
-from aio_ckpt.match import match_template
-from aio_ckpt.pieces import PieceRows, Segment
-from aio_ckpt.portal import Executor
-from aio_ckpt.read import load_checkpoint, open_checkpoint
-from aio_ckpt.readplan import ReadPlan
-from aio_ckpt.storage import LocalStorage, ReadFile
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
+from aio_ckpt.memory.read_buffers import address_of
+from aio_ckpt.read import fetch, mappings
+from aio_ckpt.read import in_place as inplace
+from aio_ckpt.read import plan as readplan
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.load import load_checkpoint, open_checkpoint
+from aio_ckpt.read.mappings import are_private, shared_mappings
+from aio_ckpt.read.match import match_template
+from aio_ckpt.read.plan import ReadPlan
+from aio_ckpt.read.requests import PieceRows, Segment
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage, ReadFile
 
 NBYTES = 9 * BLOCK_BYTES + 12345
 READERS = 4

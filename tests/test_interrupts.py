@@ -12,26 +12,36 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt import (
-    EngineConfig,
-    SyncCheckpointEngine,
-    engine,
-    image,
-    inflight,
-    keeper,
-    lifetime,
-    plan,
-    portal,
-    progress,
-    rootlock,
-    saver,
-    snapshot,
-)
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.engine import engine
+from aio_ckpt.engine import in_flight as inflight
+from aio_ckpt.engine import root as keeper
+from aio_ckpt.engine import save_call as saver
+from aio_ckpt.memory import lifetime
+from aio_ckpt.plan import planner as plan
+from aio_ckpt.runtime import deadline, futures, portal
+from aio_ckpt.snapshot import capture as snapshot
+from aio_ckpt.snapshot import image, progress
+from aio_ckpt.storage import lock as rootlock
 
 TIMEOUT = 30.0
 TRACED = {
     module.__file__
-    for module in (engine, saver, image, inflight, keeper, lifetime, plan, portal, progress, rootlock, snapshot)
+    for module in (
+        deadline,
+        futures,
+        engine,
+        saver,
+        image,
+        inflight,
+        keeper,
+        lifetime,
+        plan,
+        portal,
+        progress,
+        rootlock,
+        snapshot,
+    )
 }
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from aio_ckpt.envelope import render
-from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, ImageLayout, TensorSpec, align_up
-from aio_ckpt.layout import RAW_ALIGNMENT, Placement, chunk_bytes_for, file_chunks, lay_out
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.format.tensor_zip import render
+from aio_ckpt.plan.layout import RAW_ALIGNMENT, Placement, chunk_bytes_for, file_chunks, lay_out
+from aio_ckpt.plan.values import ImageLayout
 
 MIB = 1 << 20
 

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from property_examples import examples
 from watched_writes import TIMEOUT, Gate, WatchedCondition
 
-from aio_ckpt import arena as arenas
-from aio_ckpt import lifetime
-from aio_ckpt.arena import HUGE_PAGE_BYTES, POISON, ArenaKind
 from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
-from aio_ckpt.items import PAGE_BYTES
-from aio_ckpt.lifetime import ArenaSpec, Lease, LifetimeManager, default_budget_bytes
-from aio_ckpt.portal import Executor
+from aio_ckpt.format.constants import PAGE_BYTES
+from aio_ckpt.memory import arena as arenas
+from aio_ckpt.memory import lifetime
+from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, POISON, ArenaKind
+from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager, default_budget_bytes
+from aio_ckpt.runtime.portal import Executor
 
 KIB = 1 << 10
 MIB = 1 << 20

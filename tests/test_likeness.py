@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt import SyncCheckpointEngine, likeness
-from aio_ckpt.likeness import Likeness, looks_like
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.state import same_metadata as likeness
+from aio_ckpt.state.same_metadata import Likeness, looks_like
 
 TIMEOUT = 20.0
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from aio_ckpt import manifest, metadata
-from aio_ckpt.columns import StoredColumns
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
-from aio_ckpt.items import BLOCK_BYTES
-from aio_ckpt.manifest import (
+from aio_ckpt.format import dcp_metadata_read as metadata
+from aio_ckpt.format import manifests as manifest
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.format.manifests import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     METADATA_FILE,
@@ -32,7 +32,8 @@ from aio_ckpt.manifest import (
     encode_static,
     rank_manifest_name,
 )
-from aio_ckpt.seal import seal
+from aio_ckpt.format.self_checksum import seal
+from aio_ckpt.format.tensor_table import StoredColumns
 
 # -- the rank's manifest --------------------------------------------------------------------------
 

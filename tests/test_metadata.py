@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import io
 import pathlib
 import pickle
 import warnings
 from dataclasses import fields, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -25,10 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aio_ckpt import metadata as metadata_module
-from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.manifest import METADATA_FILE
-from aio_ckpt.metadata import parse_metadata, render_metadata
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.format import dcp_metadata_read as metadata_module
+from aio_ckpt.format.dcp_metadata_read import dump_metadata, parse_metadata, render_metadata
+from aio_ckpt.format.manifests import METADATA_FILE
 
 # -- rendering .metadata --------------------------------------------------------------------------
 
@@ -187,6 +189,131 @@ def test_the_fields_of_torch_2_6_suffice(stock):
     assert "StorageMeta" in repr(found)
 
 
+# -- what other versions of torch write -----------------------------------------------------------
+
+
+class Properties:
+    """Pickles as the ``TensorProperties`` of another torch, with the fields in ``state``."""
+
+    def __init__(self, *state: object, module: str = "torch.distributed.checkpoint.metadata") -> None:
+        self.state = state
+        self.module = module
+
+    def __reduce__(self):
+        return copyreg.__newobj__, (Properties,), self.state
+
+
+def pickled_with(*state: object, module: str = "torch.distributed.checkpoint.metadata", enum: str = "") -> bytes:
+    """A ``.metadata`` whose one tensor ``w`` has these fields, in classes of ``module``."""
+    metadata = make_metadata(["w"], [])
+    metadata.state_dict_metadata["w"].properties = Properties(*state)
+    data = pickle.dumps(metadata, protocol=2)
+    mine = f"c{Properties.__module__}\nProperties\n".encode()
+    assert data.count(mine) == 1
+    data = data.replace(mine, f"c{module}\nTensorProperties\n".encode())
+    return data.replace(b"_MEM_FORMAT_ENCODING", enum.encode()) if enum else data
+
+
+FIELDS = (torch.bfloat16, torch.strided, True, dcp_metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST, False)
+
+
+@pytest.mark.parametrize("strides", [None, (1, 2), (3, 1)])
+def test_the_sixth_field_of_torch_2_15_is_read_and_kept(strides):
+    properties = parse_metadata(pickled_with(*FIELDS, strides), name="m").state_dict_metadata["w"].properties
+    assert type(properties) is TensorProperties
+    assert (properties.dtype, properties.requires_grad, properties.strides) == (torch.bfloat16, True, strides)
+    assert properties.memory_format is torch.channels_last
+
+
+def test_the_five_fields_of_older_torch_have_no_strides():
+    assert parse_metadata(pickled_with(*FIELDS), name="m").state_dict_metadata["w"].properties.strides is None
+
+
+def test_fields_that_no_known_torch_writes_are_kept_and_logged(caplog):
+    data = pickled_with(*FIELDS, (3, 1), "new", 7)
+    metadata = pickle.loads(pickle.dumps(make_metadata(["v"], [])))
+    with caplog.at_level("INFO", logger="aio_ckpt"):
+        properties = parse_metadata(data, name="m.md").state_dict_metadata["w"].properties
+        vars(metadata)["later"] = 5
+        found = parse_metadata(pickle.dumps(metadata), name="m2.md")
+    assert properties.fields_of_a_newer_torch == ("new", 7)
+    assert found.later == 5
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "m.md" in caplog.messages[0]
+    assert "TensorProperties.fields_of_a_newer_torch" in caplog.messages[0]
+    assert "Metadata.later" in caplog.messages[1]
+
+
+def test_what_known_versions_write_is_not_logged(stock, caplog):
+    with caplog.at_level("DEBUG", logger="aio_ckpt"):
+        parse_metadata(stock, name="m")
+        parse_metadata(pickled_with(*FIELDS, (3, 1)), name="m")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("module", "enum"),
+    [
+        ("torch.distributed.checkpoint.metadata", ""),
+        ("torch.distributed._shard.sharded_tensor.metadata", ""),
+    ],
+)
+def test_the_class_names_of_old_torch_are_read(module, enum):
+    data = pickled_with(*FIELDS, module=module)
+    old = data.replace(b"ctorch.distributed.checkpoint.metadata\n_MEM", f"c{module}\n_MEM".encode())
+    old = old.replace(b"_MEM_FORMAT", b"MEM_FORMAT") if "_shard" in module else old
+    assert parse_metadata(old, name="m") == parse_metadata(pickled_with(*FIELDS), name="m")
+    package = old.replace(b"ctorch.distributed.checkpoint.", b"ctorch.distributed._shard.checkpoint.")
+    assert parse_metadata(package, name="m") == parse_metadata(pickled_with(*FIELDS), name="m")
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (pickled_with(*FIELDS).replace(b"bfloat16", b"float4x2"), r"torch\.float4x2"),
+        (pickled_with(*FIELDS).replace(b"ChunkStorageMetadata", b"CrumbStorageMetadata"), "CrumbStorageMetadata"),
+        (pickled_with(*FIELDS[:4]), "TensorProperties pickled as"),
+        (pickled_with(*FIELDS, [3, {}]), "TensorProperties with strides"),
+        (pickled_with(*FIELDS).replace(b"strided", b"stroked"), "layout 'torch.stroked'"),
+        (pickled_with(*FIELDS).replace(b"K\x01\x85", b"K\x09\x85"), "memory format 9"),
+    ],
+)
+def test_what_a_newer_torch_may_have_added_is_named_and_is_no_corruption(data, name):
+    with pytest.raises(FormatVersionError, match=rf"m\.md: .*{name}.*a newer torch or a newer aio_ckpt may read it"):
+        parse_metadata(data, name="m.md")
+
+
+def test_a_damaged_file_with_an_unknown_class_is_corrupt():
+    data = pickled_with(*FIELDS).replace(b"bfloat16", b"float4x2")
+    with pytest.raises(CorruptCheckpointError):
+        parse_metadata(data[:-1], name="m")
+
+
+def test_what_is_written_has_the_five_fields_that_every_torch_reads():
+    metadata = make_metadata(["w"], [])
+    metadata.state_dict_metadata["w"].properties = properties = TensorProperties(torch.int8)
+    vars(properties)["strides"] = (3, 1)
+    for data in (
+        dump_metadata(metadata),
+        b"".join(render_metadata(metadata, object_indices=[], data_file="f").fill([], checkpoint_id="c", save_id="s")),
+    ):
+        FieldCount.seen.clear()
+        pickle.loads(data.replace(b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n", COUNTING))
+        assert [len(state) for state in FieldCount.seen] == [5]
+
+
+class FieldCount:
+    """Stands for ``TensorProperties`` in a pickle and notes its state."""
+
+    seen: ClassVar[list] = []
+
+    def __setstate__(self, state):
+        self.seen.append(state)
+
+
+COUNTING = f"c{FieldCount.__module__}\nFieldCount\n".encode()
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
 def test_a_layout_memory_format_and_ordered_dict_are_read(memory_format):
     metadata = make_metadata(["w"], [])
@@ -227,13 +354,13 @@ HOSTILE_GLOBALS = [
 @pytest.mark.parametrize(("value", "text"), HOSTILE_GLOBALS)
 def test_a_crafted_pickle_runs_nothing_and_is_refused_by_name(value, text, protocol):
     metadata = replace(make_metadata(["w"], []), planner_data={"w": value})
-    with pytest.raises(CorruptCheckpointError, match=rf"m\.md: .* asks for .*({text}|copy_reg)"):
+    with pytest.raises(FormatVersionError, match=rf"m\.md: .* asks for .*({text}|copy_reg).* was not run"):
         parse_metadata(pickle.dumps(metadata, protocol=protocol), name="m.md")
 
 
 def test_old_style_opcodes_are_refused_by_name():
     for data in (b"cos\nsystem\n(S'true'\ntR.", b"(ios\nsystem\n.", b"\x80\x04\x8c\x02os\x8c\x06system\x93."):
-        with pytest.raises(CorruptCheckpointError, match=r"os\.system"):
+        with pytest.raises(FormatVersionError, match=r"os\.system"):
             parse_metadata(data, name="m")
 
 
@@ -301,7 +428,7 @@ def test_a_metadata_with_damaged_bytes_is_read_or_refused_as_corrupt(data):
         damaged[at] = data.draw(st.integers(0, 255))
     try:
         found = parse_metadata(bytes(damaged), name="m")
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, FormatVersionError):  # a damaged name of a class may be that of a newer torch
         return
     assert all(info.offset >= 0 and info.length >= 0 for info in (found.storage_data or {}).values())
 

@@ -9,8 +9,8 @@ import mmap
 import numpy as np
 import pytest
 
-from aio_ckpt import moves
-from aio_ckpt.moves import Moves, PreparedMoves, copy_all, unreadable
+from aio_ckpt.memory import host_copy as moves
+from aio_ckpt.memory.host_copy import Moves, PreparedMoves, copy_all, unreadable
 
 
 @pytest.fixture(params=["at once", "one by one"])

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from property_examples import examples
 from tree_states import Ordered, Point, round_trip, same, through_bytes
 
-from aio_ckpt import objects, tree
 from aio_ckpt.errors import (
     CorruptCheckpointError,
     UnsafeObjectError,
     UnsupportedLeafError,
 )
-from aio_ckpt.items import LeafKind
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state import objects
+from aio_ckpt.state.values import LeafKind
 
 ODD_VALUES = [
     None, True, 0, -1, 2**63, -(2**2000), 2**5000, -(3**4000), 0.1, -0.0, math.inf, 1 + 2j, "", "x\ud800", b"",

@@ -23,12 +23,12 @@ from property_examples import examples
 from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.commit.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
 from aio_ckpt.errors import ReadError, RootError, WriteError
-from aio_ckpt.manifest import METADATA_FILE
-from aio_ckpt.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
-from aio_ckpt.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import FileStatus
+from aio_ckpt.format.manifests import METADATA_FILE
+from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import FileStatus
 
 STALE = 600.0
 YEAR = 365 * 86_400.0

@@ -24,13 +24,15 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aio_ckpt import PerRank, SyncCheckpointEngine, structure, tree
-from aio_ckpt import plan as plan_module
+from aio_ckpt import PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.plan import Plan, PlanCache, PlannedSave, narrow
-from aio_ckpt.routes import SMALL_COPY_BYTES
-from aio_ckpt.shares import Share
-from aio_ckpt.structure import Leaves, Structure, addresses, partition
+from aio_ckpt.plan import planner as plan_module
+from aio_ckpt.plan import structure
+from aio_ckpt.plan.assignment import Share
+from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
+from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
+from aio_ckpt.state import flatten as tree
 
 W = torch.arange(8.0)
 OTHER = torch.arange(8.0)
@@ -195,7 +197,7 @@ def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it_and_ho
         read.append(self)
         return torch.tensor([0, 1] if self is mesh else [1, 0])
 
-    monkeypatch.setattr(DeviceMesh, "mesh", property(mesh_of))
+    monkeypatch.setattr(DeviceMesh, "mesh", property(mesh_of), raising=False)  # older torch sets it on each mesh
     shards = describe(state)[0].shards
     assert describe(state)[0].shards == shards
     assert read == [mesh, other]

@@ -19,7 +19,7 @@ from child_python import child_environment, python
 from warm_python import run_warm
 
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, StallError, WrongThreadError
-from aio_ckpt.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
+from aio_ckpt.runtime.portal import Executor, Portal, run_blocking, run_owned, watch_submissions
 
 TIMEOUT = 20.0
 
@@ -452,7 +452,7 @@ def test_every_method_raises_in_a_forked_child_which_may_open_its_own() -> None:
         """
         import os
         from aio_ckpt.errors import EngineForkedError
-        from aio_ckpt.portal import Portal
+        from aio_ckpt.runtime.portal import Portal
 
         async def answer():
             return 42
@@ -491,7 +491,7 @@ def test_at_exit_the_callback_runs_while_threads_work_but_not_when_closed_or_for
     done = run_python(
         """
         import os, sys
-        from aio_ckpt.portal import Portal, run_blocking
+        from aio_ckpt.runtime.portal import Portal, run_blocking
 
         portal, closed = Portal("engine", 1), Portal("closed", 1)
         portal.start()
@@ -535,7 +535,7 @@ def test_a_closed_portal_keeps_nothing_alive_for_the_exit() -> None:
 def test_a_callback_that_fails_at_exit_does_not_keep_the_others_from_running() -> None:
     done = run_python(
         """
-        from aio_ckpt.portal import Portal
+        from aio_ckpt.runtime.portal import Portal
 
         first, second = Portal("first", 1), Portal("second", 1)
         first.start()
@@ -555,7 +555,7 @@ def test_the_drain_at_exit_waits_for_a_thread_that_is_at_work(start: str) -> Non
         f"""
         import threading
         from concurrent.futures import Future, ThreadPoolExecutor
-        from aio_ckpt.exits import at_exit, drain_at_exit
+        from aio_ckpt.runtime.at_exit import at_exit, drain_at_exit
 
         begun, drained, done = threading.Event(), threading.Event(), Future()
 
@@ -577,7 +577,7 @@ def test_without_threadings_private_hook_the_callback_still_runs_at_exit() -> No
     done = run_python(
         """
         import threading
-        from aio_ckpt.portal import Portal
+        from aio_ckpt.runtime.portal import Portal
 
         del threading._register_atexit
         portal = Portal("engine", 1)
@@ -593,7 +593,7 @@ def test_it_runs_on_uvloop_where_that_is_the_policy() -> None:
     done = run_python(
         """
         import asyncio, uvloop
-        from aio_ckpt.portal import Portal, run_blocking
+        from aio_ckpt.runtime.portal import Portal, run_blocking
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
         portal = Portal("engine", 1)

@@ -15,7 +15,7 @@ import torch
 from image_files import MIB, uniform
 from watched_writes import TIMEOUT, Gate, WatchedCondition, WatchedStorage, watched_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine, lifetime, plan, routes
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import (
     BudgetExceededError,
@@ -24,8 +24,11 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
     WrongThreadError,
 )
-from aio_ckpt.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.names import LOCK_FILE
+from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.memory import lifetime
+from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
+from aio_ckpt.plan import copy_plan as routes
+from aio_ckpt.plan import planner as plan
 
 
 class Mappings:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, priority
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.portal import Portal
+from aio_ckpt.runtime import priority
+from aio_ckpt.runtime.portal import Portal
 
 TIMEOUT = 20.0
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}

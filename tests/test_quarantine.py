@@ -18,9 +18,10 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from test_steps import value
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.cli import run
-from aio_ckpt.commit import discover
-from aio_ckpt.engine import CheckpointEngine
+from aio_ckpt.cli.commands import run
+from aio_ckpt.commit.publish import discover
+from aio_ckpt.commit.quarantine import Condemned, Quarantine
+from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
@@ -31,10 +32,9 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
     WriteError,
 )
-from aio_ckpt.names import StepNames
-from aio_ckpt.portal import Executor
-from aio_ckpt.quarantine import Condemned, Quarantine
-from aio_ckpt.storage import LocalStorage, ReadFile
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage, ReadFile
 
 NAMES = StepNames(EngineConfig().step_dir)
 ONE, TWO, THREE = (f"step_{step:09d}" for step in (1, 2, 3))

@@ -21,7 +21,7 @@ from test_ranks import assert_same, mixed_state, zeroed
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StepOrderError, UnsafeObjectError
-from aio_ckpt.portal import Executor
+from aio_ckpt.runtime.portal import Executor
 
 T = TypeVar("T")
 SECS = 30.0

@@ -20,13 +20,15 @@ from gated_storage import TIMEOUT, Call, Gate
 from rank_processes import Ranks, engine_on
 from test_ranks_failing import ActingStorage, engine_over
 
-from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine, joint, read
-from aio_ckpt.coordinator import StoreCoordinator
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt.engine import group_load as joint
+from aio_ckpt.engine.fallback import Walk, candidates
+from aio_ckpt.engine.group_load import _Order, _Own
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, MismatchError, PeerFailedError, ReadError
-from aio_ckpt.items import LoadReport
-from aio_ckpt.joint import _Order, _Own
-from aio_ckpt.storage import Storage
-from aio_ckpt.walk import Walk, candidates
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
+from aio_ckpt.read import load as read
+from aio_ckpt.reports import LoadReport
+from aio_ckpt.storage.local import Storage
 
 SECS = 8.0
 """Longer than any wait here that ends by being told."""

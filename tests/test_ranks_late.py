@@ -16,9 +16,9 @@ from rank_processes import Ranks, engine_on
 from test_ranks_failing import acting_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
-from aio_ckpt.coordinator import StoreCoordinator
+from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError, WriteError
-from aio_ckpt.owner import pending_path
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
 SECS = 30.0
 SHORT_SECS = 2.0

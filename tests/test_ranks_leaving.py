@@ -16,10 +16,10 @@ from rank_processes import Ranks, engine_on
 from test_ranks_failing import ActingStorage, no_space, told
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.frames import Verdict, Word
-from aio_ckpt.portal import Executor
+from aio_ckpt.ranks.messages import Verdict, Word
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
+from aio_ckpt.runtime.portal import Executor
 
 SECS = 24.0
 SHORT_SECS = 2.0

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from rank_processes import Ranks, engine_on, ranks
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
-from aio_ckpt.frames import Verdict
-from aio_ckpt.lobby import companions, without
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.ranks.messages import Verdict
+from aio_ckpt.ranks.rendezvous import companions, without
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
 
 T = TypeVar("T")
 SECS = 20.0

@@ -16,10 +16,10 @@ from test_ranks import assert_same, whole, zeroed
 from test_ranks_failing import acting_engine
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.coordinator import StoreCoordinator
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.holdings import Held, Holding, LocalPlan, Look
-from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
 SECS = 30.0
 

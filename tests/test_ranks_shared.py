@@ -15,14 +15,16 @@ from rank_processes import Ranks, engine_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from aio_ckpt import CheckpointEngine, EngineConfig, catalog, files
+from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.dcp import Reader
 from aio_ckpt.errors import TemplateMismatchError
-from aio_ckpt.files import Files
-from aio_ckpt.portal import Executor
-from aio_ckpt.sharing import covering_bytes
-from aio_ckpt.storage import LocalStorage, ReadFile
-from aio_ckpt.targets import memory_of
+from aio_ckpt.read import data_files as files
+from aio_ckpt.read import open as catalog
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.page_cache import covering_bytes
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.state.tensor_memory import memory_of
+from aio_ckpt.storage.local import LocalStorage, ReadFile
 
 SECS = 60.0
 SIDE = 1 << 10

@@ -25,9 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from aio_ckpt import readplan, tree
-from aio_ckpt.contents import Item
-from aio_ckpt.copies import HostCopies
 from aio_ckpt.dcp import Writer
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
@@ -38,13 +35,18 @@ from aio_ckpt.errors import (
     UnexpectedNameError,
     UnsafeObjectError,
 )
-from aio_ckpt.fetch import fetch
-from aio_ckpt.files import Files
-from aio_ckpt.items import BLOCK_BYTES, PerRank
-from aio_ckpt.portal import Executor
-from aio_ckpt.read import load_checkpoint, open_checkpoint, read_state
-from aio_ckpt.readplan import ReadPlan, bytes_of
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.read import plan as readplan
+from aio_ckpt.read.catalog import Item
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.fetch import fetch
+from aio_ckpt.read.load import load_checkpoint, open_checkpoint, read_state
+from aio_ckpt.read.plan import ReadPlan, bytes_of
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import PerRank
+from aio_ckpt.storage.local import LocalStorage
 
 FEW = examples(40)
 DTYPES = [

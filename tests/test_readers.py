@@ -13,10 +13,11 @@ import torch
 from gated_storage import TIMEOUT
 from warm_python import WarmPython
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.cli import commands as cli
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from aio_ckpt.portal import Executor, run_blocking
-from aio_ckpt.storage import FileStatus, LocalStorage, ReadFile
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.local import FileStatus, LocalStorage, ReadFile
 
 KEEP_ONE = EngineConfig(keep_last=1)
 

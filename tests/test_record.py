@@ -12,14 +12,22 @@ from isal import isal_zlib
 from property_examples import examples
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from aio_ckpt import tree
-from aio_ckpt.encoding import ObjectBytes, ObjectEncoder
+from aio_ckpt.commit.manifests import (
+    object_entries,
+    object_spans,
+    render_metadata_file,
+    render_rank,
+    render_root,
+    written_names,
+)
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.items import PAGE_BYTES, WriteResult, align_up, check_complete
-from aio_ckpt.layout import file_chunks
-from aio_ckpt.manifest import FileEntry, block_sums, decode_rank, decode_root, parse_metadata
-from aio_ckpt.plan import Plan, PlanCache
-from aio_ckpt.record import object_entries, object_spans, render_metadata_file, render_rank, render_root, written_names
+from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.format.manifests import FileEntry, block_sums, decode_rank, decode_root, parse_metadata
+from aio_ckpt.plan.layout import file_chunks
+from aio_ckpt.plan.planner import Plan, PlanCache
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.object_cache import ObjectBytes, ObjectEncoder
+from aio_ckpt.write.result import WriteResult, check_complete
 
 TIED = torch.empty(300)
 STATE = {

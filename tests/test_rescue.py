@@ -29,18 +29,22 @@ from rescued_trainer import NOT_SEALED, POINTS, kill, start_trainer, state, trai
 from tensor_bits import assert_same_tensor
 from warm_python import WarmPython, run_warm
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, cli, commit, pipeline, rescue
-from aio_ckpt.catalog import read_save_id
-from aio_ckpt.device import HostCopies
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.cli import commands as cli
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.discovery import read_save_id
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
-from aio_ckpt.lifetime import Lease
-from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
-from aio_ckpt.names import SEGMENTS_FILE, StepNames
-from aio_ckpt.owner import Owner
-from aio_ckpt.portal import Executor
-from aio_ckpt.remains import segment_prefix
-from aio_ckpt.segment import IMAGE_OFFSET, Segment, read_segment
-from aio_ckpt.storage import Storage
+from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
+from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.memory.cuda import HostCopies
+from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.rescue import commit as rescue
+from aio_ckpt.rescue.segment import IMAGE_OFFSET, Segment, read_segment
+from aio_ckpt.rescue.survey import segment_prefix
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import Storage
 
 MIB = 1 << 20
 
@@ -157,7 +161,7 @@ def test_two_snapshots_in_flight_are_committed_in_their_order(
         from gated_storage import GatedStorage
         from rescued_trainer import Sealing, state
         from aio_ckpt import CheckpointEngine, EngineConfig
-        from aio_ckpt.portal import Executor
+        from aio_ckpt.runtime.portal import Executor
 
         sealing, storage = Sealing(), GatedStorage(Executor("gated", 8))
         config = EngineConfig(staging="shm", shm_path=sys.argv[2], max_in_flight=2)
@@ -185,7 +189,7 @@ OVERWRITER = """
     from gated_storage import GatedStorage
     from rescued_trainer import Sealing, state
     from aio_ckpt import CheckpointEngine, EngineConfig
-    from aio_ckpt.portal import Executor
+    from aio_ckpt.runtime.portal import Executor
 
     sealing, storage = Sealing(), GatedStorage(Executor("gated", 6))
     gate = storage.hold(*sys.argv[3:5])
@@ -757,7 +761,7 @@ def test_a_snapshot_in_waves_is_not_sealed_and_says_so(
 ) -> None:
     """A state in host memory never goes in waves: this one is taken for one that may."""
     caplog.set_level("INFO", "aio_ckpt")
-    monkeypatch.setattr("aio_ckpt.image.ring_slots", lambda *_: 2)
+    monkeypatch.setattr("aio_ckpt.snapshot.image.ring_slots", lambda *_: 2)
     with SyncCheckpointEngine(root, EngineConfig(shm_path=shm)) as engine:
         assert engine.save({"w": torch.ones(8 * MIB)}).result(TIMEOUT) is not None
     assert "no whole snapshot is there to be rescued" in caplog.text

@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from property_examples import examples
 from warm_python import run_warm
 
-from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine, cli
-from aio_ckpt.commit import Committed
+from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine
+from aio_ckpt.cli import commands as cli
+from aio_ckpt.commit.publish import Committed
+from aio_ckpt.commit.retention import Policy, best, check_metrics, expired
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
-from aio_ckpt.manifest import ROOT_MANIFEST, decode_root
-from aio_ckpt.names import protected_name
-from aio_ckpt.retention import Policy, best, check_metrics, expired
+from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
+from aio_ckpt.format.names import protected_name
 
 LOSS = KeepBest(metric="loss")
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tree_states import same
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
-from aio_ckpt.envelope import storable_dtype
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.layout import chunk_bytes_for
+from aio_ckpt.format.tensor_zip import storable_dtype
+from aio_ckpt.plan.layout import chunk_bytes_for
 
 ALL_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 OPAQUE_DTYPES = [dtype for dtype in ALL_DTYPES if re.search(r"\.(u?int[1-7]$|bits)", str(dtype))]

@@ -23,11 +23,12 @@ from image_files import MIB, assert_uniform, uniform
 from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
-from aio_ckpt import CheckpointEngine, EngineConfig, undo
-from aio_ckpt.arena import POISON
+from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.names import PENDING_PREFIX
+from aio_ckpt.format.names import PENDING_PREFIX
+from aio_ckpt.memory.arena import POISON
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

@@ -21,9 +21,10 @@ from image_files import MIB, assert_uniform, uniform
 from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, undo
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.errors import SaveCancelledError, WriteError
-from aio_ckpt.manifest import data_file_name
+from aio_ckpt.format.manifests import data_file_name
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

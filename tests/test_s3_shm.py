@@ -24,9 +24,9 @@ from warm_python import run_warm
 from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.arena import HUGE_PAGE_BYTES
-from aio_ckpt.coordinator import Decide, SoloCoordinator
 from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.memory.arena import HUGE_PAGE_BYTES
+from aio_ckpt.ranks.store_coordinator import Decide, SoloCoordinator
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

@@ -19,13 +19,14 @@ from tensor_bits import assert_same_tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aio_ckpt import SaveReport, SyncCheckpointEngine, tree
-from aio_ckpt.encoding import ObjectBytes
+from aio_ckpt import SaveReport, SyncCheckpointEngine
+from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
-from aio_ckpt.plan import CopyDescriptors
-from aio_ckpt.record import object_entries
-from aio_ckpt.routes import SMALL_COPY_BYTES
-from aio_ckpt.structure import Leaves, Structure, addresses, partition
+from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
+from aio_ckpt.plan.planner import CopyDescriptors
+from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.object_cache import ObjectBytes
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch
 SIZES = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["by address", "by torch"])

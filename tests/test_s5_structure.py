@@ -14,11 +14,12 @@ import pytest
 import torch
 from tree_states import same
 
-from aio_ckpt import CheckpointEngine, SaveReport, SyncCheckpointEngine, pipeline
+from aio_ckpt import CheckpointEngine, SaveReport, SyncCheckpointEngine
+from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import AioCkptError, PlanChangedError
-from aio_ckpt.items import WriteResult
-from aio_ckpt.plan import PlanCache, PlannedSave
-from aio_ckpt.tree import FlatState
+from aio_ckpt.plan.planner import PlanCache, PlannedSave
+from aio_ckpt.state.flatten import FlatState
+from aio_ckpt.write.result import WriteResult
 
 _values = iter(range(10**9))
 

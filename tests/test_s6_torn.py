@@ -16,7 +16,7 @@ from gated_storage import gated_engine
 from tree_states import same
 
 from aio_ckpt import PerRank
-from aio_ckpt.routes import SMALL_COPY_BYTES
+from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
 
 
 def state_before() -> dict[str, object]:

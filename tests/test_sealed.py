@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from property_examples import examples
 from rings import plan_of
 
-from aio_ckpt.encoding import ObjectBytes
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
-from aio_ckpt.image import Image
-from aio_ckpt.items import PAGE_BYTES, align_up
-from aio_ckpt.layout import file_chunks
-from aio_ckpt.manifest import decode_rank
-from aio_ckpt.owner import Owner
-from aio_ckpt.remains import Left, decide, find_left, segment_prefix
-from aio_ckpt.sealed import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
-from aio_ckpt.segment import KeptSnapshots, Segment, SegmentDirectory, StoredSegment, read_segment
+from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.format.manifests import decode_rank
+from aio_ckpt.plan.layout import file_chunks
+from aio_ckpt.rescue.segment import KeptSnapshots, Segment, SegmentDirectory, StoredSegment, read_segment
+from aio_ckpt.rescue.snapshot_record import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
+from aio_ckpt.rescue.survey import Left, decide, find_left, segment_prefix
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.state.object_cache import ObjectBytes
 
 HERE = Owner.of_this_process("here")
 

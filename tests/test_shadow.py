@@ -6,8 +6,8 @@ import pytest
 import torch
 from rings import issued
 
-from aio_ckpt.copies import HostCopies
-from aio_ckpt.shadow import Shadows
+from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.snapshot.device_copy import Shadows
 
 ROOM = 1 << 30
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from aio_ckpt.agreement import Book, Planned, Written, spans_crc32
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.holdings import Held, Holding, LocalPlan, Look, one_of_equals
-from aio_ckpt.shares import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look, one_of_equals
+from aio_ckpt.ranks.save_ledger import Book, Planned, Written, spans_crc32
 
 Key = tuple[str, tuple[int, ...]]
 Plan = tuple[list[Holding], tuple[str, ...]]

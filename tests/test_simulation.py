@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aio_ckpt import commit
-from aio_ckpt.inflight import InFlight
-from aio_ckpt.lifetime import Lease
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.engine.in_flight import InFlight
+from aio_ckpt.memory.lifetime import Lease
 from bench import simulate as simulation
 from bench.sim_world import DeadlockError, SimStorage, virtual_loop
 from bench.simulate import BrokenPromiseError, simulate

@@ -11,12 +11,12 @@ from property_examples import examples
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from tree_states import adamw, round_trip, same, stored, text_keyed
 
-from aio_ckpt import tree
 from aio_ckpt.errors import (
     CorruptCheckpointError,
     MissingNameError,
 )
-from aio_ckpt.items import LeafKind, PerRank
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import LeafKind, PerRank
 
 JUNK = st.recursive(
     st.integers(0, 30) | st.text("bifnt0.", max_size=3),

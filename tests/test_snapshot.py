@@ -23,19 +23,21 @@ from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, encoding, moves
-from aio_ckpt.copies import HostCopies
-from aio_ckpt.device import CopyStreams
-from aio_ckpt.encoding import ObjectEncoder
+from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import BudgetExceededError, SourceChangedError, StallError, UnsafeObjectError, WriteError
-from aio_ckpt.image import Image, lease_image, ring_slots
-from aio_ckpt.lifetime import LifetimeManager
-from aio_ckpt.objects import decode_object
-from aio_ckpt.plan import PlannedSave
-from aio_ckpt.portal import Executor
-from aio_ckpt.progress import CapturedRun
-from aio_ckpt.snapshot import Copiers, capture
-from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.memory import host_copy as moves
+from aio_ckpt.memory.copies import HostCopies
+from aio_ckpt.memory.cuda import CopyStreams
+from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.plan.planner import PlannedSave
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.snapshot.capture import Copiers, capture
+from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
+from aio_ckpt.snapshot.progress import CapturedRun
+from aio_ckpt.state import object_cache as encoding
+from aio_ckpt.state.object_cache import ObjectEncoder
+from aio_ckpt.state.objects import decode_object
+from aio_ckpt.write.trace_file import NO_TRACE
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

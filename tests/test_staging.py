@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from aio_ckpt import arena as arenas
-from aio_ckpt import lifetime, numa, staging
-from aio_ckpt.arena import ArenaKind
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import EngineClosedError
-from aio_ckpt.lifetime import ArenaSpec
-from aio_ckpt.staging import StagingChoice, fastest, measure
+from aio_ckpt.memory import arena as arenas
+from aio_ckpt.memory import kind as staging
+from aio_ckpt.memory import lifetime, numa
+from aio_ckpt.memory.arena import ArenaKind
+from aio_ckpt.memory.kind import StagingChoice, fastest, measure
+from aio_ckpt.memory.lifetime import ArenaSpec
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

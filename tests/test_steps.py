@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit import MAX_STEP, check_step
+from aio_ckpt.commit.publish import MAX_STEP, check_step
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.engine.steps import KnownSteps
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,
@@ -27,9 +29,7 @@ from aio_ckpt.errors import (
     StepOrderError,
     WriteError,
 )
-from aio_ckpt.names import StepNames
-from aio_ckpt.quarantine import Quarantine
-from aio_ckpt.steps import KnownSteps
+from aio_ckpt.format.names import StepNames
 
 
 @pytest.fixture

@@ -26,11 +26,12 @@ from hypothesis import strategies as st
 from property_examples import examples
 from warm_python import WarmPython
 
-from aio_ckpt import datafile, storage
-from aio_ckpt.directio import RWF_DONTCACHE, probe_read, probe_write
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, RootError, WriteError
-from aio_ckpt.portal import Executor, Portal, watch_submissions
-from aio_ckpt.storage import DataFile, LocalStorage, RootLock
+from aio_ckpt.runtime.portal import Executor, Portal, watch_submissions
+from aio_ckpt.storage import data_file as datafile
+from aio_ckpt.storage import local as storage
+from aio_ckpt.storage.direct_io import RWF_DONTCACHE, probe_read, probe_write
+from aio_ckpt.storage.local import DataFile, LocalStorage, RootLock
 
 PAGE = 4096
 TIMEOUT = 20.0
@@ -855,7 +856,7 @@ HOLDER = """
     import sys
     from pathlib import Path
     from aio_ckpt.errors import RootError
-    from aio_ckpt.storage import RootLock
+    from aio_ckpt.storage.local import RootLock
 
     try:
         with RootLock(Path(sys.argv[1])):
@@ -897,7 +898,7 @@ def test_a_forked_child_neither_holds_nor_drops_its_parents_lock(tmp_path: Path)
         import os, sys
         from pathlib import Path
         from aio_ckpt.errors import RootError
-        from aio_ckpt.storage import RootLock
+        from aio_ckpt.storage.local import RootLock
 
         lock = RootLock(Path(sys.argv[1]))
         pid = os.fork()

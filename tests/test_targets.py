@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError
-from aio_ckpt.targets import are_apart, overlapping
+from aio_ckpt.state.tensor_memory import are_apart, overlapping
 
 MANY = {f"other.{number}": torch.full((3,), float(number)) for number in range(600)}
 LARGE = 400_000

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from aio_ckpt import engine as engine_module
+from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
-from aio_ckpt.ratelimit import StepControl, TokenBucket
-from aio_ckpt.throttle import WriteThrottle
+from aio_ckpt.write.rate_limit import StepControl, TokenBucket
+from aio_ckpt.write.throttle import WriteThrottle
 
 MIB = 1 << 20
 GB = 1e9

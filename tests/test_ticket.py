@@ -16,8 +16,8 @@ import torch
 from warm_python import run_warm
 
 from aio_ckpt.errors import SaveCancelledError, StallError, WrongThreadError
-from aio_ckpt.items import SaveReport, StageTimings
-from aio_ckpt.portal import Portal
+from aio_ckpt.reports import SaveReport, StageTimings
+from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 TIMEOUT = 20.0
@@ -170,7 +170,7 @@ def test_a_forked_child_cannot_wait_for_its_parents_save() -> None:
     source = """
         import os
         from aio_ckpt.errors import EngineForkedError
-        from aio_ckpt.portal import Portal
+        from aio_ckpt.runtime.portal import Portal
         from aio_ckpt.ticket import SaveTicket
 
         portal = Portal("engine", 1)

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_files import check_apart, check_nested, covered_secs, error_in, events_of
 
-from aio_ckpt import SyncCheckpointEngine, inflight
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.engine import in_flight as inflight
 from aio_ckpt.errors import ConfigError, SaveCancelledError, SourceChangedError, WriteError
-from aio_ckpt.storage import LocalStorage, Storage
-from aio_ckpt.trace import CALLER, STAGES, SUMS, Span, SpanRecorder, render
-from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.runtime.trace import CALLER, STAGES, SUMS, Span, SpanRecorder, render
+from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.write.trace_file import NO_TRACE
 
 MIB = 1 << 20
 STATE = {f"w{i}": torch.arange(MIB, dtype=torch.float32) + i for i in range(8)}

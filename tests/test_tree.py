@@ -24,14 +24,14 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.nn.parameter import UninitializedParameter
 from tree_states import Ordered, Point, adamw, dcp_values, round_trip, same, stored
 
-from aio_ckpt import tree
 from aio_ckpt.errors import (
     DuplicateNameError,
     EmptyStateError,
     SourceChangedError,
     UnsupportedLeafError,
 )
-from aio_ckpt.items import LeafKind, PerRank
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import LeafKind, PerRank
 
 
 def test_an_adamw_state_comes_back_exactly_and_is_taken_by_the_optimizer():

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 from property_examples import examples
 
-from aio_ckpt import manifest
 from aio_ckpt.errors import CheckpointNotFoundError
-from aio_ckpt.items import BLOCK_BYTES, PerRank
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
-from aio_ckpt.verify import verify_checkpoint
+from aio_ckpt.format import manifests as manifest
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.read.verify import verify_checkpoint
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.state.values import PerRank
+from aio_ckpt.storage.local import LocalStorage
 
 FEW = examples(60)
 

@@ -23,16 +23,19 @@ from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of, save_image
 from watched_writes import WatchedStorage, Write
 
-from aio_ckpt import envelope, layout
-from aio_ckpt.arena import POISON
 from aio_ckpt.errors import WriteError
-from aio_ckpt.items import BLOCK_BYTES, PAGE_BYTES, Chunk, ImageLayout, TensorSpec, WriteResult, align_up
-from aio_ckpt.layout import Placement, file_chunks, lay_out
-from aio_ckpt.lifetime import LifetimeManager
-from aio_ckpt.plan import PlannedSave
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import DataFile, LocalStorage
-from aio_ckpt.write import ChunkPreparer
+from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.memory.arena import POISON
+from aio_ckpt.memory.lifetime import LifetimeManager
+from aio_ckpt.plan import layout
+from aio_ckpt.plan.layout import Placement, file_chunks, lay_out
+from aio_ckpt.plan.planner import PlannedSave
+from aio_ckpt.plan.values import Chunk, ImageLayout
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import DataFile, LocalStorage
+from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.writer import ChunkPreparer
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 

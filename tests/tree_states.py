@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from aio_ckpt import tree
-from aio_ckpt.items import LeafKind, PerRank
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import LeafKind, PerRank
 
 Point = collections.namedtuple("Point", "x y")
 

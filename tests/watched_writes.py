@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.coordinator import Coordinator
-from aio_ckpt.datafile import translated
 from aio_ckpt.errors import WriteError
-from aio_ckpt.portal import Condition, Executor, run_blocking
-from aio_ckpt.storage import DataFile, LocalStorage
+from aio_ckpt.ranks.store_coordinator import Coordinator
+from aio_ckpt.runtime.portal import Condition, Executor, run_blocking
+from aio_ckpt.storage.data_file import translated
+from aio_ckpt.storage.local import DataFile, LocalStorage
 
 TIMEOUT = 20.0
 """Deadline of every wait in a test; none is reached unless something is wrong."""

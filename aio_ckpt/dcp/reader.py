@@ -16,15 +16,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from aio_ckpt.catalog import Checkpoint, open_checkpoint, read_small_file
+from aio_ckpt.commit.directory import standing_names
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.dcp.load import Load
+from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.directory import standing_names
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, shown
-from aio_ckpt.keeper import checked_path
-from aio_ckpt.manifest import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.storage import Storage
+from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
+from aio_ckpt.read.open import Checkpoint, open_checkpoint
+from aio_ckpt.storage.local import Storage, checked_path, read_small_file
 
 __all__ = ["Reader"]
 
@@ -141,9 +140,9 @@ class Reader(Face, StorageReader):
     # -- the rest ---------------------------------------------------------------------------------
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is."""
-        return self.path
+    def checkpoint_id(self) -> str:
+        """Path of the checkpoint as it was given."""
+        return str(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -14,15 +14,15 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from aio_ckpt.arena import ArenaKind
 from aio_ckpt.config import EngineConfig, check_kind
-from aio_ckpt.layout import chunk_bytes_for
-from aio_ckpt.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
-from aio_ckpt.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
-from aio_ckpt.priority import lower_priority
-from aio_ckpt.snapshot import Copiers
-from aio_ckpt.storage import LocalStorage, Storage
-from aio_ckpt.throttle import WriteThrottle
+from aio_ckpt.memory.arena import ArenaKind
+from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
+from aio_ckpt.plan.layout import chunk_bytes_for
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
+from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.snapshot.capture import Copiers
+from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.write.throttle import WriteThrottle
 
 __all__ = ["Face", "Runtime", "peers_on_host"]
 

@@ -13,13 +13,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from aio_ckpt import envelope, tree
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
-from aio_ckpt.items import LeafKind
-from aio_ckpt.layout import Placement
-from aio_ckpt.manifest import ObjectEntry
-from aio_ckpt.plan import PlannedImage, plan_image
-from aio_ckpt.structure import Leaves, Structure, addresses, check_sources, partition
+from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format.manifests import ObjectEntry
+from aio_ckpt.plan.layout import Placement
+from aio_ckpt.plan.planner import PlannedImage, plan_image
+from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import LeafKind
 
 __all__ = ["Sources", "Stream", "collect_sources", "is_plain", "plan_tensors"]
 

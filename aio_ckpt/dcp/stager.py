@@ -19,14 +19,14 @@ from aio_ckpt.config import MAX_SECS, EngineConfig
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.errors import BudgetExceededError
-from aio_ckpt.exits import drain_at_exit
-from aio_ckpt.image import Image, lease_image
-from aio_ckpt.lifetime import Lease
-from aio_ckpt.plan import ImagePlan, PlannedImage
-from aio_ckpt.portal import Portal
-from aio_ckpt.snapshot import capture
-from aio_ckpt.targets import memory_of
-from aio_ckpt.tracing import NO_TRACE
+from aio_ckpt.memory.lifetime import Lease
+from aio_ckpt.plan.planner import ImagePlan, PlannedImage
+from aio_ckpt.runtime.at_exit import drain_at_exit
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.snapshot.capture import capture
+from aio_ckpt.snapshot.image import Image, lease_image
+from aio_ckpt.state.tensor_memory import memory_of
+from aio_ckpt.write.trace_file import NO_TRACE
 
 __all__ = ["AsyncStager", "stage_state"]
 

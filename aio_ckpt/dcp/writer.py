@@ -19,18 +19,17 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig, check_flag
-from aio_ckpt.datafile import translated
+from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.runtime import Face, Runtime
-from aio_ckpt.dcp.save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
-from aio_ckpt.directory import ASIDE
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError, shown
-from aio_ckpt.keeper import checked_path
-from aio_ckpt.manifest import METADATA_FILE
-from aio_ckpt.names import StepNames
-from aio_ckpt.storage import Storage, make_dirs
+from aio_ckpt.format.manifests import METADATA_FILE
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.storage.data_file import translated
+from aio_ckpt.storage.local import Storage, checked_path, make_dirs
 
 __all__ = ["Writer", "recover"]
 
@@ -96,6 +95,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         self.path = checked_path(path)
         self.overwrite = overwrite
         self._fresh_ids: list[str] = []
+        self._taken_id = ""
         self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
         self._unwritten: set[str] = set()  # ids that no plan has brought yet: DCP's plan cache brings old ones again
         self._transforms = _transforms(_extensions)
@@ -107,10 +107,11 @@ class Writer(Face, StorageWriter, AsyncStager):
         if checkpoint_id:
             self.path = checked_path(checkpoint_id)
         self._fresh_ids.clear()
+        self._taken_id = ""
 
     def storage_meta(self) -> StorageMeta | None:
         """Told to the planner, and stored in ``.metadata``."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError for ``use_collectives=False``: the ranks' parts would never be one checkpoint."""
@@ -135,7 +136,7 @@ class Writer(Face, StorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Leader: mend the directory if a crash left it torn, mark the save, tell each rank which part is its own."""
         save_id, path = self._take_id(), self.path.absolute()
-        self._begun[save_id] = path
+        self._begun[save_id] = self.path
         self._unwritten.add(save_id)
         with self._running() as runtime:
             runtime.portal.call(begin_save, runtime.storage, path, save_id, timeout=runtime.config.stall_timeout_secs)
@@ -152,7 +153,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         """
         path = self.path.absolute()
         save_id = plan.storage_data.save_id
-        is_begun, begun = save_id in self._unwritten, self._begun.get(save_id, path)
+        is_begun, begun = save_id in self._unwritten, self._begun.get(save_id, path).absolute()
         self._unwritten.discard(save_id)
         if is_begun and begun != path:
             del self._begun[save_id]
@@ -188,9 +189,10 @@ class Writer(Face, StorageWriter, AsyncStager):
             if not isinstance(found, ManifestResult)
         }
         save_id = manifests[0].save_id
-        path = self._begun.pop(save_id, self.path.absolute())
+        given = self._begun.pop(save_id, self.path)
+        path = given.absolute()
         self._unwritten.discard(save_id)
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(given), save_id=save_id)
         with self._running() as runtime:
             timeout_secs = runtime.config.stall_timeout_secs
             commit = functools.partial(
@@ -206,9 +208,9 @@ class Writer(Face, StorageWriter, AsyncStager):
     # -- the rest ---------------------------------------------------------------------------------
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint goes."""
-        return self.path
+    def checkpoint_id(self) -> str:
+        """Path of the checkpoint as it was given, as ``.metadata`` stores it."""
+        return str(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -225,7 +227,9 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     @property
     def save_id(self) -> str:
-        """Of the save that begins next."""
+        """Id of the save since the last :meth:`reset`, as ``.metadata`` stores it; before one began, of the next."""
+        if self._taken_id:
+            return self._taken_id
         try:
             return self._fresh_ids[-1]
         except IndexError:
@@ -235,9 +239,10 @@ class Writer(Face, StorageWriter, AsyncStager):
     def _take_id(self) -> str:
         """One that no other save gets, also of those that overlap."""
         try:
-            return self._fresh_ids.pop()
+            self._taken_id = self._fresh_ids.pop()
         except IndexError:
-            return uuid.uuid4().hex
+            self._taken_id = uuid.uuid4().hex
+        return self._taken_id
 
     def _step(self, path: Path) -> int:
         return StepNames(self._config.step_dir).step(path.name) or 0

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine import CheckpointEngine
-from aio_ckpt.names import PENDING_PREFIX, TRASH_PREFIX
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.format.names import PENDING_PREFIX, TRASH_PREFIX
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
 from bench.crash.contents import differs, is_overwrite, state_of, step_of, tensors_of
 from bench.crash.points import KillPoint, PointedStorage, When
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aio_ckpt.directory import begin_directory, commit_directory, recover_directory, retire_directory
-from aio_ckpt.manifest import (
+from aio_ckpt.commit.directory import begin_directory, commit_directory, recover_directory, retire_directory
+from aio_ckpt.format.manifests import (
     METADATA_FILE,
     ROOT_MANIFEST,
     FileEntry,
@@ -19,8 +19,8 @@ from aio_ckpt.manifest import (
     encode_root,
     encode_static,
 )
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage, Storage
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage, Storage
 from bench.crash.contenders import TIMEOUT_SECS, BrokenError, Contender, OnCall
 from bench.crash.contents import tensors_of
 from bench.crash.points import KillPoint, PointedStorage

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from aio_ckpt.directory import PENDING
-from aio_ckpt.items import WriteMode
-from aio_ckpt.storage import DataFile, FileStatus, ReadFile, RootLock, Storage
+from aio_ckpt.commit.directory import PENDING
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, RootLock, Storage
 
 __all__ = ["KillPoint", "PointedStorage", "When"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from aio_ckpt import CheckpointEngine
+from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
-from aio_ckpt.names import LOCK_FILE, OWNER_FILE
-from aio_ckpt.owner import Owner
+from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE
 from bench.faults.clock import Clock
 from bench.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from bench.faults.store import CALLS, ERRORS, SYNCS, Call, Fault

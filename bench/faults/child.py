@@ -14,10 +14,10 @@ from concurrent.futures import wait
 from pathlib import Path
 
 from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.owner import pending_path
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
 from bench.faults.ground import WAIT_SECS, small_chunks, state_of
 
 _PR_SET_PTRACER = 0x59616D61

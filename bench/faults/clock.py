@@ -7,7 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
-from aio_ckpt import CheckpointEngine, concluding, pending, progress
+from aio_ckpt import CheckpointEngine
+from aio_ckpt.engine import commit_stage as concluding
+from aio_ckpt.engine import pending_save as pending
+from aio_ckpt.runtime import deadline
+from aio_ckpt.snapshot import progress
 
 __all__ = ["Clock"]
 
@@ -20,7 +24,9 @@ class Clock:
 
     def __init__(self) -> None:
         self._ahead_secs = 0.0
-        self._patches = [mock.patch.object(module, "time", self) for module in (pending, concluding, progress)]
+        self._patches = [
+            mock.patch.object(module, "time", self) for module in (pending, concluding, deadline, progress)
+        ]
 
     def __enter__(self) -> Self:
         for patch in self._patches:

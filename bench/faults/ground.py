@@ -18,12 +18,13 @@ from unittest import mock
 
 import torch
 
-from aio_ckpt import CheckpointEngine, EngineConfig, layout
+from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.items import SaveReport
-from aio_ckpt.names import LOCK_FILE, StepNames
-from aio_ckpt.portal import Executor
-from aio_ckpt.storage import LocalStorage
+from aio_ckpt.format.names import LOCK_FILE, StepNames
+from aio_ckpt.plan import layout
+from aio_ckpt.reports import SaveReport
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
 from aio_ckpt.ticket import SaveTicket
 from bench.faults.store import FaultStorage
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aio_ckpt.errors import ReadError, RootError, WriteError
-from aio_ckpt.items import WriteMode
-from aio_ckpt.rootlock import RootLock
-from aio_ckpt.storage import DataFile, FileStatus, ReadFile, Storage
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, Storage
+from aio_ckpt.storage.lock import RootLock
 
 __all__ = ["CALLS", "ERRORS", "SYNCS", "Call", "Fault", "FaultStorage"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, StallError, WriteError
-from aio_ckpt.items import LoadReport
-from aio_ckpt.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PROTECTED_PREFIX, StepNames, protected_name
-from aio_ckpt.verify import verify_checkpoint
+from aio_ckpt.format.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PROTECTED_PREFIX, StepNames, protected_name
+from aio_ckpt.read.verify import verify_checkpoint
+from aio_ckpt.reports import LoadReport
 from bench.faults.campaign import PASSING_SECS, STALL_SECS, Point
 from bench.faults.clock import Clock
 from bench.faults.ground import WAIT_SECS, Ground, explain, is_state, small_chunks, state_of

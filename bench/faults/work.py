@@ -19,10 +19,18 @@ from typing import Any
 from unittest import mock
 
 import aio_ckpt
-from aio_ckpt import arena, concluding, encoding, image, lifetime, pipeline, portal, snapshot, undo, write
+from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.engine import commit_stage as concluding
+from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
-from aio_ckpt.items import PAGE_BYTES
-from aio_ckpt.names import OWNER_FILE
+from aio_ckpt.format.constants import PAGE_BYTES
+from aio_ckpt.format.names import OWNER_FILE
+from aio_ckpt.memory import arena, lifetime
+from aio_ckpt.runtime import portal
+from aio_ckpt.snapshot import capture as snapshot
+from aio_ckpt.snapshot import image
+from aio_ckpt.state import object_cache as encoding
+from aio_ckpt.write import writer as write
 from bench.faults.campaign import PASSING_SECS, STALL_SECS, Point, cancel_now
 from bench.faults.clock import Clock
 from bench.faults.ground import WAIT_SECS, Ground, Outcome, explain, small_chunks

@@ -1,0 +1,8 @@
+"""The command line, ``aio-ckpt`` and ``python -m aio_ckpt``: list, inspect, verify, protect, rescue, demo.
+
+In: arguments. Out: lines on the console and an exit code. Imports everything below.
+"""
+
+from aio_ckpt.cli.commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,97 @@
+"""What the commands show: rich on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Advance", "Screen", "printable"]
+
+Advance: TypeAlias = Callable[[int, str], None]
+"""``advance(done, words)``: how much is done in all, and what to say about it."""
+
+_PLAIN_LINES = 10
+"""Lines that a plain progress prints, at most."""
+
+
+class Screen:
+    """Where a command writes. With ``as_json``, standard output is left to the one JSON document."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._stream = sys.stderr if as_json else sys.stdout
+        self._console = Console(file=self._stream, highlight=False)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether someone looks at it."""
+        return self._console.is_terminal
+
+    def line(self, text: str = "", *, style: str = "") -> None:
+        """One line; never wrapped, so that a name can be copied."""
+        if self.is_terminal:
+            self._console.print(Text(text, style=style), soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def json(self, document: Any) -> None:
+        """The result, on standard output, in ASCII: a file's name that is no UTF-8 comes back by ``json.loads``."""
+        print(json.dumps(msgspec.to_builtins(document), indent=2))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
+        """A table; the first ``left`` columns are text, the others numbers."""
+        if self.is_terminal:
+            table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+            for number, column in enumerate(columns):
+                table.add_column(
+                    Text(column), justify="left" if number < left else "right", overflow="fold", no_wrap=number > 0
+                )
+            for row in rows:
+                table.add_row(*map(Text, row))
+            self._console.print(table)
+            return
+        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+        for row in (columns, *rows):
+            cells = [
+                cell.ljust(width) if number < left else cell.rjust(width)
+                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            self.line("  ".join(cells).rstrip())
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Advance]:
+        """Show how far something is. ``advance`` may be called from any one thread."""
+        if not self.is_terminal:
+            yield _plain_advance(self.line, label, total)
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
+        with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
+            task = progress.add_task(Text(label).markup, total=total, words="")
+            yield lambda done, words: progress.update(task, completed=done, words=Text(words).markup)
+
+
+def _plain_advance(line: Callable[[str], None], label: str, total: int) -> Advance:
+    said = 0
+
+    def advance(done: int, words: str) -> None:
+        nonlocal said
+        part = _PLAIN_LINES * done // max(total, 1)
+        if part > said:
+            said = part
+            line(f"{label}: {words}")
+
+    return advance
+
+
+def printable(text: str) -> str:
+    """``text`` without what would steer a terminal: names come from files of others."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,265 @@
+"""What ``aio-ckpt ls`` and ``inspect`` tell about checkpoints. Reads manifests, never tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from aio_ckpt.commit.publish import MAX_LOOKS, Committed, discover
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.format.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PENDING_PREFIX, StepNames, protected_step
+from aio_ckpt.read.catalog import global_shape
+from aio_ckpt.read.open import Checkpoint, open_checkpoint
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.local import Storage, read_small_file
+
+__all__ = [
+    "Contents",
+    "LeafRow",
+    "RootRow",
+    "RootTable",
+    "bytes_of",
+    "describe",
+    "describe_newest",
+    "list_root",
+    "locate",
+]
+
+
+class RootRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed checkpoint of a root."""
+
+    step: int
+    """Its step, by the name of the directory."""
+    path: str
+    """Its directory."""
+    nbytes: int
+    """Of all files in it."""
+    world_size: int | None = None
+    """Ranks that wrote it; None for plain DCP."""
+    torch: str | None = None
+    """Version that wrote it; None if it is not told."""
+    created_unix: float | None = None
+    """Seconds since 1970; None for plain DCP."""
+    metrics: dict[str, float | None] = {}
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite."""
+    is_protected: bool = False
+    """Whether retention never deletes it."""
+    fault: str | None = None
+    """Why its root manifest cannot be read."""
+
+
+class RootTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies under a root."""
+
+    root: str
+    """The root."""
+    checkpoints: tuple[RootRow, ...]
+    """Committed, ascending by step."""
+    pending: tuple[str, ...]
+    """Directories of saves that are being written, or whose writer died."""
+    abandoned: tuple[str, ...]
+    """Directories that ``rollback`` set aside."""
+    quarantined: tuple[str, ...]
+    """Directories of damaged checkpoints that a load set aside."""
+
+
+class LeafRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One name of a checkpoint."""
+
+    name: str
+    """Its fully qualified name."""
+    kind: str
+    """``tensor`` or ``object``."""
+    dtype: str | None
+    """Without ``torch.``; None for an object."""
+    shape: tuple[int, ...] | None
+    """Global shape; None for an object."""
+    nbytes: int
+    """Of the whole tensor, or of the object as stored."""
+    shards: int
+    """Items that hold it."""
+    tied_to: str | None
+    """Name under which the same item is stored; None unless this is a second name."""
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What one checkpoint holds."""
+
+    path: str
+    """Its directory."""
+    step: int | None
+    """Its step; None where nothing tells it."""
+    format: str
+    """``aio_ckpt 1.0`` or ``plain DCP``."""
+    written_by: dict[str, str]
+    """Versions of aio_ckpt, torch and python; empty for plain DCP."""
+    created_unix: float | None
+    """Seconds since 1970; None for plain DCP."""
+    world_size: int | None
+    """Ranks that wrote it; None for plain DCP."""
+    tensor_bytes: int
+    """Of all tensors, tied ones once."""
+    object_bytes: int
+    """Of all objects as stored."""
+    leaves: tuple[LeafRow, ...]
+    """By name."""
+
+
+async def list_root(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootTable:
+    """Every checkpoint under ``root``; a damaged manifest is told in its row.
+
+    Raises:
+        ReadError: the root cannot be read.
+        ConfigError: it is no root but a checkpoint.
+    """
+    others = await storage.list_dir(root)
+    marked = {protected_step(name) for name in others}
+    rows = [
+        await _root_row(storage, executor, found, is_protected=found.step in marked)
+        for found in await discover(storage, root, names)
+    ]
+    if not rows and await _is_checkpoint(storage, root):
+        raise ConfigError(
+            f"{root} is a checkpoint, no root: 'aio-ckpt inspect {root}' shows it, 'aio-ckpt ls {root.parent}' lists it"
+        )
+    return RootTable(
+        root=str(root),
+        checkpoints=tuple(row for row in rows if row is not None),
+        pending=tuple(name for name in others if name.startswith(PENDING_PREFIX)),
+        abandoned=tuple(name for name in others if name.startswith(ABANDONED_PREFIX)),
+        quarantined=tuple(name for name in others if name.startswith(CORRUPT_PREFIX)),
+    )
+
+
+async def _root_row(storage: Storage, executor: Executor, found: Committed, *, is_protected: bool) -> RootRow | None:
+    """None: its writer deleted it since it was found."""
+    step, path = found.step, str(found.path)
+    try:
+        nbytes = await run_blocking(executor, bytes_of, found.path)
+    except FileNotFoundError:
+        return None
+    try:
+        data = await read_small_file(storage, found.path / ROOT_MANIFEST)
+        root = None if data is None else decode_root(data, name=ROOT_MANIFEST)
+    except AioCkptError as error:
+        return RootRow(step=step, path=path, nbytes=nbytes, is_protected=is_protected, fault=str(error))
+    if root is None:
+        if not await storage.exists(found.path):
+            return None
+        return RootRow(step=step, path=path, nbytes=nbytes, is_protected=is_protected)
+    return RootRow(
+        step=step,
+        path=path,
+        nbytes=nbytes,
+        is_protected=is_protected,
+        metrics=root.metrics,
+        world_size=root.world_size,
+        torch=root.written_by.get("torch"),
+        created_unix=root.created_unix,
+    )
+
+
+def bytes_of(directory: Path) -> int:
+    """Length of all files in ``directory``."""
+    with os.scandir(directory) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False))
+
+
+async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Path]:
+    """The checkpoint at ``path``, or those of the root at ``path``, ascending by step.
+
+    Raises:
+        CheckpointNotFoundError: neither.
+    """
+    if await _is_checkpoint(storage, path):
+        return [path]
+    found: list[Path] = []
+    for _ in range(MAX_LOOKS):
+        steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
+        paths = [path / name for name in sorted(steps, key=steps.__getitem__)]
+        found = [each for each in paths if await _is_checkpoint(storage, each)]
+        if all([await storage.exists(each) for each in paths if each not in found]):
+            break  # else a writer deleted what was listed
+    if not found:
+        raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
+    return found
+
+
+async def _is_checkpoint(storage: Storage, path: Path) -> bool:
+    """Whether it is one, or was: without ``.metadata`` it is none any more, which only a verification would notice."""
+    return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
+
+
+async def describe_newest(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:
+    """The checkpoint at ``path``, or the newest of the root at ``path``, also beside a writer that deletes.
+
+    Raises:
+        CheckpointNotFoundError: neither.
+        CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
+    """
+    for _ in range(MAX_LOOKS):
+        newest = (await locate(storage, path, names))[-1]
+        before = await storage.status(newest)
+        try:
+            return await describe(storage, executor, newest, names)
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            if before is not None and await storage.status(newest) == before:
+                raise  # else it was deleted or replaced: look again
+    raise CheckpointNotFoundError(f"{path}: each of {MAX_LOOKS} checkpoints was deleted by its writer when it was read")
+
+
+async def describe(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:
+    """The checkpoint at ``path``.
+
+    Raises:
+        CheckpointNotFoundError: it is none.
+        CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
+    """
+    checkpoint = await open_checkpoint(storage, path, executor=executor)
+    leaves = await run_blocking(executor, _leaves, checkpoint)
+    root = checkpoint.root
+    once = [leaf for leaf in leaves if leaf.tied_to is None]
+    return Contents(
+        path=str(path),
+        step=checkpoint.step if root else names.step(path.name),
+        format=f"aio_ckpt {root.format[0]}.{root.format[1]}" if root else "plain DCP",
+        written_by=root.written_by if root else {},
+        created_unix=root.created_unix if root else None,
+        world_size=root.world_size if root else None,
+        tensor_bytes=sum(leaf.nbytes for leaf in once if leaf.kind == "tensor"),
+        object_bytes=sum(leaf.nbytes for leaf in once if leaf.kind == "object"),
+        leaves=leaves,
+    )
+
+
+def _leaves(checkpoint: Checkpoint) -> tuple[LeafRow, ...]:
+    catalog = checkpoint.catalog
+    rows: list[LeafRow] = []
+    first_names: dict[tuple[int, ...], str] = {}
+    for name, chunks in catalog.chunks.items():
+        first = first_names.setdefault(tuple(map(id, chunks)), name)
+        shape = global_shape(chunks)
+        rows.append(
+            LeafRow(
+                name=name,
+                kind="tensor",
+                dtype=str(chunks[0].dtype).removeprefix("torch."),
+                shape=shape,
+                nbytes=math.prod(shape) * chunks[0].dtype.itemsize,
+                shards=len(chunks),
+                tied_to=first if first != name else None,
+            )
+        )
+    for name, stored in catalog.objects.items():
+        first = first_names.setdefault((id(stored),), name)
+        tied_to = first if first != name else None
+        rows.append(
+            LeafRow(name=name, kind="object", dtype=None, shape=None, nbytes=stored.nbytes, shards=1, tied_to=tied_to)
+        )
+    return tuple(rows)

@@ -1,0 +1,11 @@
+"""Turn written files into a durable, visible checkpoint directory, and look after those directories.
+
+In: write results. Out: manifests, a published directory, the list of committed steps; also ownership of pending
+directories, cleanup of failed saves, retention and quarantine. Imports everything up to ``write``.
+"""
+
+from aio_ckpt.commit.publish import discover
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.retention import Retention
+
+__all__ = ["Quarantine", "Retention", "discover"]

@@ -1,0 +1,113 @@
+"""What is left of a failed save: its buffers go back when the last thread let go, its directory is removed.
+
+What cannot be removed at once, for a thread still works in it or the removal fails, is removed behind a later commit
+or at the end of the engine, and else by the next writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.errors import AioCkptError
+from aio_ckpt.runtime.futures import Threads, follow
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.storage.local import Storage
+
+__all__ = ["SETTLE_SECS", "LeftBehind", "settle_failure"]
+
+_log = logging.getLogger("aio_ckpt")
+_AGAIN_SECS = 0.05
+SETTLE_SECS = 5.0
+"""How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
+
+
+class LeftBehind:
+    """Directories of failed saves, and what an overwrite replaced, still to be removed. Used on the engine's loop."""
+
+    def __init__(self) -> None:
+        self._directories: dict[Path, Callable[[], bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self._directories)
+
+    def add(self, pending: Path, is_idle: Callable[[], bool]) -> None:
+        """Nothing works in ``pending`` any more once ``is_idle()``."""
+        self._directories[pending] = is_idle
+
+    async def clear(self, storage: Storage) -> None:
+        """Remove those in which nothing works any more, as far as it goes in ``SETTLE_SECS``.
+
+        What cannot be removed stays for the next call.
+        """
+        with anyio.move_on_after(SETTLE_SECS):
+            for pending, is_idle in tuple(self._directories.items()):
+                if is_idle() and await _removed(storage, pending):
+                    self._directories.pop(pending, None)
+
+
+async def settle_failure(
+    storage: Storage,
+    pending: Path | None,
+    image: Image,
+    threads: Threads,
+    *,
+    step: int,
+    cause: BaseException,
+    left_behind: LeftBehind,
+    are_several: bool,
+) -> None:
+    """Give the buffers back when the last thread let go; leave nothing behind that is listed.
+
+    ``pending`` is None where it is not this rank's to remove. Of several ranks one that is late may make it anew.
+    """
+    for future in image.written:
+        if not future.done():
+            future.set_exception(cause)
+    lease = image.lease
+    lease.close()
+    with anyio.move_on_after(SETTLE_SECS):
+        await asyncio.wrap_future(follow(lease.settled))
+        await threads.wait()
+
+    def is_idle() -> bool:
+        return lease.settled.done() and threads.are_idle
+
+    if not is_idle():
+        _log.error("step %d: a thread still works for it; its pending directory stays until it has ended", step)
+    if pending is None:
+        return
+    if isinstance(cause, AioCkptError) and cause.in_doubt:
+        # Its files may be those of a visible step, or those of the step that it replaced.
+        _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
+    elif not is_idle() or not await _removed(storage, pending) or are_several:
+        left_behind.add(pending, is_idle)
+
+
+async def _removed(storage: Storage, pending: Path) -> bool:
+    try:
+        with anyio.fail_after(SETTLE_SECS):
+            await _remove(storage, pending)
+    except (AioCkptError, OSError) as error:
+        _log.warning("%s stays until it is cleared: %s", pending, str(error) or "too slow")
+        return False
+    return True
+
+
+async def _remove(storage: Storage, pending: Path) -> None:
+    while True:
+        try:
+            await storage.remove_tree(pending)
+        except OSError as error:
+            if error.errno == errno.ENOENT:  # another rank has removed it
+                return
+            if error.errno != errno.ENOTEMPTY:  # one has just made a file in it
+                raise
+        else:
+            return
+        await anyio.sleep(_AGAIN_SECS)

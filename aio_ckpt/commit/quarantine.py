@@ -1,0 +1,116 @@
+"""Quarantine: checkpoints that a load proved damaged are renamed, so that they stand in nobody's way.
+
+Never deleted, and never by a mere reader: only the holder of the writer's lock renames. What a load proves before its
+engine saves for the first time is remembered until then. Proof is a sum, a length or a missing file that two readings
+found (``MismatchError``), in a walk that came to an older checkpoint which is good; an error of the system, a template
+that does not match and a load of a given step prove nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.commit.publish import Committed, discover, is_unchanged
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.format.names import CORRUPT_PREFIX, StepNames, protected_name
+from aio_ckpt.storage.local import Storage
+
+__all__ = ["Condemned", "Quarantine"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condemned:
+    """A checkpoint that was read twice and did not match, either time."""
+
+    checkpoint: Committed
+    """Which, as it was found before the first reading."""
+    error: CorruptCheckpointError
+    """What did not match."""
+
+
+class Quarantine:
+    """What loads of one engine condemned.
+
+    Invariant: a directory is renamed only while the writer's lock and :attr:`renames` are held, and only if it still is
+    the checkpoint that was read.
+    """
+
+    def __init__(self) -> None:
+        self._condemned: dict[Path, Condemned] = {}
+        self.is_writer = False
+        """Whether the engine holds the writer's lock; told by its holder."""
+        self.times_condemned = 0
+        """What was learned of the steps before this last rose holds no more."""
+        self.renames = anyio.Lock()
+        """Held by whoever renames a step (a commit, retention, a rollback, this): between a look at a directory and its
+        rename no other may take its place."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is to be set aside yet."""
+        return bool(self._condemned)
+
+    async def condemn(
+        self, storage: Storage, root: Path, found: Iterable[Condemned], limit_secs: float
+    ) -> dict[Path, Path]:
+        """Set these aside, now if this engine is the writer, else once it is; old -> new path of what was moved."""
+        new = {entry.checkpoint.path: entry for entry in found}
+        if not new:
+            return {}
+        self._condemned |= new
+        moved = await self.enforce(storage, root, limit_secs) if self.is_writer else {}
+        self.times_condemned += 1
+        return moved
+
+    async def enforce(self, storage: Storage, root: Path, limit_secs: float) -> dict[Path, Path]:
+        """The writer: set aside what was condemned; old -> new path.
+
+        What cannot be renamed, or not within ``limit_secs``, is logged and stays condemned.
+        """
+        moved: dict[Path, Path] = {}
+        if not self._condemned:
+            return moved
+        with anyio.move_on_after(limit_secs, shield=True) as limit:
+            async with self.renames:
+                for entry in tuple(self._condemned.values()):
+                    target = await self._set_aside(storage, root, entry)
+                    if target is not None:
+                        moved[entry.checkpoint.path] = target
+        if limit.cancelled_caught:
+            late = sorted(entry.checkpoint.step for entry in self._condemned.values())
+            _log.warning("steps %s are damaged but were not set aside within %s s", late, limit_secs)
+        return moved
+
+    async def committed(self, storage: Storage, root: Path, names: StepNames) -> Sequence[Committed]:
+        """Committed checkpoints, ascending by step, less those that are to be set aside."""
+        found = await discover(storage, root, names)
+        return [checkpoint for checkpoint in found if not await self._is_condemned(storage, checkpoint.path)]
+
+    async def _is_condemned(self, storage: Storage, path: Path) -> bool:
+        entry = self._condemned.get(path)
+        return entry is not None and await is_unchanged(storage, entry.checkpoint)
+
+    async def _set_aside(self, storage: Storage, root: Path, entry: Condemned) -> Path | None:
+        path = entry.checkpoint.path
+        target = root / f"{CORRUPT_PREFIX}{path.name}-{time.time_ns()}"
+        try:
+            if not await self._is_condemned(storage, path):  # overwritten or removed meanwhile
+                del self._condemned[path]
+                return None
+            await storage.rename(path, target)
+            del self._condemned[path]
+            await storage.remove_file(root / protected_name(entry.checkpoint.step))  # or it protects what comes next
+            await storage.sync_dir(root)
+        except OSError as error:
+            _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
+            return None
+        _log.warning("step %d was set aside as %s: %s", entry.checkpoint.step, target.name, entry.error)
+        return target

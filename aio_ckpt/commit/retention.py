@@ -1,0 +1,336 @@
+"""Retention: which committed steps are deleted, and how, so that a crash leaves trash but never a torn step."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from aio_ckpt.commit.owner import put_back_protected
+from aio_ckpt.commit.publish import Committed, check_step_number, discover
+from aio_ckpt.config import KeepBest
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError, shown
+from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.format.names import TRASH_PREFIX, StepNames, protected_name, protected_step
+from aio_ckpt.storage.local import Storage
+
+__all__ = [
+    "Policy",
+    "Retention",
+    "best",
+    "check_metrics",
+    "expired",
+    "protect",
+    "protected_steps",
+    "unprotect",
+    "unprotect_after",
+]
+
+_MAX_ROOT_MANIFEST_BYTES = 1 << 30
+_log = logging.getLogger("aio_ckpt")
+
+
+# -- deciding ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is kept of the committed steps."""
+
+    keep_last: int | None
+    """The newest so many; None: nothing is ever deleted."""
+    keep_every: int | None
+    """Beside them, every step that this divides."""
+    keep_best: KeepBest | None
+    """Beside them, the best by a metric."""
+
+
+def expired(
+    committed: Sequence[Committed],
+    policy: Policy,
+    *,
+    good: int,
+    protected: Collection[int] = (),
+    metrics: Mapping[int, float | None] | None = None,
+) -> list[Committed]:
+    """Steps to delete, oldest first, of those that were listed.
+
+    Args:
+        committed: what was listed, ascending by step.
+        policy: what is kept. Without ``keep_last`` all is.
+        good: the newest step that was committed here, and so is known to be whole: only older ones go. Nothing goes
+            if it is not among the listed.
+        protected: steps that stay.
+        metrics: the value of ``keep_best``'s metric by step; a step that is not in it stays (its value is not known).
+    """
+    if policy.keep_last is None or all(checkpoint.step != good for checkpoint in committed):
+        return []
+    stay = {checkpoint.step for checkpoint in committed[-policy.keep_last :]}.union(protected)
+    if policy.keep_best is not None:
+        known = metrics or {}
+        stay.update(checkpoint.step for checkpoint in committed if checkpoint.step not in known)
+        stay.update(best(known, policy.keep_best))
+    return [
+        checkpoint
+        for checkpoint in committed
+        if checkpoint.step < good
+        and checkpoint.step not in stay
+        and (policy.keep_every is None or checkpoint.step % policy.keep_every)
+    ]
+
+
+def best(metrics: Mapping[int, float | None], rule: KeepBest) -> list[int]:
+    """The best steps, best first; those without a finite value are never among them."""
+    sign = 1 if rule.mode == "min" else -1
+    ranked = [(sign * value, -step) for step, value in metrics.items() if value is not None and math.isfinite(value)]
+    return [-step for _, step in sorted(ranked)[: rule.count]]
+
+
+def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | None]:
+    """What is stored of ``save(metrics=)``: numbers as floats, None for those that are not finite.
+
+    Raises:
+        ConfigError: a name that is no string or no UTF-8, or a value that is no single real number.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics={shown(metrics)}: give a dict of names and numbers")
+    checked: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"metrics: {shown(name)} is no name: give a string")
+        if name != name.encode(errors="ignore").decode():
+            raise ConfigError(f"metrics: the name {shown(name)} has a lone surrogate, which no JSON holds: rename it")
+        number = _number(name, value)
+        checked[name] = number if math.isfinite(number) else None
+    return checked
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (str, bytes, bytearray)):
+        raise ConfigError(f"metrics[{name!r}]: give a number, not text")
+    try:
+        item = getattr(value, "item", None)  # float() warns of a tensor that requires a gradient, as a loss does
+        return float(item() if callable(item) else value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"metrics[{name!r}]: a {type(value).__name__} is no single number ({error})") from error
+
+
+# -- doing ------------------------------------------------------------------------------------------
+
+
+async def protected_steps(storage: Storage, root: Path) -> set[int]:
+    """Steps that are protected, committed or not."""
+    return {step for name in await storage.list_dir(root) if (step := protected_step(name)) is not None}
+
+
+async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> None:
+    """Mark a committed step as never to be deleted. Needs no lock.
+
+    Marked first, looked for afterwards: a pass of retention looks for the mark after it has renamed a step, so that
+    one of the two sees the other.
+
+    Raises:
+        CheckpointNotFoundError: ``step`` is not committed.
+        StepOrderError: it can be no step.
+    """
+    step = check_step_number(step)
+    mark = root / protected_name(step)
+    is_new = True
+    try:
+        await storage.write_file(mark, b"")
+    except WriteError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        is_new = False
+    await storage.sync_dir(root)
+    steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
+    if step not in steps:
+        if is_new:  # else somebody was told that the step is protected: a pass that renamed it is to see the mark
+            await storage.remove_file(mark)
+        raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
+    if not await storage.exists(mark):  # a rollback took it, and the step was saved anew
+        await protect(storage, root, names, step)
+
+
+async def unprotect(storage: Storage, root: Path, step: int) -> None:
+    """Take the mark away; nothing if there is none.
+
+    Raises:
+        StepOrderError: it can be no step.
+    """
+    await storage.remove_file(root / protected_name(check_step_number(step)))
+    await storage.sync_dir(root)
+
+
+async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
+    """After a rollback to ``step``: later marks go, which else would protect what is saved anew under those numbers.
+
+    What the rollback set aside needs none: nothing deletes it.
+    """
+    later = [each for each in await protected_steps(storage, root) if each > step]
+    for each in later:
+        await storage.remove_file(root / protected_name(each))
+    if later:
+        await storage.sync_dir(root)
+
+
+class Retention:
+    """Deletes what the policy lets go, in the background, one pass at a time.
+
+    Only the holder of the root's lock may run it. It never fails a save: what cannot be deleted is logged, told in
+    ``undeleted``, and tried again after the next commit.
+
+    Invariant: what expires is listed, judged and renamed to trash while nobody else renames a step, so that what made
+    it superfluous stands. Trash is whole as long as it has its ``.metadata``.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        root: Path,
+        names: StepNames,
+        policy: Policy,
+        *,
+        committed: Callable[[], Awaitable[Sequence[Committed]]],
+        renames: anyio.Lock,
+        must_wait: Callable[[], bool],
+    ) -> None:
+        """``committed`` lists the steps that count; ``renames`` is held by whoever renames one.
+
+        Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it.
+        """
+        self._storage = storage
+        self._root = root
+        self._names = names
+        self._policy = policy
+        self._committed = committed
+        self._renames = renames
+        self._must_wait = must_wait
+        self._one_at_a_time = anyio.Lock()
+        self._metrics: dict[Path, tuple[tuple[int, ...], float | None]] = {}
+        self._trash: dict[Path, int] = {}
+        self._good: set[int] = set()
+        self._last = -1
+        self.undeleted: Mapping[int, str] = {}
+        """Steps that the last pass could not delete, and why."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is ever deleted."""
+        return self._policy.keep_last is not None
+
+    async def enforce(self, good: int) -> list[int]:
+        """Delete what has expired now that step ``good`` is committed; returns the steps.
+
+        Each is renamed to trash first, durably: no half-deleted step is ever listed.
+        """
+        self._good.add(good)
+        self._last = good
+        if self._one_at_a_time.statistics().tasks_waiting:
+            return []  # the pass that waits will see this commit too
+        async with self._one_at_a_time:
+            undeleted: dict[int, str] = {}
+            removed: list[int] = []
+            try:
+                async with self._renames:
+                    stuck = await put_back_protected(self._storage, self._root, self._names)
+                for trash, step in list(self._trash.items()):
+                    if trash.name not in stuck:
+                        await self._empty(trash, step, undeleted)
+                await self._expire_all(removed, undeleted)
+            except OSError as error:
+                _log.warning("%s: retention was put off: %s", self._root, error)
+            self.undeleted = undeleted
+            return removed
+
+    async def _expire_all(self, removed: list[int], undeleted: dict[int, str]) -> None:
+        """One after the other, each judged anew: what made it superfluous may have gone meanwhile."""
+        tried = set[Path]()
+        while not self._must_wait():
+            async with self._renames:
+                left = [checkpoint for checkpoint in await self._leaving() if checkpoint.path not in tried]
+                if not left:
+                    break
+                oldest = left[0]
+                tried.add(oldest.path)
+                trash = await self._trashed(oldest, undeleted)
+            if trash is not None:
+                await self._empty(trash, oldest.step, undeleted)
+                removed.append(oldest.step)
+
+    async def _leaving(self) -> list[Committed]:
+        committed = await self._committed()
+        self._good &= {checkpoint.step for checkpoint in committed}  # less what was rolled back or proven damaged
+        stay = await protected_steps(self._storage, self._root)
+        stay.add(self._last)  # which may be an old one, overwritten
+        metrics = await self._read_metrics(committed) if self._policy.keep_best is not None else None
+        good = max(self._good, default=-1)
+        return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
+
+    async def _trashed(self, checkpoint: Committed, undeleted: dict[int, str]) -> Path | None:
+        """Its new path; None if it stays."""
+        trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
+        try:
+            await self._storage.rename(checkpoint.path, trash)
+            self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
+            if await self._is_protected(checkpoint.step, undeleted):
+                await self._storage.rename(trash, checkpoint.path)
+                del self._trash[trash]
+                return None
+        except OSError as error:
+            self._tell(checkpoint.step, error, undeleted)
+            return None
+        return trash
+
+    async def _is_protected(self, step: int, undeleted: dict[int, str]) -> bool:
+        try:
+            return await self._storage.exists(self._root / protected_name(step))
+        except OSError as error:
+            self._tell(step, error, undeleted)
+            return True  # for all that is known
+
+    async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
+        try:
+            await self._storage.sync_dir(self._root)
+            if await self._storage.exists(trash / METADATA_FILE):
+                await self._storage.remove_file(trash / METADATA_FILE)
+                await self._storage.sync_dir(trash)
+            await self._storage.remove_tree(trash)
+        except OSError as error:
+            self._tell(step, error, undeleted)
+        else:
+            del self._trash[trash]
+
+    def _tell(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:
+        _log.warning("step %d is kept beyond its time: %s", step, error)
+        undeleted[step] = str(error)
+
+    async def _read_metrics(self, committed: Sequence[Committed]) -> dict[int, float | None]:
+        """The metric of each step whose manifest can be read; read once for each checkpoint."""
+        known = {}
+        for checkpoint in committed:
+            cached = self._metrics.get(checkpoint.path)
+            if cached is not None and cached[0] == checkpoint.identity:
+                known[checkpoint.path] = cached
+                continue
+            try:
+                known[checkpoint.path] = checkpoint.identity, await self._read_metric(checkpoint.path)
+            except (AioCkptError, OSError) as error:
+                _log.warning("step %d stays: its metrics cannot be read: %s", checkpoint.step, error)
+        self._metrics = known
+        return {checkpoint.step: known[checkpoint.path][1] for checkpoint in committed if checkpoint.path in known}
+
+    async def _read_metric(self, path: Path) -> float | None:
+        if self._policy.keep_best is None or not await self._storage.exists(path / ROOT_MANIFEST):
+            return None
+        data = await self._storage.read_file(path / ROOT_MANIFEST, max_bytes=_MAX_ROOT_MANIFEST_BYTES)
+        return decode_root(data, name=ROOT_MANIFEST).metrics.get(self._policy.keep_best.metric)

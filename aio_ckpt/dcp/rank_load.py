@@ -1,0 +1,270 @@
+"""One load by DCP's plan: which bytes of which file each read item needs, read and proven, given to the planner."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from aio_ckpt.dcp.runtime import Runtime, peers_on_host
+from aio_ckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    MismatchError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
+from aio_ckpt.format.dcp_metadata_read import DTYPES
+from aio_ckpt.format.manifests import METADATA_FILE, RankManifest, block_sums
+from aio_ckpt.read.catalog import Item, Slot, StoredObject
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.read.load import synchronize
+from aio_ckpt.read.open import Checkpoint
+from aio_ckpt.read.page_cache import is_read_by_several
+from aio_ckpt.read.plan import ReadPlan
+from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
+from aio_ckpt.runtime.portal import run_blocking
+
+__all__ = ["Load"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Located:
+    """Where the items of a plan are, every place inside the real files."""
+
+    items: dict[MetadataIndex, Item] = field(default_factory=dict)
+    """Tensors whose raw bytes are known."""
+    streams: dict[MetadataIndex, StoredObject] = field(default_factory=dict)
+    """All else."""
+    is_direct: Mapping[str, bool] = field(default_factory=dict)
+    """Per file, whether reads are aligned to pages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """One rank's load."""
+
+    runtime: Runtime
+    """Threads."""
+    checkpoint: Checkpoint
+    """Opened."""
+    metadata: Metadata
+    """What the plan was made by."""
+
+    def run(self, plan: LoadPlan, planner: LoadPlanner, transforms: Any) -> None:
+        """Read everything; the planner is called on this thread alone. See :meth:`Reader.read_data`."""
+        located = self._wait(lambda: self._locate(plan))
+        reads = ReadPlan(is_direct=located.is_direct)
+        targets = [
+            (item, _target(item, planner))
+            for item in plan.items
+            if item.type is LoadItemType.TENSOR and item.storage_index in located.items
+        ]
+        for item, target in targets:
+            reads.add_part(located.items[item.storage_index], item.storage_offsets, target)
+        streams: dict[MetadataIndex, bytes] = {}
+        for index, stored in located.streams.items():
+            reads.add_object(stored, lambda data, index=index: streams.__setitem__(index, data))  # type: ignore[misc]
+        devices = {target.device for _, target in targets if not target.is_cpu}
+        synchronize(devices)
+        self._wait(lambda: self._fetch(reads))
+        synchronize(devices)
+        increment_version(reads.filled)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        for item in plan.items:
+            if item.storage_index in streams:
+                self._give(item, streams[item.storage_index], planner, transforms)
+
+    def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Ctrl-C ends it; then, too, no thread fills a target any more."""
+        given_up: Future[None] = Future()
+        return outcome_blocking(self.runtime.portal.submit(unless_given_up, given_up, work), given_up)
+
+    async def _fetch(self, reads: ReadPlan) -> None:
+        config, executor = self.runtime.config, self.runtime.portal.executor
+        async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
+            segments = await run_blocking(executor, reads.segments, config.workers)
+            if (ranks_on_host := peers_on_host()) > 1:
+                stored = sum(place.length for place in self.metadata.storage_data.values())
+                if is_read_by_several(reads.total_bytes, stored, ranks_on_host=ranks_on_host):
+                    await files.share()
+            await files.measure({segment.file for segment in segments}, {})
+            await fetch(
+                files,
+                segments,
+                executor=executor,
+                readers=config.workers,
+                verify=config.verify == "load",
+                devices=reads.devices,
+            )
+
+    # -- where everything is ----------------------------------------------------------------------
+
+    async def _locate(self, plan: LoadPlan) -> _Located:
+        wanted = {item.storage_index: self._place(item.storage_index) for item in plan.items}
+        used = {place.relative_path for place in wanted.values()}
+        manifests = {ours.file.name: ours for ours in self.checkpoint.ranks if ours.file and ours.file.name in used}
+        located = _Located()
+        config, executor = self.runtime.config, self.runtime.portal.executor
+        async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
+            await files.measure(used, {name: ours.file.nbytes for name, ours in manifests.items() if ours.file})
+            for index, place in wanted.items():
+                check_inside(index.fqn, place.relative_path, place.offset, place.length, files.sizes)
+            if self.checkpoint.root is not None:
+                await run_blocking(executor, _locate_ours, wanted, manifests, located)
+            else:
+                slots = self._slots(wanted, located)
+                ends = await read_ends(files, list(slots.values()), executor=executor, readers=config.workers)
+                await run_blocking(executor, _parse, slots, ends, located)
+            located.is_direct = files.is_direct
+        return located
+
+    def _place(self, index: MetadataIndex) -> _StorageInfo:
+        place: _StorageInfo | None = self.metadata.storage_data.get(index)
+        if place is None:
+            raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {index.fqn!r} {index.offset or ''}")
+        return place
+
+    def _slots(self, wanted: Mapping[MetadataIndex, _StorageInfo], into: _Located) -> dict[MetadataIndex, Slot]:
+        """Of plain DCP: tensors whose envelope must be looked at; all else is put into ``into``."""
+        slots: dict[MetadataIndex, Slot] = {}
+        for index, place in wanted.items():
+            entry = self.metadata.state_dict_metadata.get(index.fqn)
+            if isinstance(entry, TensorStorageMetadata) and not _descriptors(place):
+                offsets = tuple(index.offset or (0,) * len(entry.size))
+                shapes = [tuple(chunk.sizes) for chunk in entry.chunks if tuple(chunk.offsets) == offsets]
+                if not shapes:
+                    raise CorruptCheckpointError(f"{METADATA_FILE}: {index.fqn!r} has no chunk at {offsets}")
+                slots[index] = Slot(
+                    name=index.fqn,
+                    file=place.relative_path,
+                    item_offset=place.offset,
+                    item_bytes=place.length,
+                    dtype=entry.properties.dtype,
+                    shape=shapes[0],
+                    offsets=offsets,
+                    is_transformed=False,
+                )
+            else:
+                into.streams[index] = _stored(index, place, None)
+        return slots
+
+    # -- what the planner gets --------------------------------------------------------------------
+
+    def _give(self, item: ReadItem, data: bytes, planner: LoadPlanner, transforms: Any) -> None:
+        """An object, or a tensor that is stored as bytes, to the planner as stock gives it."""
+        descriptors = _descriptors(self._place(item.storage_index))
+        if self.checkpoint.root is None and not descriptors and item.type is LoadItemType.BYTE_IO:
+            _check_records(item.storage_index.fqn, data)
+        stream: Any = io.BytesIO(data)
+        if descriptors:
+            if transforms is None:
+                raise ConfigError(
+                    f"{item.storage_index.fqn!r} was written with the extensions {list(descriptors)}, and this torch "
+                    "has none: use torch 2.7 or newer"
+                )
+            stream = io.BytesIO(transforms.transform_load_stream(item, descriptors, stream).read(-1))
+        if item.type is LoadItemType.BYTE_IO:
+            planner.load_bytes(item, stream)
+            return
+        stored = torch.load(stream, map_location="cpu", weights_only=True)
+        target = _target(item, planner)
+        target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+        planner.commit_tensor(item, target)
+
+
+def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    target: torch.Tensor = planner.resolve_tensor(item).detach()
+    if target.layout is torch.sparse_coo:  # the planner's is a copy
+        raise TemplateMismatchError(f"{item.dest_index.fqn!r}: a sparse COO tensor cannot be filled; give a dense one")
+    if tuple(target.shape) != tuple(item.lengths):
+        raise TemplateMismatchError(
+            f"{item.dest_index.fqn!r}: a target of shape {tuple(target.shape)} where {tuple(item.lengths)} is read"
+        )
+    return target
+
+
+def _descriptors(place: _StorageInfo) -> Sequence[str]:
+    return getattr(place, "transform_descriptors", None) or ()
+
+
+def _stored(index: MetadataIndex, place: _StorageInfo, crc32: int | None) -> StoredObject:
+    return StoredObject(index.fqn, place.relative_path, place.offset, place.length, crc32, bool(_descriptors(place)))
+
+
+def _locate_ours(
+    wanted: Mapping[MetadataIndex, _StorageInfo], manifests: Mapping[str, RankManifest], into: _Located
+) -> None:
+    """By the manifests, which hold the sums; what ``.metadata`` says must be the same."""
+    rows = {name: _rows(ours) for name, ours in manifests.items()}
+    sums = {name: block_sums(ours) for name, ours in manifests.items()}
+    objects = {(name, entry.offset): entry for name, ours in manifests.items() for entry in ours.objects}
+    for index, place in wanted.items():
+        file = place.relative_path
+        row = rows.get(file, {}).get((place.offset, place.length))
+        stored = objects.get((file, place.offset))
+        if row is not None:
+            into.items[index] = _item(index, manifests[file], row, sums[file][row])
+        elif stored is not None and stored.nbytes == place.length:
+            into.streams[index] = _stored(index, place, stored.crc32)
+        else:
+            raise CorruptCheckpointError(f"{file}: the manifests tell another place for {index.fqn!r} than .metadata")
+
+
+def _rows(manifest: RankManifest) -> dict[tuple[int, int], int]:
+    """Row of each item by its offset and length."""
+    columns = manifest.columns
+    return {
+        place: row
+        for row, place in enumerate(zip(columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=True))
+    }
+
+
+def _item(index: MetadataIndex, manifest: RankManifest, row: int, sums: tuple[int, ...]) -> Item:
+    entry = manifest.tensors[row]
+    assert manifest.file is not None
+    return Item(
+        name=index.fqn,
+        file=manifest.file.name,
+        dtype=DTYPES[entry.dtype],
+        shape=entry.shape,
+        stride=entry.stride,
+        offsets=entry.offsets,
+        storage_offset=0,
+        raw_offset=entry.raw_offset,
+        raw_bytes=entry.raw_bytes,
+        block_bytes=manifest.block_bytes,
+        sums=sums,
+        record_crc32=None,
+    )
+
+
+def _parse(slots: Mapping[MetadataIndex, Slot], ends: Ends, into: _Located) -> None:
+    for index, slot in slots.items():
+        try:
+            into.items[index] = parse_slot(slot, *ends[id(slot)])
+        except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, say
+            into.streams[index] = StoredObject.of_slot(slot)
+
+
+def _check_records(name: str, data: bytes) -> None:
+    """Stock has no sum over an object, but torch.save's zip has; a planner of the user's may store no such zip."""
+    try:
+        check_zip(name, data)
+    except MismatchError:
+        raise
+    except CorruptCheckpointError:
+        return

@@ -1,0 +1,209 @@
+"""``aio-ckpt demo``: train, be killed, resume, and prove that nothing was lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from aio_ckpt.demo.model import ModelSize
+from aio_ckpt.demo.plot import draw
+from aio_ckpt.demo.report import Continuation, DemoReport, Run, compare, report_on, rows_of
+from aio_ckpt.demo.screen import Advance, Screen
+from aio_ckpt.demo.train import Event, Idle, Started, Stepped, TrainSpec, decode_event
+from aio_ckpt.errors import AioCkptError
+from aio_ckpt.reports import amount
+
+__all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "run_demo"]
+
+MIN_STEPS = 20
+"""Fewer leave no save that is surely durable before the kill: ``save()`` waits for the one before."""
+
+_MARKER = "demo.json"
+_MAX_THREADS = 4
+
+
+class DemoError(AioCkptError, RuntimeError):
+    """The demo could not be run to its end; says what to do."""
+
+
+class OutError(DemoError):
+    """The directory for the demo cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSpec:
+    """What the demo does."""
+
+    out: Path
+    """Directory for checkpoints, logs, ``demo.json`` and the plot."""
+    steps: int = 100
+    """Steps of training, at least ``MIN_STEPS``; a save every tenth of them."""
+    seed: int = field(default_factory=lambda: secrets.randbelow(1 << 31))
+    """Of the model, of the batches and of the step at which the run is killed."""
+    idle_saves: int = 5
+    """Saves that are measured while nothing trains."""
+    size: ModelSize = field(default_factory=ModelSize)
+    """Of the model."""
+
+
+def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
+    """Run it, showing progress; what it found. Everything stays in ``spec.out``.
+
+    Raises:
+        OutError: ``out`` holds something else or cannot be written.
+        DemoError: a run failed.
+    """
+    begin = time.perf_counter()
+    _prepare(spec.out)
+    base = _train_spec(spec)
+    kill_step = random.Random(spec.seed).randint(spec.steps // 2, spec.steps * 4 // 5)
+    screen.line(
+        f"seed {spec.seed}, {spec.steps} steps, a save every {base.save_every}; {base.threads} torch thread(s), "
+        "so that one core is the engine's"
+    )
+    undisturbed = _run(spec, "undisturbed", msgspec.structs.replace(base, save_every=0), screen)
+    killed = _run(spec, "killed", base, screen, kill_step=kill_step)
+    _tell_kill(killed, spec, screen)
+    resumed_spec = msgspec.structs.replace(base, resumes=True, idle_saves=spec.idle_saves)
+    resumed = _run(spec, "resumed", resumed_spec, screen)
+    shutil.rmtree(spec.out / "idle", ignore_errors=True)
+
+    continuation = compare(undisturbed, killed, resumed)
+    _tell(continuation, resumed, screen)
+    report = report_on(undisturbed, killed, resumed, continuation, seed=spec.seed)
+    screen.table(("", "median", "mean", "worst", "of"), rows_of(report))
+    plot = draw(spec.out / "demo.png", undisturbed, killed, resumed)
+    screen.line(_plot_line(plot))
+    report = msgspec.structs.replace(report, secs=time.perf_counter() - begin, plot=str(plot) if plot else None)
+    (spec.out / _MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    screen.line(f"{report.secs:.0f} s in all; look around with: aio-ckpt verify {spec.out / 'checkpoints'}")
+    return report
+
+
+def _prepare(out: Path) -> None:
+    """Make ``out``, or clear what an earlier demo left there, and nothing else."""
+    if out.exists() and not out.is_dir():
+        raise OutError(f"{out} is a file: give a directory with --out")
+    if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).is_file():
+        raise OutError(f"{out} is not empty and not an earlier demo's: give another directory with --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / _MARKER).write_text("{}\n")
+        for name in ("checkpoints", "idle"):
+            if (out / name).exists():
+                shutil.rmtree(out / name)
+    except OSError as error:
+        raise OutError(f"{error.filename or out}: {error.strerror}: give another directory with --out") from error
+
+
+def _train_spec(spec: DemoSpec) -> TrainSpec:
+    cores = len(os.sched_getaffinity(0))
+    return TrainSpec(
+        root=str((spec.out / "checkpoints").absolute()),
+        seed=spec.seed,
+        steps=spec.steps,
+        save_every=spec.steps // 10,
+        threads=max(1, min(_MAX_THREADS, cores - 1)),
+        size=spec.size,
+    )
+
+
+# -- one run ----------------------------------------------------------------------------------------
+
+
+def _run(spec: DemoSpec, name: str, train: TrainSpec, screen: Screen, *, kill_step: int | None = None) -> Run:
+    """Run a child to its end, or kill it within the step after ``kill_step``."""
+    run, log = Run(), spec.out / f"{name}.log"
+    instant = random.Random(spec.seed + 1).random()
+    with _child(train, log) as child, screen.progress(f"{name:<11} run", train.steps) as advance:
+        for event in _events(child):
+            run.add(event)
+            _show(event, train.steps, advance, screen)
+            if isinstance(event, Stepped) and event.step == kill_step:
+                time.sleep(instant * event.secs)  # anywhere in the next step: in a write, a commit or neither
+                child.kill()
+        code = child.wait()
+    if code not in (0, -signal.SIGKILL) or (code and kill_step is None):
+        words = log.read_text(errors="replace").strip().splitlines()
+        raise DemoError(f"the {name} run ended with {code}: {words[-1] if words else 'it said nothing'} ({log})")
+    if kill_step is not None and code == 0:
+        raise DemoError(f"the {name} run ended before it could be killed at step {kill_step}: give more --steps")
+    return run
+
+
+@contextmanager
+def _child(train: TrainSpec, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that trains; gone, whatever happens, when the block ends."""
+    # Threads of OpenMP that spin while they wait for each other would take the engine's core.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "aio_ckpt.demo.train", msgspec.json.encode(train).decode()]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as child,
+    ):
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _events(child: subprocess.Popen[bytes]) -> Iterator[Event]:
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.endswith(b"\n"):  # else the kill cut it
+            yield decode_event(line)
+
+
+def _show(event: Event, steps: int, advance: Advance, screen: Screen) -> None:
+    if isinstance(event, Started) and event.resumed_from is None:
+        screen.line(
+            f"{event.parameters / 1e6:.1f} M parameters, {amount(event.corpus_bytes)} of text "
+            f"from {event.corpus_files} modules of this Python"
+        )
+    elif isinstance(event, Started):
+        screen.line(
+            f"resumed from step {event.resumed_from}: {amount(event.bytes_read)} read and verified in "
+            f"{event.load_secs * 1e3:.0f} ms" + "".join(f"; step {step} did not verify" for step in event.skipped)
+        )
+    elif isinstance(event, Stepped):
+        advance(event.step, f"step {event.step}/{steps}, loss {event.loss:.4f}, {event.secs * 1e3:.0f} ms")
+    elif isinstance(event, Idle):
+        advance(steps, "all steps done; measuring saves and the disk while nothing trains")
+
+
+# -- words ------------------------------------------------------------------------------------------
+
+
+def _tell_kill(killed: Run, spec: DemoSpec, screen: Screen) -> None:
+    names = sorted(path.name for path in (spec.out / "checkpoints").iterdir())
+    pending = [name for name in names if name.startswith(".pending-")]
+    torn = f"torn save left behind, invisible: {', '.join(pending)}" if pending else "no save was being written"
+    committed = ", ".join(name for name in names if not name.startswith("."))
+    screen.line(f"killed (SIGKILL) after step {killed.steps[-1].step}; committed: {committed}; {torn}")
+
+
+def _plot_line(plot: Path | None) -> str:
+    return f"plot: {plot}" if plot else "no plot: matplotlib is missing (pip install 'aio-ckpt[plot]')"
+
+
+def _tell(found: Continuation, resumed: Run, screen: Screen) -> None:
+    if found.is_identical:
+        screen.line(
+            f"bit for bit: all {found.losses_compared} losses of the killed and the resumed run, and every bit of "
+            f"the final state ({resumed.digest[:16]}), equal the undisturbed run's",
+            style="bold green",
+        )
+    else:
+        screen.line(f"NOT bit for bit: {found.difference}", style="bold red")

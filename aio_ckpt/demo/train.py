@@ -1,0 +1,316 @@
+"""The demo's trainer, and a model of use: an async loop that saves while it trains.
+
+Each run is a process of its own, ``python -m aio_ckpt.demo.train SPEC``, that tells what it does as one JSON
+event a line, so that whoever started it can kill it at any moment and still know how far it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.demo.disk import PlainDisk
+from aio_ckpt.demo.model import GPT, Batches, ModelSize, read_corpus
+from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.reports import SaveReport
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.values import PerRank
+from aio_ckpt.ticket import SaveTicket
+
+__all__ = ["Ended", "Event", "Idle", "Saved", "Saving", "Started", "Stepped", "TrainSpec", "Trainer", "decode_event"]
+
+_WARM_UP_STEPS = 10
+_LEARNING_RATE = 1e-3
+
+
+class TrainSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run does."""
+
+    root: str
+    """Root of the checkpoints."""
+    seed: int
+    """Of weights, dropout and the order of the batches."""
+    steps: int
+    """Step at which it ends."""
+    save_every: int
+    """Steps between saves; 0 saves nothing."""
+    resumes: bool = False
+    """Whether it goes on from the newest good checkpoint."""
+    idle_saves: int = 0
+    """Saves measured at the end while nothing trains, each beside a plain write of as many bytes."""
+    threads: int = 2
+    """Threads of torch: another number adds in another order, so it is fixed."""
+    size: ModelSize = ModelSize()
+    """Of the model."""
+
+
+# -- what a run tells -------------------------------------------------------------------------------
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ready to train."""
+
+    parameters: int
+    """Of the model, tied ones counted once."""
+    corpus_bytes: int
+    """Length of the text."""
+    corpus_files: int
+    """Sources it was joined from."""
+    resumed_from: int | None = None
+    """Step that was loaded."""
+    skipped: tuple[int, ...] = ()
+    """Newer steps that did not verify."""
+    load_secs: float = 0.0
+    """How long loading took."""
+    bytes_read: int = 0
+    """Bytes read from data files."""
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One step of training."""
+
+    step: int
+    """Its number, from 1."""
+    loss: float
+    """Exactly as computed: JSON keeps every bit of a float."""
+    secs: float
+    """Forward, backward and optimizer."""
+    is_saving: bool
+    """Whether a save was being written when it began."""
+
+
+class Saving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """``save()`` returned."""
+
+    step: int
+    """Step that is saved."""
+    secs: float
+    """How long the trainer stood still: waiting for room and ``save()`` itself."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A save is durable. Seconds count from the call of ``save()``."""
+
+    step: int
+    """Its step."""
+    blocked_secs: float
+    """Until ``save()`` returned."""
+    staged_secs: float
+    """Until everything was copied."""
+    durable_secs: float
+    """Until it was committed."""
+    image_bytes: int
+    """Bytes in the data file."""
+    mode: str
+    """How they went to the disk."""
+
+
+class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A save while nothing trained, beside a plain write."""
+
+    saved: Saved
+    """The save."""
+    plain_secs: float
+    """The plain write, until durable."""
+    plain_direct: bool
+    """Whether it passed the page cache by."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All steps done, all saves durable."""
+
+    digest: str
+    """SHA-256 of every leaf of the state."""
+
+
+Event: TypeAlias = Started | Stepped | Saving | Saved | Idle | Ended
+Emit: TypeAlias = Callable[[Event], None]
+
+decode_event = msgspec.json.Decoder(Event).decode
+
+
+# -- the trainer ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Model, AdamW, schedule and batches. Seeds torch, so that the same spec gives the same numbers."""
+
+    def __init__(self, spec: TrainSpec) -> None:
+        torch.manual_seed(spec.seed)
+        self.corpus = read_corpus()
+        self.model = GPT(spec.size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, weight_decay=0.1, fused=True)
+        self.schedule = LambdaLR(self.optimizer, lambda step: _rate_factor(step, spec.steps))
+        self.batches = Batches(self.corpus, spec.size, seed=spec.seed)
+        self.step = 0
+
+    def state(self) -> dict[str, object]:
+        """All that the next step depends on. Each rank has its own place in the data and its own dice."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "batches": PerRank(self.batches),
+            "rng": PerRank(torch.get_rng_state()),
+        }
+
+    async def resume(self, engine: CheckpointEngine) -> Started:
+        """Go on from the newest checkpoint that verifies."""
+        begin = time.perf_counter()
+        rng = torch.get_rng_state()
+        report = await engine.load({**self.state(), "rng": PerRank(rng)})
+        torch.set_rng_state(rng)
+        self.step = report.step
+        return self.started(
+            resumed_from=report.step,
+            skipped=tuple(skipped.step for skipped in report.skipped),
+            load_secs=time.perf_counter() - begin,
+            bytes_read=report.bytes_read,
+        )
+
+    def started(
+        self,
+        *,
+        resumed_from: int | None = None,
+        skipped: tuple[int, ...] = (),
+        load_secs: float = 0.0,
+        bytes_read: int = 0,
+    ) -> Started:
+        """What stands at the start of a run."""
+        return Started(
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            corpus_bytes=self.corpus.text.numel(),
+            corpus_files=self.corpus.files,
+            resumed_from=resumed_from,
+            skipped=skipped,
+            load_secs=load_secs,
+            bytes_read=bytes_read,
+        )
+
+    def train_step(self) -> float:
+        """One batch; the loss in nats a byte."""
+        loss: torch.Tensor = self.model(self.batches.next())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.step += 1
+        return loss.item()
+
+    def digest(self) -> str:
+        """SHA-256 over the names and every bit of all leaves of the state."""
+        sums, flat = hashlib.sha256(), flatten(self.state(), rank=0)
+        for name, value in zip(flat.names, flat.values, strict=True):
+            sums.update(name.encode())
+            if isinstance(value, torch.Tensor):
+                sums.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+            else:
+                sums.update(repr(value).encode())
+        return sums.hexdigest()
+
+
+def _rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step < _WARM_UP_STEPS:
+        return (step + 1) / _WARM_UP_STEPS
+    progress = min(1.0, (step - _WARM_UP_STEPS) / max(1, steps - _WARM_UP_STEPS))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+# -- one run ----------------------------------------------------------------------------------------
+
+
+async def train(spec: TrainSpec, emit: Emit) -> None:
+    """Train to ``spec.steps``, saving while training; every save is durable when this returns."""
+    trainer = Trainer(spec)
+    tickets: deque[SaveTicket] = deque()
+    async with CheckpointEngine(spec.root, EngineConfig(keep_last=3)) as engine:
+        emit(await trainer.resume(engine) if spec.resumes else trainer.started())
+        while trainer.step < spec.steps:
+            begin, is_saving = time.perf_counter(), bool(tickets)
+            loss = trainer.train_step()
+            secs = time.perf_counter() - begin
+            emit(Stepped(step=trainer.step, loss=loss, secs=secs, is_saving=is_saving))
+            if spec.save_every and trainer.step % spec.save_every == 0:
+                begin = time.perf_counter()
+                await engine.ready()
+                tickets.append(engine.save(trainer.state(), step=trainer.step))
+                emit(Saving(step=trainer.step, secs=time.perf_counter() - begin))
+            while tickets and tickets[0].done():
+                await _report(tickets.popleft(), emit)
+        for ticket in tickets:
+            await _report(ticket, emit)
+    if spec.idle_saves:
+        await _measure_idle(trainer, spec, emit)
+    emit(Ended(digest=trainer.digest()))
+
+
+async def _report(ticket: SaveTicket, emit: Emit) -> None:
+    report = await ticket
+    if report is not None:
+        emit(_saved(report))
+
+
+def _saved(report: SaveReport) -> Saved:
+    timings = report.timings
+    return Saved(
+        step=report.step,
+        blocked_secs=timings.blocked_secs,
+        staged_secs=timings.staged_secs,
+        durable_secs=timings.committed_secs,
+        image_bytes=report.image_bytes,
+        mode=report.mode,
+    )
+
+
+async def _measure_idle(trainer: Trainer, spec: TrainSpec, emit: Emit) -> None:
+    """Save and plain write in turn, so that a disk whose speed wanders is fair to both.
+
+    The first of each is not told: it pays for memory that a trainer pays for once. Nothing is deleted meanwhile:
+    the plain writes would pay for it.
+    """
+    root, config = Path(spec.root).with_name("idle"), EngineConfig()
+    async with CheckpointEngine(root, config) as engine:
+        report = await engine.save(trainer.state())
+        assert report is not None
+        with PlainDisk(root, report.image_bytes, writers=config.workers) as disk:
+            disk.write()
+            for _ in range(spec.idle_saves):
+                plain = disk.write()
+                report = await engine.save(trainer.state())
+                assert report is not None
+                emit(Idle(saved=_saved(report), plain_secs=plain.secs, plain_direct=plain.is_direct))
+
+
+def main() -> None:
+    """Run the spec given as the only argument."""
+    spec = msgspec.json.Decoder(TrainSpec).decode(sys.argv[1])
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
+    # Not sys.stdout: what a library prints there must not break into the events.
+    events = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(events, "wb", buffering=0) as out:
+        asyncio.run(train(spec, lambda event: _write(out.fileno(), event)))
+
+
+def _write(descriptor: int, event: Event) -> None:
+    os.write(descriptor, msgspec.json.encode(event) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""The engine: the state machine that wires capture, pipeline and restore, and the async face."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Literal, Self
+
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.config import EngineConfig, check_kind
+from aio_ckpt.engine.load import load_state, read_tree, selection
+from aio_ckpt.engine.pending_save import SaveCall, Site
+from aio_ckpt.engine.root import RootKeeper, make_root
+from aio_ckpt.engine.save_call import Saver
+from aio_ckpt.engine.shutdown import Closing, second_to
+from aio_ckpt.errors import EngineClosedError, StallError
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.memory.kind import check_staging
+from aio_ckpt.memory.lifetime import LifetimeStats
+from aio_ckpt.ranks.membership import Peers
+from aio_ckpt.ranks.preemption import Notice
+from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
+from aio_ckpt.reports import LoadReport
+from aio_ckpt.rescue.commit import open_segments, tell_rescuable
+from aio_ckpt.runtime.futures import follow, outcome
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
+from aio_ckpt.runtime.priority import lower_priority
+from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.ticket import Milestone, SaveTicket
+from aio_ckpt.write.throttle import WriteThrottle
+
+__all__ = ["CheckpointEngine"]
+
+
+class CheckpointEngine:
+    """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
+
+    The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
+    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled, at most
+    ``max_in_flight`` are, and its step exceeds every committed and pending one. Any call may raise EngineClosedError
+    once it is closed, and WrongThreadError on the engine's own threads.
+
+    Args:
+        root: directory of the checkpoints; made if it is missing.
+        config: settings; the defaults suit a trainer on a local disk.
+        coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
+            ``SoloCoordinator()`` for an engine of this process alone.
+        storage: where the bytes go; the local file system unless given.
+
+    Raises:
+        RootError: ``root`` is a file or cannot be made.
+        ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
+        OSError, RuntimeError: no more threads or descriptors; those that it had are given back.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        coordinator: Coordinator | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        check_kind("config", config, EngineConfig)
+        check_kind("coordinator", coordinator, Coordinator)
+        check_kind("storage", storage, Storage)
+        self.config = config = config or EngineConfig()
+        coordinator = coordinator or default_coordinator()
+        check_staging(config.staging, config.shm_path, coordinator.world_size)
+        self.root = make_root(root)
+        owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
+        segments, kept = open_segments(self.root, owner, config.shm_path)
+        self._portal = Portal(
+            f"aio_ckpt-{session}",
+            config.workers + HOUSEKEEPING_THREADS,
+            functools.partial(lower_priority, config.thread_nice, config.thread_ioprio),
+        )
+        with self._portal.opening():
+            rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
+            peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
+            self._notice = Notice(peers, self._portal)
+            self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
+            self._site = Site(
+                root=self.root,
+                names=StepNames(config.step_dir),
+                owner=owner,
+                storage=storage or LocalStorage(self._portal.executor, config.direct_io),
+                peers=peers,
+                executor=self._portal.executor,
+                config=config,
+                segments=segments,
+                kept=kept,
+                throttle=self._throttle,
+            )
+            self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
+            self._saver = Saver(
+                self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
+            )
+            self._closing = Closing(
+                self._saver.in_flight,
+                background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
+                release=self._shut_down,
+            )
+            tell_rescuable(
+                self._site.storage,
+                self.root,
+                self._site.names,
+                owner,
+                self._portal,
+                segments=segments,
+                kept=kept,
+                stale_after_secs=config.stale_after_secs,
+                limit_secs=config.stall_timeout_secs,
+            )
+            self._portal.at_exit(self._drain)
+            self._saver.meet()
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        overwrite: bool = False,
+        deadline_secs: float | None = None,
+        metrics: Mapping[str, object] | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> SaveTicket:
+        """Capture ``state`` now and save it in the background.
+
+        When this returns, the caller may change all it passed. ``await`` the ticket for a durable, visible checkpoint.
+
+        Args:
+            state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
+            step: whole number, numpy's too; must exceed every committed and pending step; default one more than the
+                newest.
+            overwrite: replace the committed checkpoint of this very step, in one exchange.
+            deadline_secs: fail this save if it is not committed so many seconds after this call; nothing becomes
+                visible then. Only the last rename and its fsync, once begun, are waited for.
+            metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
+                is stored as such and is never the best.
+            trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
+                settled, also if the save fails once it has begun. A trace that cannot be written is logged.
+
+        Raises:
+            StepOrderError, DuplicateNameError, EmptyStateError, ConfigError: bad input; nothing was touched.
+            UnsupportedLeafError, UnsafeObjectError, SourceChangedError: a bad leaf; nothing was touched.
+            BudgetExceededError: the host state alone exceeds ``budget_bytes``.
+            BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
+            RootError: the root is not writable, or another writer holds it.
+            StallError: ``deadline_secs`` passed before everything was captured.
+            PeerFailedError: another rank failed, and all had to agree before this one captured.
+            Exception: an earlier save failed and nobody awaited it; raised once.
+        """
+        step = commit.whole_number(step)
+        call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
+        return self._saver.save(state, step, call)
+
+    def prepare(self, state: object) -> Milestone[None]:
+        """Do ahead what makes a first save slow: take the root's lock, plan, map and register staging memory.
+
+        The state is walked now, by this thread, and nothing of it is captured or kept; memory is mapped in the
+        background. A save of the same names, types and shapes is a plan hit; one that comes before the memory is there
+        waits for it. ``await`` what is returned, or call its ``result()``, to know when. It waits for no save.
+
+        Raises:
+            Exception: what :meth:`save` would raise of this state or root. Memory that cannot be had
+                (BudgetExceededError) is raised by what is returned, and again by the save.
+        """
+        return self._saver.prepare(state)
+
+    def guard(self, guarded: object) -> None:
+        """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
+
+        Covers its parameters and state on devices, which nothing but its ``step`` may change.
+
+        Raises:
+            ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
+        """
+        self._saver.in_flight.guards.add(guarded)
+
+    def step_done(self) -> None:
+        """Tell that a training step has ended, for ``max_write_bytes_per_sec="auto"`` without a guarded optimizer.
+
+        Call it once a step, from one thread; it records an event of the current CUDA stream, or the time, and waits for
+        nothing. From the first call on the steps of guarded optimizers do not count.
+        """
+        self._throttle.step_done()
+
+    async def ready(self) -> None:
+        """Return when ``save()`` would not have to wait for an earlier save."""
+        while (settled := self._saver.in_flight.settled_before_room) is not None:
+            await asyncio.wrap_future(follow(settled))
+
+    def wait_ready(self) -> None:
+        """:meth:`ready` for a caller without a loop."""
+        self._portal.check_thread("ready()")
+        while (settled := self._saver.in_flight.settled_before_room) is not None:
+            settled.result()
+
+    def clear_cache(self) -> None:
+        """Forget the cached plan and give its gather buffers back: the next save plans anew."""
+        self._saver.clear_cache()
+
+    @property
+    def plan_hits(self) -> int:
+        """Saves, and calls of :meth:`prepare`, that reused the cached layout."""
+        return self._saver.cache.hits
+
+    @property
+    def plan_misses(self) -> int:
+        """Saves, and calls of :meth:`prepare`, that planned anew."""
+        return self._saver.cache.misses
+
+    @property
+    def lifetime(self) -> LifetimeStats:
+        """Arenas and leases held now."""
+        return self._saver.lifetime.stats
+
+    # -- loading --------------------------------------------------------------------------------------
+
+    async def load(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = False,
+        allow_missing: bool = False,
+        fallback: bool = True,
+    ) -> LoadReport:
+        """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
+
+        Tensors are filled as they are read, once the templates of all ranks match: after an error with
+        ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
+
+        Args:
+            state: the template: same names, shapes and dtypes as what was saved.
+            step: which one; None takes the newest that verifies.
+            strict: refuse names of the checkpoint that the template lacks.
+            allow_missing: leave template names that the checkpoint lacks as they are.
+            fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.commit.quarantine`);
+                False raises at the newest.
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint, or not this step.
+            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
+            MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
+            ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
+            UnsafeObjectError, UnsupportedLeafError: an object needs ``trusted_objects``; a leaf that nothing can fill.
+            FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
+            PeerFailedError, StallError: another rank failed, or gave no sign of life.
+            Exception: of a ``load_state_dict``, with ``target_modified``: the tensors outside of it are filled by then.
+        """
+        given_up: Future[None] = Future()
+        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
+        return await outcome(self.submit_load(state, step, given_up, **options), given_up)
+
+    def submit_load(
+        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: bool
+    ) -> Future[LoadReport]:
+        """:meth:`load` for a caller without a loop: its future. Once ``given_up`` is done it ends early."""
+        self._portal.check_thread("load()")
+        return self._portal.submit(load_state, self._site, state, step, options, given_up or Future())
+
+    async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
+        """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
+
+        Args:
+            step: which one; None takes the newest that verifies.
+            only: names of leaves, or of branches above them.
+
+        Raises:
+            MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
+            CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
+        """
+        return await asyncio.wrap_future(self.submit_read(step, only=only))
+
+    def submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
+        """:meth:`read` for a caller without a loop: its future."""
+        self._portal.check_thread("read()")
+        step = None if step is None else commit.check_step_number(step)
+        return self._portal.submit(read_tree, self._site, step, selection(only))
+
+    def steps(self) -> list[int]:
+        """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
+        return self._keeper.steps()
+
+    def latest_step(self) -> int | None:
+        """Newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def rollback(self, step: int) -> list[int]:
+        """Make ``step`` the newest: later steps are renamed ``.abandoned-*``, never deleted; returns them.
+
+        With several ranks every rank calls it, as it calls ``save()``.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            BusyError: saves are pending: await their tickets first.
+            RootError: the root is not writable, or another writer holds it.
+            PeerFailedError, StallError: as :meth:`load`.
+        """
+        return self._saver.rollback(step)
+
+    def protect(self, step: int) -> None:
+        """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed (any more).
+        """
+        self._keeper.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """Let ``step`` expire again, at the next commit; nothing if it was not protected."""
+        self._keeper.unprotect(step)
+
+    def protected_steps(self) -> list[int]:
+        """Steps that are protected, ascending."""
+        return self._keeper.protected_steps()
+
+    @property
+    def undeleted_steps(self) -> Mapping[int, str]:
+        """Expired steps that could not be deleted after the last commit, and why; tried again after the next."""
+        return self._keeper.undeleted
+
+    # -- ending ---------------------------------------------------------------------------------------
+
+    def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """From now on ``signals`` set :attr:`preempted`, until the engine is closed.
+
+        The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
+        are called too, after the flag was set; what the system does by default (to end the process) no longer
+        happens. Closing the engine, and a fork in the child, restores what was there before.
+
+        Raises:
+            WrongThreadError: not called on the main thread.
+            ConfigError: a signal cannot be handled.
+            EngineClosedError: the engine was closed.
+        """
+        if self._portal.is_closed:
+            raise EngineClosedError("the engine was closed: open a new one")
+        self._notice.local.install(signals)
+        self._notice.watch()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal of :meth:`on_preemption` came; stays True.
+
+        From then on the disk belongs to the saves: retention deletes nothing more (the next run's does), and
+        ``save()`` waits for room even where ``when_busy`` would skip or raise. With many ranks a signal to one of them
+        turns it true on all, at the same look: each has to look as often as the others (a ``save()`` is a look too).
+        """
+        return self._notice.look()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        await self._closing.leave(error)
+        return False
+
+    async def close(self) -> None:
+        """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
+        await self._closing.finish()
+
+    def close_blocking(self) -> None:
+        """:meth:`close` for a caller without a loop."""
+        self._closing.finish_blocking()
+
+    def close_after(self, error: BaseException | None) -> None:
+        """:meth:`close_blocking` at the end of a block that ended with ``error``, which comes first."""
+        with second_to(error):
+            self.close_blocking()
+
+    def terminate(self) -> None:
+        """Abandon pending saves and release everything; nothing of them becomes visible."""
+        self._closing.abandon(self.config.stall_timeout_secs)
+
+    def _expire(self, step: int) -> None:
+        """``step`` was committed: older ones may expire."""
+        if not self._notice.is_on:
+            self._keeper.delete_expired(step)
+
+    def _drain(self) -> None:
+        """At interpreter exit: nothing trains any more."""
+        self._throttle.lift()
+        self._closing.drain(self.config.drain_timeout_secs)
+
+    def _shut_down(self) -> None:
+        coordinator = self._site.peers.coordinator
+        with contextlib.ExitStack() as steps:  # the last comes first; each, whatever the others raise
+            steps.callback(self._notice.local.restore)
+            steps.callback(self._keeper.release)
+            steps.callback(self._saver.lifetime.close)
+            steps.callback(coordinator.close)
+            steps.callback(self._portal.close, STOP_SECS)
+            steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
+            steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
+            steps.callback(self._saver.let_go)

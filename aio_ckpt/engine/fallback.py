@@ -1,0 +1,194 @@
+"""Walk: from the newest checkpoint back past those that do not verify, each read twice before it is passed by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.quarantine import Condemned
+from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    MismatchError,
+    ReadError,
+    tell_modified,
+)
+from aio_ckpt.reports import SkippedCheckpoint
+
+__all__ = ["ChangedError", "Damage", "Use", "Walk", "candidates", "newest_good", "too_many_changes"]
+
+T = TypeVar("T")
+Use: TypeAlias = Callable[[commit.Committed, bool], Awaitable[T]]
+"""Reads a checkpoint; the second time (True) to memory that nobody else has: what does not match then is damage."""
+_log = logging.getLogger("aio_ckpt")
+
+
+async def newest_good(
+    site: Site, step: int | None, use: Use[T], *, fallback: bool
+) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
+    """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
+
+    Only damage and a format that is not known here walk back: an I/O error or a template that does not match is raised
+    as it is. What a writer deleted or
+    replaced meanwhile proves nothing: then the root is looked at anew. What was proven damaged is set aside once an
+    older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
+    not take the root for an empty one.
+    """
+    walk = Walk(site=site)
+    for _ in range(commit.MAX_LOOKS):
+        walk.damaged.clear()
+        try:
+            for candidate in await candidates(site, step):
+                try:
+                    value = await walk.use(candidate, use)
+                except (CorruptCheckpointError, FormatVersionError):
+                    if step is not None or not fallback:
+                        raise
+                else:
+                    return candidate, await walk.settle(), value
+        except ChangedError as error:
+            _log.info("%s was deleted or replaced while it was read: looking again", error)
+        except Exception as error:
+            walk.complete(error)
+            raise
+        else:
+            raise walk.failure()
+    failure = too_many_changes(walk.site.root)
+    failure.target_modified = walk.is_modified
+    raise failure
+
+
+def too_many_changes(root: Path) -> CheckpointNotFoundError:
+    """What to raise when a writer deletes faster than this reads."""
+    return CheckpointNotFoundError(
+        f"each of {commit.MAX_LOOKS} checkpoints under {root} was deleted or replaced by its writer while it "
+        "was read: keep more of them (keep_last), or protect(step) one before it is read"
+    )
+
+
+class ChangedError(AioCkptError):
+    """The checkpoint was deleted or replaced while it was read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """What two readings of a checkpoint found."""
+
+    checkpoint: commit.Committed
+    """Which."""
+    error: CorruptCheckpointError | FormatVersionError
+    """Error of the second reading, or of the only one if the format is not known here."""
+    is_proven: bool
+    """Whether both found a mismatch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Walk:
+    """A walk from the newest checkpoint back."""
+
+    site: Site
+    """Where."""
+    damaged: list[Damage] = field(default_factory=list)
+    """Passed by so far, newest first."""
+    is_modified: bool = False
+    """Whether any reading began to fill the template."""
+
+    async def use(self, candidate: commit.Committed, use: Use[T]) -> T:
+        """``use`` of a checkpoint, a second time if it does not match: a bad transfer is no damage on the disk.
+
+        Raises:
+            CorruptCheckpointError: neither time; noted in ``damaged``.
+            FormatVersionError: a newer torch or aio_ckpt wrote it; noted in ``damaged``, never as proven.
+            ChangedError: it is no longer the one that was found.
+        """
+        try:
+            return await self._read(candidate, use, again=False)
+        except FormatVersionError as error:
+            self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=False))
+            raise
+        except CorruptCheckpointError as error:
+            first = error
+        _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
+        try:
+            return await self._read(candidate, use, again=True)
+        except CorruptCheckpointError as error:
+            is_proven = isinstance(first, MismatchError) and isinstance(error, MismatchError)
+            self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
+            raise
+
+    async def _read(self, candidate: commit.Committed, use: Use[T], *, again: bool) -> T:
+        try:
+            value = await use(candidate, again)
+        except (CorruptCheckpointError, FormatVersionError, CheckpointNotFoundError, ReadError) as error:
+            self.is_modified = self.is_modified or error.target_modified
+            if not await commit.is_unchanged(self.site.storage, candidate):
+                raise ChangedError(str(candidate.path)) from error
+            raise
+        # Without sums nothing else tells the manifest of one save from the data of the one that replaced it.
+        if self.site.config.verify == "never" and not await commit.is_unchanged(self.site.storage, candidate):
+            self.is_modified = True
+            raise ChangedError(str(candidate.path))
+        return value
+
+    async def settle(self) -> tuple[SkippedCheckpoint, ...]:
+        """An older one was good: condemn what was proven; what was passed by, for the report."""
+        site = self.site
+        proven = (
+            Condemned(checkpoint=found.checkpoint, error=found.error)
+            for found in self.damaged
+            if found.is_proven and isinstance(found.error, CorruptCheckpointError)
+        )
+        moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
+        for found in self.damaged:
+            reason = "cannot be read here" if isinstance(found.error, FormatVersionError) else "does not verify"
+            _log.error("skipped step %d, which %s: %s", found.checkpoint.step, reason, found.error)
+        return tuple(
+            SkippedCheckpoint(
+                step=found.checkpoint.step,
+                path=found.checkpoint.path,
+                error=found.error.with_traceback(None),  # a report must not keep the frames and so the template alive
+                quarantined=moved.get(found.checkpoint.path),
+            )
+            for found in self.damaged
+        )
+
+    def complete(self, error: Exception) -> None:
+        """``error`` ends the walk: let it say whether the template was touched, and what was passed by before it."""
+        if self.is_modified:
+            tell_modified(error)
+        if not isinstance(error, CorruptCheckpointError | FormatVersionError):  # which tells itself what it is about
+            for found in self.damaged:
+                error.add_note(f"step {found.checkpoint.step} was tried before and does not verify: {found.error}")
+
+    def failure(self) -> CorruptCheckpointError | FormatVersionError:
+        """None is good: FormatVersionError if the only fault of all is that their format is not known here."""
+        each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
+        text = f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}"
+        is_unknown = all(isinstance(found.error, FormatVersionError) for found in self.damaged)
+        error = FormatVersionError(text) if is_unknown else CorruptCheckpointError(text)
+        error.target_modified = self.is_modified
+        return error
+
+
+async def candidates(site: Site, step: int | None) -> list[commit.Committed]:
+    """Newest first: what is committed, and what was before it lost its ``.metadata``.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    committed, torn = await commit.discover_all(site.storage, site.root, site.names)
+    steps = [checkpoint.step for checkpoint in committed]
+    chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
+    if not chosen:
+        wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+        is_older = step is not None and bool(steps) and step < steps[-1]
+        hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
+        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}{hint}")
+    return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)

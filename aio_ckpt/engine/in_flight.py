@@ -1,0 +1,378 @@
+"""The saves in flight of one engine: who may enter, how each is started and settled, which failures nobody saw."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.engine.pending_save import PendingSave, SaveCall, Site
+from aio_ckpt.engine.pipeline import keep_trace, run_save
+from aio_ckpt.engine.steps import KnownSteps
+from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError, tell_stage
+from aio_ckpt.plan.planner import Plan, PlannedSave
+from aio_ckpt.ranks.membership import SaveRound
+from aio_ckpt.reports import SaveReport
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.portal import Condition, Lock, Portal
+from aio_ckpt.snapshot.capture import Capture, Copiers, capture
+from aio_ckpt.snapshot.device_copy import Shadows
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.snapshot.optimizer_guard import Guards
+from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
+from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.ticket import SaveTicket
+
+__all__ = ["CALL_STAGE", "MAX_CALLS", "InFlight"]
+
+_log = logging.getLogger("aio_ckpt")
+CALL_STAGE = "capture"
+"""Stage of what ``save()`` itself raises."""
+MAX_CALLS = sys.maxsize
+"""Beyond the number of any call."""
+
+
+class InFlight:
+    """The table of pending saves.
+
+    Invariant: a save is in the table from :meth:`start` until it is settled, and at most ``max_in_flight`` are. A
+    failure that no waiter has seen stays here until it was raised once.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        portal: Portal,
+        *,
+        on_settled: Callable[[int, BaseException | None], None],
+        adopt: Callable[[Plan], None],
+    ) -> None:
+        """``on_settled`` is told of each outcome before the save leaves the table, ``adopt`` of each agreed plan."""
+        self._adopt = adopt
+        self._site = site
+        self._portal = portal
+        self._on_settled = on_settled
+        self._copiers = Copiers(shadows=Shadows(site.config.device_copy_bytes))
+        self.guards = Guards(on_step=site.throttle.guarded_step)
+        self._max = site.config.max_in_flight
+        self.steps = KnownSteps(site.quarantine, max_in_flight=self._max, are_several=site.peers.are_several)
+        self._on_failure = site.config.on_failure
+        # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
+        # held for ever.
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
+        self._calls = 0
+        self._pending: list[PendingSave] = []
+        self._unreported: list[tuple[int, SaveTicket]] = []  # with the number of the call
+        self._is_closing = False
+
+    # -- room -----------------------------------------------------------------------------------------
+
+    def wait_for_room(self, step: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
+        """Seconds waited for room; None if the save is to be skipped.
+
+        Without a deadline for as long as it takes: each pending save settles by its own.
+
+        Raises:
+            BusyError: there is none and ``when_busy="raise"``.
+            StallError: there was none by the deadline of this save, which is to be ``step`` (or the next).
+            EngineClosedError: the engine was closed, maybe meanwhile.
+        """
+        began = time.perf_counter()
+        with self._lock:
+            while not self._is_closing and len(self._pending) >= self._max:
+                if when_busy == "skip":
+                    return None
+                if when_busy == "raise":
+                    raise BusyError(
+                        f"the save of step {self._pending[0].step} is pending: await engine.ready() first, "
+                        "or raise max_in_flight"
+                    )
+                deadline.check(step, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(deadline.left_secs(MAX_SECS))
+            self.check_open()
+        return time.perf_counter() - began
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError if no save may enter any more."""
+        if self._is_closing:
+            raise EngineClosedError("the engine was closed: open a new one")
+
+    def close(self) -> None:
+        """No save may enter from now on; those that wait get EngineClosedError.
+
+        Raises:
+            WrongThreadError: on the engine's own thread, where what is pending could never end.
+        """
+        self._portal.check_thread("close()")
+        with self._lock:
+            self._is_closing = True
+            self._changed.notify_all()
+
+    def prepare_buffers(self, plan: Plan) -> None:
+        """Make side streams and gather buffers now that the first save of ``plan`` would make."""
+        self._copiers.prepare(plan)
+
+    def clear_buffers(self) -> None:
+        """Let go of the gather buffers: 64 MiB of each device."""
+        self._copiers.clear()
+
+    @property
+    def pending(self) -> tuple[PendingSave, ...]:
+        """Saves not settled, oldest first."""
+        with self._lock:
+            return tuple(self._pending)
+
+    def room(self) -> tuple[bool, int]:
+        """Whether another save may enter now, and the last call before the oldest that is pending."""
+        with self._lock:
+            through = self._pending[0].number - 1 if self._pending else self._calls
+            return len(self._pending) < self._max, through
+
+    def wait_settled(self, through: int, deadline: Deadline) -> None:
+        """Until no save of a call up to ``through`` is pending."""
+        with self._lock:
+            while self._pending and self._pending[0].number <= through:
+                deadline.check(None, f"waiting for the save of step {self._pending[0].step} to end")
+                self._changed.wait(deadline.left_secs(MAX_SECS))
+
+    @property
+    def settled_before_room(self) -> Future[None] | None:
+        """Settlement of the oldest save, if another would have to wait for it."""
+        with self._lock:
+            return self._pending[0].settled if len(self._pending) >= self._max else None
+
+    # -- one save -------------------------------------------------------------------------------------
+
+    def enter(
+        self,
+        call: SaveCall,
+        planned: PlannedSave,
+        objects: ObjectBytes,
+        image: Image,
+        *,
+        step: int,
+        number: int,
+        agreement: SaveRound,
+        requested: Sequence[str],
+        waited_secs: float,
+        plan_secs: float,
+    ) -> PendingSave:
+        """Make a pending save, which has the lease from now on; :meth:`start` enters it in the table and runs it."""
+
+        def cancel() -> bool:
+            return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
+
+        def fence(stream: object) -> None:
+            for mark in save.marks:
+                mark.fence(stream)
+
+        try:
+            with self._lock:
+                save = PendingSave(
+                    call=call,
+                    step=step,
+                    number=number,
+                    round=agreement,
+                    adopt=self._adopt,
+                    requested=requested,
+                    plan=planned.plan,
+                    plan_hit=planned.plan_hit,
+                    fingerprint_hit=planned.fingerprint_hit,
+                    objects=objects,
+                    image=image,
+                    progress=CaptureProgress(len(image.chunks)),
+                    ticket=SaveTicket(
+                        step=step,
+                        portal_check=self._portal.check_thread,
+                        cancel=cancel,
+                        fence=fence,
+                        waited_secs=waited_secs,
+                    ),
+                    plan_secs=plan_secs,
+                    earlier=tuple(pending.settled for pending in self._pending),
+                )
+        except BaseException:
+            image.lease.close()
+            raise
+        agreement.is_entered = True
+        return save
+
+    def next_number(self) -> int:
+        """The number of a call of ``save()``: the same on every rank for the same call."""
+        self._calls += 1
+        self._site.peers.coordinator.begin_call(f"save {self._calls}")
+        return self._calls
+
+    def start(self, save: PendingSave, planned: PlannedSave) -> None:
+        """Start the pipeline and copy: the first chunks are written while later ones are copied.
+
+        When it raises, the save is settled: nothing is visible and the ticket holds the error.
+        """
+        work: Capture | None = None
+        is_running, is_staged, plan = False, False, planned.plan
+
+        def begin() -> None:
+            nonlocal is_running
+            site = replace(self._site, storage=save.call.trace.storage(self._site.storage))
+            self._portal.submit(run_save, site, save, on_done=lambda done: self._settle(save, done))
+            is_running = True
+
+        def captured(runs: Sequence[CapturedRun]) -> None:
+            if is_running:
+                self._portal.post(save.progress.tell, runs)
+            else:
+                save.progress.tell(runs)  # nobody waits for it yet, and the loop is woken once
+                begin()
+
+        def issued(work: Capture) -> None:
+            nonlocal is_staged
+            save.marks = work.source_marks
+            self.guards.wait_for(work.source_marks)
+            is_staged = work.is_done
+            save.blocked_secs = save.elapsed()  # now: the loop, woken next, may be done before this goes on
+
+        try:
+            save.image.lease.hold(save.ticket.staged)
+            with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
+                self.check_open()  # since there was room; whoever closes awaits what is in the table then
+                self._pending.append(save)
+            if not plan.uses_cuda:  # else once all is issued: see capture()
+                begin()
+            work = capture(
+                planned,
+                save.image,
+                self._copiers,
+                guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
+                on_captured=captured,
+                on_issued=issued,
+                stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
+                trace=save.call.trace,
+            )
+            self._finish(save, work, is_staged=is_staged)
+        except BaseException as error:
+            if work is not None:
+                work.finish()  # the arena goes back: no copy may still be under way
+            save.image.lease.let_go(save.ticket.staged)
+            self._give_up(save, error)
+            raise
+
+    def _finish(self, save: PendingSave, work: Capture, *, is_staged: bool) -> None:
+        """Every copy is issued: ``staged`` is reached once they are done, or now if ``is_staged``."""
+
+        def finish() -> None:
+            work.finish()
+            save.staged_secs = save.elapsed()
+            save.ticket.staged.resolve(None)
+
+        lease, staged = save.image.lease, save.ticket.staged
+        if is_staged:
+            finish()
+            lease.let_go(staged)
+        else:
+            self._portal.executor.submit(finish).add_done_callback(lambda _: lease.let_go(staged))
+
+    def _give_up(self, save: PendingSave, error: BaseException) -> None:
+        """``save()`` is about to raise ``error``: the save ends with it first, however far it has come."""
+        timeout_secs = self._site.config.stall_timeout_secs
+        # Ctrl-C is raised by save() and only there: the pipeline and later saves hear of a cancelled save.
+        interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
+        cause = error if isinstance(error, Exception) else interrupted
+        tell_stage(cause, CALL_STAGE)
+        try:
+            self._portal.call(self._stop, save, cause, timeout=timeout_secs, what="save()")
+        except (EngineClosedError, StallError):  # no pipeline runs any more
+            self._settle(save, failed(cause))
+        with contextlib.suppress(StallError):
+            save.ticket.exception(timeout_secs)
+        with self._lock:  # raised by save(); kept, its traceback would keep the caller's state alive
+            self._unreported = [entry for entry in self._unreported if entry[1] is not save.ticket]
+
+    async def _stop(self, save: PendingSave, cause: Exception) -> None:
+        """On the loop, where alone it is certain whether the pipeline has begun; it settles the save if it has."""
+        save.progress.fail(cause)
+        if not save.has_begun:
+            save.image.lease.close()
+            await keep_trace(self._site, save, cause)
+            self._settle(save, failed(cause))
+
+    def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
+        """The pipeline ended or will never begin: leave the table, then tell the ticket. The first call counts."""
+        if save.settled.done():
+            return
+        error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
+        is_cancelled = isinstance(error, SaveCancelledError)
+        if save.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
+            error.in_doubt = True  # nobody waited for the end of the commit, which cannot be cancelled
+        if error is not None and not is_cancelled:
+            # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
+            _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
+        self._on_settled(save.step, error)
+        with self._lock:
+            self._pending = [other for other in self._pending if other is not save]
+            self.steps.settle(save.step, is_committed=error is None)
+            if error is not None and not is_cancelled and not _was_raised_elsewhere(error):
+                self._unreported.append((save.number, save.ticket))
+            self._changed.notify_all()
+        save.settled.set_result(None)
+        if error is None:
+            save.ticket.committed.resolve(done.result())
+        else:
+            save.ticket.staged.fail(error)
+            save.ticket.committed.fail(error)
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    @property
+    def pending_steps(self) -> list[int]:
+        """Steps of the saves not settled."""
+        return [save.step for save in self.pending]
+
+    @property
+    def newest_step(self) -> int | None:
+        """Newest step that is committed or pending."""
+        return self.steps.newest(self.pending_steps)
+
+    def claim_step(self, number: int, step: object) -> int:
+        """The step of call ``number``: see :meth:`KnownSteps.claim`."""
+        return self.steps.claim(number, step, self.pending_steps)
+
+    def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
+        """``step`` if a save of it may enter now, else StepOrderError."""
+        return self.steps.check(step, self.pending_steps, overwrite=overwrite, read=read_steps)
+
+    # -- failures -------------------------------------------------------------------------------------
+
+    def raise_unreported(self, through: int) -> None:
+        """Raise the oldest failure that nobody has seen, once; with ``on_failure="log"`` they were only logged.
+
+        Of calls up to number ``through``: later ones are raised by a later call, as on the other ranks.
+        """
+        raises = self._on_failure == "raise"
+        with self._lock:
+            unseen = [entry for entry in self._unreported if not entry[1].committed.observed]
+            failed = [entry for entry in unseen if entry[0] <= through][:1] if raises else []
+            self._unreported = [entry for entry in unseen if entry not in failed] if raises else []
+        for _, ticket in failed:
+            error = ticket.exception()
+            if error is not None:
+                error.add_note(f"this is the background save of step {ticket.step}, which nobody awaited")
+                raise error
+
+
+def _was_raised_elsewhere(error: BaseException) -> bool:
+    """Whether ``save()`` raised it on another rank: raised once more, here, it would be news again there, and so on."""
+    return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
+
+
+def failed(error: BaseException) -> Future[Any]:
+    """A future that holds ``error``."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future

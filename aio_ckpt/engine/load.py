@@ -1,0 +1,183 @@
+"""Restore: choose the checkpoint, and walk back past those that do not verify."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from aio_ckpt.commit.publish import Committed, check_step_number
+from aio_ckpt.config import check_flag
+from aio_ckpt.engine.fallback import newest_good
+from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
+from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.errors import AioCkptError, ConfigError, shown
+from aio_ckpt.read.load import LoadOutcome, load_checkpoint, read_state
+from aio_ckpt.read.match import OnMatched, at_once
+from aio_ckpt.reports import LoadReport
+from aio_ckpt.runtime.futures import unless_given_up
+from aio_ckpt.runtime.portal import Executor, run_blocking
+
+__all__ = ["LoadOptions", "load_state", "read_tree", "selection"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a load treats what does not match."""
+
+    strict: bool
+    """Refuse names of the checkpoint that the template lacks."""
+    allow_missing: bool
+    """Leave template names that the checkpoint lacks."""
+    fallback: bool
+    """Without a step: walk back past what does not verify."""
+
+    def __post_init__(self) -> None:
+        for name in ("strict", "allow_missing", "fallback"):
+            check_flag(name, getattr(self, name))
+
+
+async def load_state(
+    site: Site, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
+) -> LoadReport:
+    """Fill ``state`` from ``step``, or from the newest checkpoint that verifies; no longer once ``given_up`` is done.
+
+    ``options``: the fields of :class:`LoadOptions`. However it ends, no thread touches ``state`` any more: whoever gave
+    up may fill it by other means.
+
+    Raises:
+        StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
+    """
+    return await unless_given_up(given_up, lambda: _load(site, state, step, options))
+
+
+async def _load(site: Site, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
+    peers = site.peers
+    name = peers.next_load()  # before anything that may refuse this call here alone: the next call is the others' next
+    try:
+        wanted = None if step is None else check_step_number(step)
+        checked = LoadOptions(**options)
+        await peers.met()
+    except BaseException as error:
+        await _refuse(site, name, error)
+        raise
+    fill = functools.partial(_fill, site, state, checked)
+
+    async def fill_and_put_back(candidate: Committed, again: bool) -> _Filled:
+        filled = await fill(candidate, again, at_once)
+        await filled.put_back()
+        return filled
+
+    if peers.are_several:
+        chosen, skipped, filled = await newest_good_for_all(site, name, wanted, fill, fallback=checked.fallback)
+    else:
+        chosen, skipped, filled = await newest_good(site, wanted, fill_and_put_back, fallback=checked.fallback)
+    return LoadReport(
+        step=chosen.step,
+        path=chosen.path,
+        skipped=skipped,
+        missing=filled.outcome.missing,
+        unexpected=filled.outcome.unexpected,
+        bytes_read=filled.outcome.bytes_read,
+        verified=filled.outcome.verified,
+    )
+
+
+async def _refuse(site: Site, name: str, error: BaseException) -> None:
+    """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
+    if not site.peers.are_several:
+        return
+    with anyio.CancelScope(shield=True):
+        with contextlib.suppress(AioCkptError):
+            await site.peers.met()
+            await refuse_for_all(site, name, error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filled:
+    """A template whose tensors were filled."""
+
+    outcome: LoadOutcome
+    """By what."""
+    executor: Executor
+    """Where objects are set."""
+
+    @property
+    def identity(self) -> str:
+        """Of the checkpoint that was read."""
+        return self.outcome.identity
+
+    async def put_back(self) -> None:
+        """Set the objects and call every ``load_state_dict``."""
+        await run_blocking(self.executor, self.outcome.put_back)
+
+
+async def _fill(
+    site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: OnMatched
+) -> _Filled:
+    outcome = await load_checkpoint(
+        site.storage,
+        candidate.path,
+        state,
+        step=candidate.step,
+        rank=site.peers.coordinator.rank,
+        world_size=site.peers.coordinator.world_size,
+        ranks_on_host=site.peers.on_host,
+        executor=site.executor,
+        ring=site.ring,
+        readers=site.config.workers,
+        in_place=not again,
+        verify=site.config.verify == "load",
+        strict=options.strict,
+        allow_missing=options.allow_missing,
+        trusted=site.config.trusted_objects,
+        on_matched=on_matched,
+    )
+    return _Filled(outcome=outcome, executor=site.executor)
+
+
+def selection(only: Any) -> list[str] | None:
+    """The names given to ``read(only=)``, one or several; None: all.
+
+    Raises:
+        ConfigError: no names.
+    """
+    if only is None:
+        return None
+    try:
+        given = iter(only if isinstance(only, Iterable) and not isinstance(only, str) else [only])
+    except TypeError:  # of an array of no dimension, which says that it is iterable
+        given = iter([only])
+    names: list[str] = []
+    for name in given:
+        if not isinstance(name, str):  # at the first: there may be no last one
+            raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
+        names.append(name)
+    return names
+
+
+async def read_tree(site: Site, step: int | None, only: Collection[str] | None) -> object:
+    """The nested state of ``step``, or of the newest checkpoint that verifies."""
+
+    async def read(candidate: Committed, _: bool) -> object:
+        return await read_state(
+            site.storage,
+            candidate.path,
+            step=candidate.step,
+            only=only,
+            rank=site.peers.coordinator.rank,
+            world_size=site.peers.coordinator.world_size,
+            executor=site.executor,
+            ring=site.ring,
+            readers=site.config.workers,
+            verify=site.config.verify == "load",
+            trusted=site.config.trusted_objects,
+        )
+
+    _, _, state = await newest_good(site, step, read, fallback=True)
+    return state

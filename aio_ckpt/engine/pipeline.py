@@ -1,0 +1,254 @@
+"""One save on the engine's loop: write -> agree -> commit, and what happens when any of it fails."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+from pathlib import Path
+
+import anyio.lowlevel
+
+from aio_ckpt.commit import cleanup as undo
+from aio_ckpt.commit import owner
+from aio_ckpt.commit.discovery import read_save_id
+from aio_ckpt.commit.manifests import MetadataFile, object_spans, render_metadata_file
+from aio_ckpt.config import MAX_SECS
+from aio_ckpt.engine.commit_stage import conclude, narrow_save
+from aio_ckpt.engine.pending_save import PendingSave, Site, pending_of, save_id_of
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
+from aio_ckpt.format.manifests import METADATA_FILE, data_file_name
+from aio_ckpt.ranks.heartbeat import BEATS
+from aio_ckpt.reports import SaveReport, StageTimings
+from aio_ckpt.rescue.snapshot_record import seal_of, seal_when_captured
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.portal import watch_submissions
+from aio_ckpt.write.result import WriteResult
+from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
+
+__all__ = ["run_save"]
+
+_log = logging.getLogger("aio_ckpt")
+_TELL_SECS = 1.0
+"""How much later than its deadline a save may end: a leader that lives answers in milliseconds."""
+
+
+async def run_save(site: Site, save: PendingSave) -> SaveReport:
+    """Take a captured (or still being captured) save to the disk.
+
+    Raises:
+        SaveCancelledError: ``cancel`` was accepted.
+        StallError: no progress for ``stall_timeout_secs``, or ``deadline_secs`` passed.
+        Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
+            thread has let go of it.
+    """
+    if save.settled.done():
+        raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
+    save.has_begun = True
+    site.ring.let_go()  # whoever saves has loaded
+    try:
+        with watch_submissions(save.threads.add):
+            report = await _watched(site, save)
+    except BaseException as error:
+        cause = first_cause(error)
+        tell_stage(cause, save.stage)
+        with anyio.CancelScope(shield=True):
+            cause = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
+            if save.is_visible and isinstance(cause, AioCkptError):
+                cause.in_doubt = True
+            is_failed = save.round.is_failed and not save.is_visible
+            pending = pending_of(site, save) if is_failed else None
+            await undo.settle_failure(
+                site.storage,
+                pending,
+                save.image,
+                save.threads,
+                step=save.step,
+                cause=cause,
+                left_behind=site.left_behind,
+                are_several=site.peers.are_several,
+            )
+            await keep_trace(site, save, cause)
+        if cause is error:
+            raise
+        raise cause from cause.__cause__
+    await keep_trace(site, save, None)
+    return report
+
+
+def _tell_secs(deadline: Deadline) -> float | None:
+    """How long a save that failed may wait for the leader's word on it; None: as long as it lives."""
+    return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
+
+
+async def keep_trace(site: Site, save: PendingSave, error: BaseException | None) -> None:
+    """The save has ended, with ``error`` or well: write the trace that its caller asked for."""
+    about = {"step": save.step, "plan_hit": save.plan_hit, "image_bytes": save.image.chunks[-1].stop}
+    origin, rank = save.call.started, site.peers.coordinator.rank
+    await save.call.trace.keep(site.executor, origin=origin, rank=rank, about=about, error=error)
+
+
+async def _watched(site: Site, save: PendingSave) -> SaveReport:
+    report: SaveReport | None = None
+    with anyio.CancelScope() as scope:
+        save.scope = scope
+        if save.is_cancelled:
+            scope.cancel()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(_watch, site, save)
+                if site.peers.is_leader:
+                    alive_secs = site.config.stale_after_secs
+                    group.start_soon(owner.keep_alive, site.storage, pending_of(site, save), alive_secs)
+                if site.peers.are_several:
+                    group.start_soon(_beat, site, save)
+                try:
+                    report = await _stages(site, save)
+                finally:
+                    save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
+                group.cancel_scope.cancel()
+        except Exception as error:
+            if report is None:
+                raise
+            # The deadline, say, in the same turn of the loop as the leader's word: it is committed all the same.
+            _log.warning("step %d was committed before this came: %s", save.step, first_cause(error))
+    if report is None:
+        raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
+    return report
+
+
+async def _watch(site: Site, save: PendingSave) -> None:
+    """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
+    limit = site.config.stall_timeout_secs
+    while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
+        save.call.deadline.check(save.step, save.doing)
+        idle_left = save.progress.idle_left_secs(limit)
+        if idle_left <= 0:
+            raise StallError(
+                f"the save of step {save.step} (rank {site.peers.coordinator.rank}) made no progress for {limit} s: "
+                f"storage under {site.root} is stalled, it was {save.doing}"
+            )
+        with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):
+            await save.progress.raise_failure()
+
+
+async def _beat(site: Site, save: PendingSave) -> None:
+    """Let the other ranks wait for a rank that is slow but moves."""
+    last = save.progress.last
+    while True:
+        await anyio.sleep(site.config.stall_timeout_secs / BEATS)
+        if save.progress.last != last or save.progress.is_paused:
+            last = save.progress.last
+            try:
+                await site.peers.coordinator.beat()
+            except AioCkptError:
+                if not save.is_committing:  # else the others cannot be told, which undoes nothing
+                    raise
+
+
+async def _stages(site: Site, save: PendingSave) -> SaveReport:
+    storage, pending = site.storage, pending_of(site, save)
+    final = site.root / site.names.name(save.step)
+    save.begin("making its directory")
+    await _make_pending(site, pending)
+    if site.peers.are_several and not save.plan.share_id:
+        await narrow_save(site, save)
+    metadata = _own_metadata(site, save, final)
+    async with anyio.create_task_group() as beside:
+        if site.peers.is_leader:
+            beside.start_soon(owner.write_owner, storage, pending, site.owner)
+        if metadata is not None:
+            beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
+            if save.image.lease.arena.segment is not None:
+                beside.start_soon(_seal, site, save, final, b"".join(metadata.parts))
+        result = await _write(site, save, pending)
+        save.begin("writing its .metadata")
+        save.image.lease.close()
+    save.synced_secs = save.elapsed()
+    slowest = await conclude(site, save, pending, final, metadata, result)
+    save.begin("ending")
+    return SaveReport(
+        step=save.step,
+        path=final,
+        image_bytes=result.image_bytes,
+        raw_bytes=save.plan.layout.raw_bytes,
+        plan_hit=save.plan_hit,
+        fingerprint_hit=save.fingerprint_hit,
+        mode=result.mode,
+        timings=StageTimings(
+            blocked_secs=save.blocked_secs,
+            waited_secs=save.ticket.waited_secs,
+            plan_secs=save.plan_secs,
+            staged_secs=save.staged_secs,
+            written_secs=save.written_secs,
+            synced_secs=save.synced_secs,
+            agreed_secs=save.agreed_secs,
+            sealed_secs=save.sealed_secs,
+            committed_secs=save.elapsed(),
+        ),
+        slowest_rank=slowest,
+    )
+
+
+async def _make_pending(site: Site, pending: Path) -> None:
+    try:
+        await site.storage.make_dir(pending)
+    except WriteError as error:
+        if error.errno != errno.EEXIST or not site.peers.are_several:  # another rank was first
+            raise
+
+
+def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | None:
+    """``.metadata``, where it depends on no other rank."""
+    if save.plan.metadata is None:
+        return None
+    spans = object_spans(save.plan, save.objects)
+    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(site, save))
+
+
+async def _seal(site: Site, save: PendingSave, final: Path, metadata: bytes) -> None:
+    """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
+    if not save.image.is_whole:
+        _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
+        return
+    save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
+    ranks, save_id, call = site.peers.coordinator, save_id_of(site, save), save.call
+    replaces = await read_save_id(site.storage, final) if call.overwrite else ""
+    seal = seal_of(
+        ranks.rank, ranks.world_size, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata
+    )
+    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor)
+
+
+async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
+    arena, layout = save.image.lease.arena, save.plan.layout
+    renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
+    preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
+    arena.rendered = None
+    path = pending / data_file_name(site.peers.coordinator.rank)
+    image_bytes = save.image.chunks[-1].stop
+    is_hurried = save.call.deadline.secs is not None
+
+    def on_written(nbytes: int) -> None:
+        save.written_secs = save.elapsed()
+        save.progress.touch()
+        site.throttle.wrote(nbytes)
+
+    workers = site.config.workers
+    with site.throttle.drain():
+        result = await write_image(
+            save.image,
+            preparer,
+            new_file(site.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
+            site.executor,
+            workers=workers,
+            captured=lambda index: save.progress.wait(index, site.executor),
+            admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
+            on_written=on_written,
+            trace=save.call.trace,
+        )
+    save.progress.touch()
+    if save.image.is_whole:
+        arena.rendered = layout
+    return result

@@ -1,0 +1,255 @@
+"""What an engine holds of its root: the writer's lock, the committed steps, what is deleted and what is protected."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+import anyio
+
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import retention
+from aio_ckpt.commit.owner import clear_leftovers
+from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
+from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.rescue.commit import forget_segments, reclaim
+from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.storage.local import checked_path, make_dirs
+from aio_ckpt.storage.lock import RootLock
+
+__all__ = ["RootKeeper", "make_root"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_log = logging.getLogger("aio_ckpt")
+
+
+def make_root(root: str | os.PathLike[str]) -> Path:
+    """Make the directory of the checkpoints and its parents, durably; it may be there. Its absolute path.
+
+    Raises:
+        RootError: as :func:`checked_path`; it is a file, or cannot be made.
+    """
+    path = checked_path(root).absolute()
+    try:
+        make_dirs(path)
+    except OSError as error:
+        raise RootError(
+            error.errno, f"the root cannot be used ({error.strerror}): give a directory that can be made", str(path)
+        ) from error
+    return path
+
+
+class RootKeeper:
+    """The root of one engine. Every call blocks its caller, for ``stall_timeout_secs`` at most.
+
+    Invariant: nothing under the root is renamed, cleared or deleted without its lock, which is held from the first
+    :meth:`become_writer` until :meth:`release`, but the directory of a save of its own that failed. A mark of
+    protection is no such change: any process may set it.
+    """
+
+    def __init__(self, site: Site, portal: Portal, *, must_wait: Callable[[], bool]) -> None:
+        """Nothing is deleted while ``must_wait()`` says so."""
+        self._site = site
+        self._portal = portal
+        self._must_wait = must_wait
+        config = site.config
+        policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
+        self._retention = retention.Retention(
+            site.storage,
+            site.root,
+            site.names,
+            policy,
+            committed=lambda: site.quarantine.committed(site.storage, site.root, site.names),
+            renames=site.quarantine.renames,
+            must_wait=must_wait,
+        )
+        self._passes: list[Future[None]] = []
+        self._lock: RootLock | None = None
+
+    # -- the lock -------------------------------------------------------------------------------------
+
+    def become_writer(self, learn: Callable[[Callable[[], list[int]]], None], deadline: Deadline) -> None:
+        """Before the first change under the root: take its lock, set aside what loads proved damaged, clear leftovers,
+        let ``learn`` read the steps.
+
+        Raises:
+            RootError: another writer holds it, or the root is not writable.
+            EngineClosedError: the engine was closed.
+            StallError: the deadline of the save passed; the next one begins anew.
+        """
+        if self._lock is not None:
+            self._lock.renew()
+            if self._site.quarantine.is_waiting:  # in the place of what is to be saved
+                self._set_aside(deadline)
+            return
+        self._check_open()
+        site, lock = self._site, None
+        try:
+            lock = site.storage.lock(site.root / LOCK_FILE)
+            site.quarantine.is_writer = True
+            self._set_aside(deadline)
+            cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
+            self._call(self._reclaim, what="clearing segments of dead writers", deadline=deadline)
+            learn(functools.partial(self.steps, deadline))
+            self._lock = lock
+            self._check_open()  # since then: whoever closed it found no lock to release
+        except BaseException as error:
+            tell_stage(error, "open")
+            self._lock = None
+            site.quarantine.is_writer = False
+            if lock is not None:
+                lock.release()
+            raise
+        if cleared:
+            _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
+
+    def release(self) -> None:
+        """Let the lock go. Idempotent."""
+        lock, self._lock = self._lock, None
+        self._site.quarantine.is_writer = False
+        if lock is not None:
+            forget_segments(self._site.root, self._site.kept)
+            lock.release()
+
+    def _check_open(self) -> None:
+        if self._portal.is_closed:  # nobody would let go of the lock
+            raise EngineClosedError("the engine was closed: open a new one")
+
+    def _set_aside(self, deadline: Deadline) -> None:
+        site, what = self._site, "setting damaged checkpoints aside"
+        limit_secs = site.config.stall_timeout_secs
+        self._call(site.quarantine.enforce, site.storage, site.root, limit_secs, what=what, deadline=deadline)
+
+    async def _clear(self) -> list[str]:
+        site = self._site
+        return await clear_leftovers(
+            site.storage, site.root, site.names, here=site.owner, stale_after_secs=site.config.stale_after_secs
+        )
+
+    async def _reclaim(self) -> None:
+        site = self._site
+        await reclaim(
+            site.storage,
+            site.executor,
+            site.root,
+            site.names,
+            site.owner,
+            segments=site.segments,
+            kept=site.kept,
+            stale_after_secs=site.config.stale_after_secs,
+        )
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
+        """Committed steps, ascending, less those that are to be set aside; read by the deadline of a save."""
+        site = self._site
+        arguments = site.storage, site.root, site.names
+        try:
+            found = self._call(site.quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
+        except Exception as error:
+            tell_stage(error, "open")
+            raise
+        return [checkpoint.step for checkpoint in found]
+
+    def rollback(self, step: int) -> list[int]:
+        """Rename the steps after ``step`` to ``.abandoned-*``; returns them. Needs the lock.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            StallError: steps are still being deleted.
+        """
+        # What a pass has listed as expired may be ``step``: gone after all later ones were abandoned.
+        if wait(self._passes, self._site.config.stall_timeout_secs).not_done:
+            raise StallError(f"rollback({step}): the deletion of expired steps under {self._site.root} does not end")
+        return self._call(self._abandon_after, step, what="rollback()")
+
+    async def _abandon_after(self, step: int) -> list[int]:
+        site = self._site
+        async with site.quarantine.renames:
+            abandoned = await commit.abandon_after(site.storage, site.root, site.names, step, str(time.time_ns()))
+        await retention.unprotect_after(site.storage, site.root, step)
+        return abandoned
+
+    # -- retention ------------------------------------------------------------------------------------
+
+    def protect(self, step: int) -> None:
+        """Mark a step, durably, as never to be deleted.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+        """
+        site = self._site
+        self._call(retention.protect, site.storage, site.root, site.names, step, what="protect()")
+
+    def unprotect(self, step: int) -> None:
+        """Take the mark away."""
+        self._call(retention.unprotect, self._site.storage, self._site.root, step, what="unprotect()")
+
+    def protected_steps(self) -> list[int]:
+        """Marked steps, ascending."""
+        site = self._site
+        return sorted(self._call(retention.protected_steps, site.storage, site.root, what="protected_steps()"))
+
+    @property
+    def undeleted(self) -> Mapping[int, str]:
+        """Steps that retention could not delete at last, and why."""
+        return self._retention.undeleted
+
+    def delete_expired(self, good: int) -> None:
+        """Step ``good`` is committed: begin to delete what expires by it and what failed saves left, in the background.
+
+        Without the lock nothing expires: so of several ranks the leader alone deletes, by its own settings.
+        """
+        self._passes = [done for done in self._passes if not done.done()]
+        expires = self._retention.is_enabled and self._lock is not None
+        if expires or len(self._site.left_behind):
+            self._begin_pass(good if expires else None)
+
+    @property
+    def passes(self) -> tuple[Future[None], ...]:
+        """Deletions in the background."""
+        return tuple(self._passes)
+
+    def last_passes(self) -> tuple[Future[None], ...]:
+        """The same, with one more for what failed saves left: the engine is closing."""
+        if len(self._site.left_behind) and not self._must_wait():
+            self._begin_pass(None)
+        return self.passes
+
+    def _begin_pass(self, good: int | None) -> None:
+        with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
+            self._passes.append(self._portal.submit(self._delete, good))
+
+    async def _delete(self, good: int | None) -> None:
+        limit = self._site.config.stall_timeout_secs
+        with anyio.move_on_after(limit) as scope:
+            await self._site.left_behind.clear(self._site.storage)
+            if good is not None:
+                await self._retention.enforce(good)
+        if scope.cancelled_caught:
+            _log.warning("%s: deleting expired steps did not end within %s s", self._site.root, limit)
+
+    def _call(
+        self,
+        async_fn: Callable[[*Ts], Coroutine[Any, Any, T]],
+        *args: *Ts,
+        what: str,
+        deadline: Deadline = NO_DEADLINE,
+    ) -> T:
+        timeout_secs = deadline.left_secs(self._site.config.stall_timeout_secs)
+        try:
+            return self._portal.call(async_fn, *args, timeout=timeout_secs, what=what)
+        except StallError:
+            deadline.check(None, what)
+            raise

@@ -1,0 +1,403 @@
+"""The caller's half of a save: room, step, plan, lease, capture.
+
+What it starts goes on in :mod:`aio_ckpt.engine.pipeline`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+import msgspec
+
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.engine.group_call import JointCall, await_met, tell
+from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
+from aio_ckpt.engine.pending_save import SaveCall, Site
+from aio_ckpt.engine.root import RootKeeper
+from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThreadError
+from aio_ckpt.memory.kind import StagingChoice
+from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
+from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.ranks.membership import SaveRound
+from aio_ckpt.ranks.save_ledger import Planned
+from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
+from aio_ckpt.runtime.portal import Lock, Portal
+from aio_ckpt.runtime.trace import CALLER
+from aio_ckpt.snapshot.compact import narrowed_objects
+from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.object_cache import ObjectBytes, ObjectEncoder
+from aio_ckpt.ticket import Milestone, SaveTicket
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+class Saver:
+    """What the saves of one engine share on the caller's side.
+
+    Invariant: one call at a time plans, leases and captures; who waits for it waits for the lock.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        portal: Portal,
+        keeper: RootKeeper,
+        *,
+        is_urgent: Callable[[], bool],
+        on_committed: Callable[[int], None],
+    ) -> None:
+        """``is_urgent``: there may be no other save to make up for one that is skipped."""
+        config = site.config
+        self._site = site
+        self._portal = portal
+        self._keeper = keeper
+        self._is_urgent = is_urgent
+        self._on_committed = on_committed
+        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=site.peers.on_host)
+        self.lifetime = LifetimeManager(
+            budget_bytes=budget_bytes, executor=site.executor, debug=config.debug, segments=site.segments
+        )
+        """Arenas."""
+        self.cache = PlanCache(
+            rank=site.peers.coordinator.rank,
+            world_size=site.peers.coordinator.world_size,
+            gather_bytes=config.gather_bytes,
+        )
+        """The plan of the last save."""
+        self.in_flight = InFlight(site, portal, on_settled=self._after, adopt=self.cache.adopt)
+        """Pending saves."""
+        self._encoder = ObjectEncoder(trusted=config.trusted_objects)
+        self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
+        self.dropping: list[Future[None]] = []
+        """Given-up snapshots of dead trainers, on their way out."""
+        self._refused: JointCall | None = None
+        self._lock = Lock()
+
+    def meet(self) -> None:
+        """Begin to wait for the other ranks, in the background."""
+        site, peers = self._site, self._site.peers
+
+        async def read_steps() -> list[int]:
+            found = await site.quarantine.committed(site.storage, site.root, site.names)
+            return [checkpoint.step for checkpoint in found]
+
+        async def meet() -> None:
+            await peers.meet(site.storage, site.root, read_steps)
+
+        if peers.are_several:
+            try:
+                peers.coordinator.enlist(str(site.root), stall_secs=peers.stall_secs)
+            except RuntimeError as error:  # no thread could be had
+                peers.opened.set_exception(error)
+            else:
+                peers.opened = self._portal.submit(meet)
+
+    def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
+        """See ``CheckpointEngine.save``."""
+        self._portal.check_thread("save()")
+        self._check_not_inside("save()")
+        with call.trace.span("save()", CALLER), self._lock:
+            number, refused, self._refused = self.in_flight.next_number(), self._refused, None
+            claim = functools.partial(self.in_flight.claim_step, number, step)
+            joint = JointCall(self._site, self._portal, number=number, claim=claim)
+            try:
+                if call.refuse is not None and not self._site.peers.are_several:
+                    call = call.refuse()
+                when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
+                if when_busy != "wait":
+                    joint.expect_room()
+                await_met(self._site.peers, call.deadline)
+                if refused is not None:
+                    refused.wait_counted(call.deadline)
+                return self._save(state, step, call, number, when_busy, joint)
+            except BaseException as error:
+                joint.refuse(error)
+                self._refused = joint
+                raise
+
+    def _save(
+        self, state: object, step: int | None, call: SaveCall, number: int, when_busy: BusyPolicy, joint: JointCall
+    ) -> SaveTicket:
+        in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
+        # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+        self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
+        with trace.span("wait for room", CALLER):
+            waited_secs = self._make_room(step, number, when_busy, joint, deadline)
+        with trace.span("read the steps", CALLER):
+            if not in_flight.steps.are_known:
+                in_flight.steps.learn(functools.partial(self._known_steps, deadline))
+        if call.refuse is not None:  # behind the wait, which ends alike on all ranks: this call is refused on all
+            call = call.refuse()
+        read_steps = functools.partial(self._keeper.steps, deadline)
+        if step is not None:
+            in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
+        if waited_secs is None:
+            skipped_step = (in_flight.newest_step or 0) if step is None else step
+            return SaveTicket(step=skipped_step, portal_check=self._portal.check_thread, skipped=True)
+        with trace.span("walk and plan", CALLER):
+            flat = self._flatten(state)
+            planned = self.cache.resolve(flat)
+        plan_secs = time.perf_counter() - call.started - waited_secs
+        with trace.span("encode objects", CALLER):
+            objects = self._encoder.encode(planned.objects)
+        with trace.span("open the root", CALLER):
+            if self._site.peers.is_leader:
+                self._keeper.become_writer(in_flight.steps.learn, deadline)
+            claimed = in_flight.claim_step(number, step)
+            if step is not None:
+                in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
+            step = claimed
+        if self._is_too_large(planned, objects):
+            with trace.span("agree before the capture", CALLER):
+                planned, objects = self._narrow_first(planned, objects, step, joint.agreement, deadline)
+        with trace.span("lease memory", CALLER):
+            image = self._lease(planned, objects, deadline)
+        try:
+            save = in_flight.enter(
+                call,
+                planned,
+                objects,
+                image,
+                step=step,
+                number=number,
+                agreement=joint.agreement,
+                requested=flat.names,
+                waited_secs=waited_secs + image.lease.waited_secs,
+                plan_secs=plan_secs,
+            )
+            if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
+                self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
+            with trace.span("capture", CALLER):
+                in_flight.start(save, planned)
+        except Exception:
+            image.lease.close()  # a second time, unless no memory was left to call who would have closed it
+            raise
+        return save.ticket
+
+    def _make_room(
+        self, step: int | None, number: int, when_busy: BusyPolicy, joint: JointCall, deadline: Deadline
+    ) -> float | None:
+        """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with.
+
+        Of many ranks each comes to the same end at the same call: it looks at nothing that another may not know yet.
+        """
+        in_flight = self.in_flight
+        if not self._site.peers.are_several:
+            in_flight.raise_unreported(MAX_CALLS)
+            return in_flight.wait_for_room(step, when_busy, deadline)
+        began, has_room, through = time.perf_counter(), True, number - self._site.config.max_in_flight
+        if when_busy != "wait":  # if the leader has room, all have, or will have within the time of a message
+            in_flight.check_open()
+            has_room, through = joint.room(in_flight.room(), deadline)
+        in_flight.wait_settled(through, deadline)
+        in_flight.raise_unreported(through)
+        if not has_room and when_busy == "skip":
+            return None
+        if not has_room:
+            raise BusyError("saves are pending on some rank: await engine.ready() first, or raise max_in_flight")
+        in_flight.wait_for_room(step, "wait", deadline)
+        return time.perf_counter() - began
+
+    def _known_steps(self, deadline: Deadline) -> list[int]:
+        """Steps that count: those on the disk, as the leader sees it."""
+        peers = self._site.peers
+        if peers.is_leader:
+            return self._keeper.steps(deadline)
+        told = [] if peers.newest is None else [peers.newest]
+        # Elsewhere the disk may be seen late (NFS): looked at only where it may show what was never told.
+        return [*told, *self._keeper.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
+
+    def _check_not_inside(self, what: str) -> None:
+        """Raise WrongThreadError inside another call on the same thread, which a wait could never outlast."""
+        frame = sys._getframe(2) if self._lock.locked() else None  # behind the call that asks
+        while frame is not None:
+            if frame.f_code in _LOCKING and frame.f_locals.get("self") is self:
+                raise WrongThreadError(
+                    f"{what} inside {frame.f_code.co_name}() of the same engine (by a signal handler, a state_dict()) "
+                    "would wait for itself: set a flag there and save behind it, as engine.on_preemption() does"
+                )
+            frame = frame.f_back
+
+    def prepare(self, state: object) -> Milestone[None]:
+        """See ``CheckpointEngine.prepare``."""
+        self._portal.check_thread("prepare()")
+        self._check_not_inside("prepare()")
+        with self._lock:
+            self.in_flight.check_open()
+            flat = self._flatten(state)
+            planned = self.cache.resolve(flat)
+            objects = self._encoder.encode(planned.objects)
+            spec = self._spec(planned.plan, objects)
+            if self._site.peers.is_leader:
+                self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+            self.in_flight.prepare_buffers(planned.plan)
+            mapped = self.lifetime.map_ahead(spec, arenas=1)
+        return _milestone_of(mapped, self._portal)
+
+    def rollback(self, step: int) -> list[int]:
+        """See ``CheckpointEngine.rollback``."""
+        self._portal.check_thread("rollback()")
+        self._check_not_inside("rollback()")
+        with self._lock:
+            if self._site.peers.are_several:
+                gone = self._roll_back_together(step, self.in_flight.next_number())
+            else:
+                step = commit.check_step_number(step)
+                if self.in_flight.pending:
+                    raise BusyError(_busy(step, "saves"))
+                gone = self._roll_back(step)
+            self._site.kept.drop(f"rollback({step}) went back behind it", after=step)
+            return gone
+
+    def _roll_back(self, step: int) -> list[int]:
+        self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+        self.in_flight.steps.forget()  # one that fails midway has renamed some
+        return self._keeper.rollback(step)
+
+    def _roll_back_together(self, step: int, number: int) -> list[int]:
+        """All agree that they may, then the leader goes back and the others wait for it."""
+        peers, asked, done = self._site.peers, f"rollback {number}", f"rollback {number}, agreed"
+        timeout_secs, topic = 2 * peers.stall_secs, asked
+        try:
+            await_met(peers, NO_DEADLINE)
+            step = commit.check_step_number(step)
+            is_busy = bool(self.in_flight.pending)
+            busy = self._portal.call(peers.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()")
+            topic = done
+            gone = self._roll_back(step) if peers.is_leader and not busy else []
+            word = self._portal.call(peers.announce, done, msgspec.msgpack.encode(gone), timeout=timeout_secs)
+        except BaseException as error:
+            tell(self._portal, peers, SaveRound(peers, self._site.executor, topic=topic), error)
+            if topic == asked and peers.is_leader:  # its word may be out, and the others wait for the next
+                tell(self._portal, peers, SaveRound(peers, self._site.executor, topic=done), error)
+            raise
+        if busy:
+            raise BusyError(_busy(step, f"saves of rank {busy}"))
+        self.in_flight.steps.forget()
+        self.in_flight.steps.may_lack_newest = False
+        peers.newest = step
+        return _STEPS.decode(word)
+
+    def clear_cache(self) -> None:
+        """Forget the plan and the gather buffers."""
+        self._check_not_inside("clear_cache()")
+        with self._lock:
+            self.cache.clear()
+            self.in_flight.clear_buffers()
+
+    def let_go(self) -> None:
+        """Forget guarded optimizers and the memory of loads and gathers; arenas go later, behind the last thread."""
+        self.in_flight.guards.close()
+        self._site.ring.close()
+        self.in_flight.clear_buffers()
+
+    def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:
+        kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
+        return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
+
+    def _flatten(self, state: object) -> tree.FlatState:
+        return tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
+
+    def _is_too_large(self, planned: PlannedSave, objects: ObjectBytes) -> bool:
+        """Whether a miss of many ranks cannot hold all that this one has until they have agreed who writes what."""
+        plan = planned.plan
+        image_bytes = plan.layout.tensor_bytes + len(objects.region)
+        is_agreed = bool(plan.share_id) or not self._site.peers.are_several
+        return not is_agreed and image_bytes > self.lifetime.budget_bytes
+
+    def _narrow_first(
+        self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
+    ) -> tuple[PlannedSave, ObjectBytes]:
+        """Agree while the caller waits, as long as the other ranks take to come to save(); capture only the share."""
+        whole = planned.plan
+        assert whole.local is not None  # several ranks
+        limit_secs, told = deadline.left_secs(2 * self._site.peers.stall_secs), Planned(step, whole.local, b"")
+        try:
+            word = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
+        except StallError:
+            deadline.check(step, "waiting for the plans of the other ranks")
+            raise
+        assert word.share is not None  # a rank that planned anew has nothing to keep
+        plan = narrow(whole, word.share, word.share_id)
+        self.cache.adopt(plan)
+        kept = frozenset(plan.object_names)
+        mine = [leaf for leaf in planned.objects if leaf[0] in kept]
+        return replace(planned, plan=plan, objects=mine), narrowed_objects(objects, whole.object_names, kept)
+
+    def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
+        lease = functools.partial(
+            lease_image,
+            planned,
+            len(objects.region),
+            self.lifetime,
+            timeout_secs=self._site.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+            limit_secs=deadline.left_secs(MAX_SECS),
+        )
+        return self._staging.take(planned.plan.source, lease)
+
+    def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:
+        """In the background of this save: the arena that the next one would have to map."""
+        arenas = self._site.config.max_in_flight
+        if arenas == 1:
+            return
+        with contextlib.suppress(EngineClosedError):
+            mapped = self.lifetime.map_ahead(self._spec(plan, objects), arenas=arenas)
+            if mapped is not None:
+                mapped.add_done_callback(_log_failure)
+
+    def _give_up_kept(self) -> None:
+        """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
+        if self._site.kept.paths:
+            with contextlib.suppress(EngineClosedError):
+                self.dropping = [self._site.executor.submit(self._site.kept.drop, "a later run has committed a step")]
+
+    def _after(self, step: int, error: BaseException | None) -> None:
+        """A save is about to settle: what a failed one planned is not trusted."""
+        if error is not None:
+            self.cache.clear()
+        else:
+            self._site.peers.newest = max(step, self._site.peers.newest or 0)
+            self._give_up_kept()
+            self._on_committed(step)
+
+
+_STEPS = msgspec.msgpack.Decoder(list[int])
+_LOCKING = frozenset(call.__code__ for call in (Saver.save, Saver.prepare, Saver.rollback, Saver.clear_cache))
+
+
+def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:
+    milestone: Milestone[None] = Milestone("prepare()", portal.check_thread)
+
+    def settle(done: Future[None]) -> None:
+        error = EngineClosedError("the engine was closed") if done.cancelled() else done.exception()
+        if error is None:
+            milestone.resolve(None)
+        else:
+            milestone.fail(error)
+
+    if work is None:
+        milestone.resolve(None)
+    else:
+        work.add_done_callback(settle)
+    return milestone
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
+
+
+def _busy(step: int, whose: str) -> str:
+    return f"rollback({step}): {whose} are pending; await their tickets first"

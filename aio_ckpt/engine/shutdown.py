@@ -1,0 +1,108 @@
+"""How an engine ends: what is pending is finished, abandoned or reported, then everything is released."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import anyio
+
+from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
+from aio_ckpt.errors import StallError
+from aio_ckpt.runtime.futures import follow
+
+__all__ = ["Closing", "second_to"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+@contextlib.contextmanager
+def second_to(error: BaseException | None) -> Iterator[None]:
+    """What the block raises is only logged if the trainer's own ``error`` came first."""
+    try:
+        yield
+    except Exception:
+        if error is None:
+            raise
+        _log.exception("a save failed while the trainer was failing")
+
+
+class Closing:
+    """The ways to end an engine.
+
+    Each begins with no save entering any more and ends with the release of everything, which is idempotent. A
+    wait that Ctrl-C ends releases nothing: what is pending goes on and is drained at interpreter exit.
+    """
+
+    def __init__(
+        self, in_flight: InFlight, *, background: Callable[[], Iterable[Future[Any]]], release: Callable[[], None]
+    ) -> None:
+        """``background`` is what must end beside the saves; begun, if at all, before its save settles."""
+        self._in_flight = in_flight
+        self._background = background
+        self._release = release
+
+    async def finish(self) -> None:
+        """Wait for what is pending, release, raise once what an unawaited save failed with."""
+        for work in self._begin():
+            await asyncio.wrap_future(follow(work))
+        for work in self._background():
+            await asyncio.wrap_future(follow(work))
+        self._release()
+        self._in_flight.raise_unreported(MAX_CALLS)
+
+    async def leave(self, error: BaseException | None) -> None:
+        """:meth:`finish` at the end of an ``async with`` that ``error`` left, however often the task is cancelled.
+
+        An engine that stayed open would hold its root until the process ends.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        with second_to(error), anyio.CancelScope(shield=True):
+            while True:
+                try:
+                    await self.finish()
+                    break
+                except asyncio.CancelledError as again:
+                    cancelled = again
+        if cancelled is not None:
+            raise cancelled
+
+    def finish_blocking(self) -> None:
+        """:meth:`finish` for a caller without a loop."""
+        wait(self._begin())
+        wait(self._background())
+        self._release()
+        self._in_flight.raise_unreported(MAX_CALLS)
+
+    def abandon(self, timeout_secs: float) -> None:
+        """Cancel what is pending, release; what does not end in time is left behind, and logged."""
+        self._begin()
+        for save in self._in_flight.pending:
+            try:
+                save.ticket.cancel()
+                save.ticket.exception(timeout_secs)
+            except StallError as error:
+                _log.error("terminate(): the save of step %d does not end: %s", save.step, error)
+        self._release()
+
+    def drain(self, timeout_secs: float) -> None:
+        """At interpreter exit: wait at most so long, say which steps are lost, release."""
+        deadline = time.monotonic() + timeout_secs
+        pending = self._in_flight.pending
+        try:
+            wait(self._begin(), timeout_secs)
+            wait(self._background(), max(0.0, deadline - time.monotonic()))
+        finally:  # Ctrl-C included: whoever is in a hurry must still hear what is lost
+            late = [save.step for save in pending if not save.settled.done()]
+            if late:
+                _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)
+            self._release()
+
+    def _begin(self) -> list[Future[None]]:
+        self._in_flight.close()
+        return [save.settled for save in self._in_flight.pending]

@@ -1,0 +1,13 @@
+"""Turn values into the bytes of a checkpoint and back: pure, without a file and without a thread.
+
+In: tensor specs, tables and manifests, or bytes that nobody has vouched for. Out: the ``torch.save`` zip of one tensor,
+our root and rank manifests, DCP's ``.metadata``, the names of files and directories; and all of these parsed, which
+runs no code. Imports ``errors``, ``config`` and ``reports`` only.
+"""
+
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
+from aio_ckpt.format.manifests import RankManifest, RootManifest
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.tensor_zip import parse, render
+
+__all__ = ["RankManifest", "RootManifest", "StepNames", "parse", "parse_metadata", "render"]

@@ -1,0 +1,51 @@
+"""Sizes of the format, and the parts of one tensor's item. Sizes and offsets are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Envelope", "TensorSpec", "align_up"]
+
+BLOCK_BYTES = 1 << 20
+"""Raw bytes of an item that one stored CRC32 covers (format)."""
+
+PAGE_BYTES = 4096
+"""Data files are padded to it and direct I/O keeps to it (format)."""
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Smallest multiple of ``alignment`` that is at least ``value``."""
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What the envelope of a tensor item is a function of."""
+
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Local shape: that of the shard, not of the global tensor."""
+    stride: tuple[int, ...]
+    """Stride of the stored bytes, in elements: the tensor's own if it is dense, else contiguous."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The ``torch.save`` zip around the raw bytes of one tensor: ``[header][raw bytes][trailer]``."""
+
+    header: bytes
+    """Constant; its length is a multiple of 64."""
+    trailer: bytes
+    """Constant but for the CRC32 fields, which are zero here."""
+    crc_offsets: tuple[int, ...]
+    """Where in the trailer the little-endian CRC32 of the raw bytes goes."""
+    raw_bytes: int
+    """Length of the raw bytes."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Length of the whole item."""
+        return len(self.header) + self.raw_bytes + len(self.trailer)

@@ -1,0 +1,495 @@
+"""DCP's ``.metadata``, to and from bytes. Pure: no file, no thread, and a crafted pickle runs nothing.
+
+It is DCP's own pickle: rendered once per plan, with holes where the place of each object goes, and read
+through an unpickler that knows only the globals that stock DCP writes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import hashlib
+import io
+import itertools
+import logging
+import pickle
+import random
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.format.pickle_scan import check_nesting
+
+__all__ = ["DTYPES", "MAX_BYTES", "MetadataTemplate", "parse_metadata", "render_metadata"]
+
+_log = logging.getLogger("aio_ckpt")
+
+MAX_BYTES = 1 << 62
+"""Largest size or offset taken from disk: two of them still add up inside 64 bits."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""Every dtype of this torch by its name without ``torch.``."""
+
+
+# -- .metadata: rendered once per plan, filled per save -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataTemplate:
+    """``.metadata`` of one plan, complete but for the place of each object and the two ids.
+
+    The tensors come first: of megabytes only the end, from the first hole on, differs between saves.
+    """
+
+    fixed: bytes
+    """Up to the first hole or, without objects, up to the checkpoint id."""
+    fixed_crc32: int
+    """CRC32 of ``fixed``."""
+    fixed_blake2b: hashlib.blake2b
+    """BLAKE2b after ``fixed``, to be copied and never updated."""
+    head: bytes
+    """From there up to the checkpoint id."""
+    holes: tuple[tuple[int, int], ...]
+    """For each object, where in ``head`` the 8 little-endian bytes of its offset and of its length go."""
+    middle: bytes
+    """Between the checkpoint id and the save id."""
+    tail: bytes
+    """After the save id."""
+
+    @classmethod
+    def of(
+        cls, *, fixed: bytes, head: bytes, holes: tuple[tuple[int, int], ...], middle: bytes, tail: bytes
+    ) -> MetadataTemplate:
+        """With the sums of ``fixed``."""
+        return cls(
+            fixed=fixed,
+            fixed_crc32=isal_zlib.crc32(fixed),
+            fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
+            head=head,
+            holes=holes,
+            middle=middle,
+            tail=tail,
+        )
+
+    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
+        """``.metadata`` in two parts, the first of them ``fixed``; ``spans[i] = (offset, length)`` of the i-th object.
+
+        The objects are in the order given to :func:`render_metadata`; offsets and lengths are below 2**63.
+
+        Raises:
+            ValueError: not one span for each object.
+        """
+        if len(spans) != len(self.holes):
+            raise ValueError(f"{len(spans)} spans for {len(self.holes)} objects")
+        head = bytearray(self.head)
+        put = _I64.pack_into
+        for (offset_at, length_at), (offset, length) in zip(self.holes, spans, strict=True):
+            put(head, offset_at, offset)
+            put(head, length_at, length)
+        ids = _pickled_text(checkpoint_id), _pickled_text(save_id)
+        return self.fixed, b"".join((head, ids[0], self.middle, ids[1], self.tail))
+
+
+def render_metadata(
+    metadata: Metadata, *, object_indices: Sequence[MetadataIndex], data_file: str | Sequence[str]
+) -> MetadataTemplate:
+    """Pickle ``metadata`` once, with a hole wherever a save differs from the next.
+
+    Args:
+        metadata: its ``storage_data`` holds the tensors' ``_StorageInfo``; it is not changed.
+        object_indices: the objects, added to ``storage_data`` in this order.
+        data_file: the file of all objects, or of each (objects of several ranks).
+
+    Raises:
+        ValueError: an object twice or already in ``storage_data``, or not one file for each object.
+    """
+    files = [data_file] * len(object_indices) if isinstance(data_file, str) else data_file
+    tensors = metadata.storage_data or {}
+    if len(files) != len(object_indices):
+        raise ValueError(f"{len(files)} data files for {len(object_indices)} objects")
+    if len({*tensors, *object_indices}) != len(tensors) + len(object_indices):
+        raise ValueError("an object is listed twice or has a place already")
+    # A user's names and numbers may hold a tag's bytes. The tag occurs once in each of our holes; if it
+    # occurs no more often than that, each occurrence is one of ours. Each name can spoil only so many tags.
+    for tag in _tags():
+        data = _dump_with_tag(metadata, tensors, object_indices, files, tag)
+        if data.count(tag) == 2 * len(object_indices) + 2:
+            return _split(data, tag)
+    raise AssertionError("the tags are endless")
+
+
+_I64 = struct.Struct("<q")
+_TEXT = struct.Struct("<cI")
+
+
+def _tags() -> Iterator[bytes]:
+    """Four different bytes each, so that a tag never overlaps itself; ASCII, so that it is a string too."""
+    rng = random.Random(0)
+    while True:
+        yield bytes(rng.sample(range(1, 128), 4))
+
+
+def _dump_with_tag(
+    metadata: Metadata,
+    tensors: dict[MetadataIndex, _StorageInfo],
+    objects: Sequence[MetadataIndex],
+    files: Sequence[str],
+    tag: bytes,
+) -> bytes:
+    # The tag on top makes each number take 8 bytes (LONG1), the count below tells which hole it is.
+    numbers = (int.from_bytes(tag, "little") << 32 | count for count in itertools.count())
+    storage_data = dict(tensors)
+    for index, name in zip(objects, files, strict=True):
+        storage_data[index] = _StorageInfo(name, next(numbers), next(numbers))
+    ids = StorageMeta(checkpoint_id=f"{tag.decode()}c", save_id=f"{tag.decode()}s")
+    return dump_metadata(replace(metadata, storage_data=storage_data, storage_meta=ids))
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """Return the pickle of ``metadata`` as :func:`metadata_pickler` writes it."""
+    file = io.BytesIO()
+    metadata_pickler(file).dump(metadata)
+    return file.getvalue()
+
+
+def metadata_pickler(file: io.BytesIO) -> pickle.Pickler:
+    """Return a pickler whose ``.metadata`` every torch from 2.6 on reads.
+
+    Torch 2.15 added ``strides`` to ``TensorProperties`` as a sixth field, which older versions refuse. This pickler
+    leaves it out: no version of ``dcp.load`` uses it, and each stored item holds its own stride.
+
+    Protocol 3 has no frames, whose lengths would forbid to replace a string by one of another length.
+    """
+    pickler = pickle.Pickler(file, protocol=3)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduce_properties}
+    return pickler
+
+
+def _reduce_properties(value: TensorProperties) -> tuple[Any, ...]:
+    state = value.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), state[:_OLDEST_FIELDS]  # type: ignore[attr-defined]
+
+
+def _split(data: bytes, tag: bytes) -> MetadataTemplate:
+    found = [match.start() for match in re.finditer(re.escape(tag), data)]
+    *numbers, checkpoint_id, save_id = found
+    holes = {int.from_bytes(data[at - 4 : at], "little"): at - 4 for at in numbers}
+    id_start, id_stop = checkpoint_id - _TEXT.size, checkpoint_id + 5
+    save_start, save_stop = save_id - _TEXT.size, save_id + 5
+    fixed_stop = min(holes.values(), default=id_start)
+    return MetadataTemplate.of(
+        fixed=data[:fixed_stop],
+        head=data[fixed_stop:id_start],
+        holes=tuple((holes[n] - fixed_stop, holes[n + 1] - fixed_stop) for n in range(0, len(holes), 2)),
+        middle=data[id_stop:save_start],
+        tail=data[save_stop:],
+    )
+
+
+def _pickled_text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    return _TEXT.pack(pickle.BINUNICODE, len(raw)) + raw
+
+
+# -- .metadata: read without running code ---------------------------------------------------------
+
+
+def parse_metadata(data: bytes, *, name: str) -> Metadata:
+    """Read a ``.metadata`` of ours or of stock DCP. ``name`` is the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: no such pickle, or numbers and types that no checkpoint has.
+        FormatVersionError: the pickle asks for a class, a dtype or another global that no ``.metadata`` of a known
+            torch holds; the message names it. It was not run.
+    """
+    try:
+        _check_opcodes(data)
+        check_nesting(data)
+        found = _Unpickler(io.BytesIO(data)).load()
+        fault = _metadata_fault(found)
+    except MemoryError:
+        raise  # of this machine: lengths beyond the data were refused before
+    except _UnknownError as exc:
+        raise FormatVersionError(f"{name}: {exc}; a newer torch or a newer aio_ckpt may read it") from exc
+    except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
+        raise CorruptCheckpointError(f"{name}: {str(exc) or type(exc).__name__}") from exc
+    if fault:
+        raise CorruptCheckpointError(f"{name}: {fault}")
+    metadata: Metadata = found
+    _log_unknown_fields(metadata, name)
+    return metadata
+
+
+class _UnknownError(Exception):
+    """The pickle holds something that no ``.metadata`` of a known torch holds."""
+
+
+_OLDEST_FIELDS = 5
+"""Fields of ``TensorProperties`` up to torch 2.14: dtype, layout, requires_grad, memory_format, pin_memory."""
+_UNKNOWN_FIELDS = "fields_of_a_newer_torch"
+"""Attribute of ``TensorProperties`` that keeps the fields behind ``strides``, which no known torch writes."""
+_KNOWN_FIELDS: dict[type, frozenset[str]] = {
+    Metadata: frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}),
+    StorageMeta: frozenset({"checkpoint_id", "save_id", "load_id", "modules"}),
+    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
+    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    BytesStorageMetadata: frozenset(),
+    MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    _StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
+}
+"""Fields that torch 2.6 to 2.15 write."""
+
+
+def _log_unknown_fields(metadata: Metadata, name: str) -> None:
+    """Log the fields of known classes that no known torch writes. They are kept and otherwise ignored."""
+    values: list[object] = [metadata, metadata.storage_meta]
+    for entry in metadata.state_dict_metadata.values():
+        values.append(entry)
+        if isinstance(entry, TensorStorageMetadata):
+            values += (entry.properties, *entry.chunks[:1])
+    for index, info in itertools.islice((metadata.storage_data or {}).items(), 1):
+        values += (index, info)
+    unknown = {
+        f"{type(value).__name__}.{field}"
+        for value in values
+        if value is not None
+        for field in vars(value).keys() - _KNOWN_FIELDS[type(value)]
+    }
+    if unknown:
+        fields = ", ".join(sorted(unknown))
+        _log.info("%s: a newer torch wrote fields that this aio_ckpt does not know; they are ignored: %s", name, fields)
+
+
+class _Sealed(type):
+    """A class that a pickle cannot change: BUILD on a class would set attributes for the whole process."""
+
+    def __setattr__(cls, key: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"the pickle sets {key!r} of a class")
+
+
+def _stand_in(real: type) -> type:
+    """A class whose instances are of class ``real``, without ``real`` itself in the pickle's hands."""
+
+    def new(cls: type) -> object:
+        # An older torch wrote fewer fields of this one, and a default_factory leaves nothing on the class.
+        return StorageMeta() if real is StorageMeta else object.__new__(real)
+
+    return _Sealed(real.__name__, (), {"__new__": new, "__slots__": ()})
+
+
+class _Properties(metaclass=_Sealed):
+    """Turns into a ``TensorProperties``, whose own ``__setstate__`` wants the enum's real members.
+
+    ``strides`` is set on every torch, also on those before 2.15, whose class has no such field.
+    """
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if type(state) is not tuple or len(state) < _OLDEST_FIELDS:
+            raise _UnknownError(f"TensorProperties pickled as {state!r:.80}")
+        dtype, layout, requires_grad, memory_format, pin_memory, *newer = state
+        made = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
+        strides, *unknown = newer or (None,)
+        if strides is not None and not (type(strides) in (tuple, torch.Size) and _are_sizes(strides)):
+            raise _UnknownError(f"TensorProperties with strides {strides!r:.80}")
+        self.__dict__.update(vars(made), strides=strides)
+        if unknown:
+            self.__dict__[_UNKNOWN_FIELDS] = tuple(unknown)
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+class _Index(metaclass=_Sealed):
+    """Turns into a ``MetadataIndex``, the only hashed one: of a forged field its hash could recurse for ever."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        offset, number = state.get("offset"), state.get("index")
+        if type(state.get("fqn")) is not str or type(offset) not in (torch.Size, type(None)):
+            raise pickle.UnpicklingError(f"an index of {state.get('fqn')!r} and {type(offset).__name__}")
+        if type(number) not in (int, type(None)):
+            raise pickle.UnpicklingError(f"an index with the number {number!r}")
+        self.__dict__.update(state)
+        self.__class__ = MetadataIndex  # type: ignore[assignment]
+
+
+class _MemoryFormat(metaclass=_Sealed):
+    def __new__(cls, value: int) -> torch.memory_format:  # type: ignore[misc]
+        if value not in _MEMORY_FORMATS:
+            raise _UnknownError(f"the memory format {value!r}")
+        return _MEMORY_FORMATS[value]
+
+
+class _Layout(metaclass=_Sealed):
+    def __new__(cls, text: str) -> torch.layout:  # type: ignore[misc]
+        if text not in _LAYOUTS:
+            raise _UnknownError(f"the layout {text!r}")
+        return _LAYOUTS[text]
+
+
+class _Path(metaclass=_Sealed):
+    def __new__(cls, *parts: str) -> Path:  # type: ignore[misc]
+        return Path(*parts)
+
+
+_MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_PLAIN = (Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+
+_DCP_CLASSES: dict[tuple[str, str], object] = {
+    **{("metadata", real.__name__): _stand_in(real) for real in _PLAIN},
+    ("metadata", "TensorProperties"): _Properties,
+    ("metadata", "MetadataIndex"): _Index,
+    ("metadata", "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    ("filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+}
+_GLOBALS: dict[tuple[str, str], object] = {
+    # Torch before 2.0 called the package torch.distributed._shard.checkpoint, and torch still finds it by that name.
+    **{
+        (f"{package}.{module}", name): found
+        for package in ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
+        for (module, name), found in _DCP_CLASSES.items()
+    },
+    # Torch before 2.3 pickled the properties of a tensor as a class of sharded tensors.
+    (_SHARDED_TENSOR, "TensorProperties"): _Properties,
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _MemoryFormat,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _Layout,
+    **{("torch", text): dtype for text, dtype in DTYPES.items()},
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("builtins", kind.__name__): kind for kind in (dict, list, tuple, set, frozenset)},
+    # Python 3.13 calls the module pathlib._local.
+    **{
+        (module, kind): _Path
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("PosixPath", "PurePosixPath", "Path")
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        try:
+            return _GLOBALS[module, name]
+        except KeyError:
+            raise _refused(f"{module}.{name}") from None
+
+
+def _refused(what: str) -> _UnknownError:
+    return _UnknownError(f"the pickle asks for {what}, which no .metadata known here holds; it was not run")
+
+
+@functools.cache
+def _fixed_length_opcodes(memo_top: int) -> re.Pattern[bytes]:
+    memo = re.escape(bytes([memo_top]))
+    kinds = rb"[(012NR\]a})eldtsub\x81\x85-\x89\x8f-\x91\x93\x94]|[Kqh\x80].|M..|[Jj]....|r...[\x00-%b]|[G\x95].{8}"
+    return re.compile(rb"(?:" + kinds % memo + rb")*+", re.DOTALL)
+
+
+_LENGTH_BYTES = {op[0]: size for size, ops in ((1, b"\x8c\x8aC"), (4, b"X\x8bB"), (8, b"\x8d\x8e")) for op in zip(ops)}
+"""Opcodes that are followed by a length of so many bytes, then by as many bytes as it says."""
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuse opcodes that no ``.metadata`` needs, and a memo index (LONG_BINPUT) beyond the data's length.
+
+    The C unpickler grows its memo to whatever index it is given: five bytes could take 64 GiB.
+
+    Raises:
+        pickle.UnpicklingError: such an opcode, or the pickle does not end where the data ends.
+        _UnknownError: the pickle is whole and asks for a global that no known ``.metadata`` holds.
+    """
+    unknown = ""
+    skip = _fixed_length_opcodes(min(len(data) >> 24, 0xFF)).match
+    at = 0
+    while (match := skip(data, at)) and (at := match.end()) < len(data):
+        op = data[at]
+        if op == pickle.STOP[0]:
+            break
+        if op in _LENGTH_BYTES:
+            start = at + 1 + _LENGTH_BYTES[op]
+            at = start + int.from_bytes(data[at + 1 : start], "little")
+        elif op in b"ci":
+            module, text, _ = data[at + 1 : at + 513].split(b"\n", 2)
+            if (module.decode(), text.decode()) not in _GLOBALS:
+                unknown = unknown or f"{module.decode()}.{text.decode()}"
+            elif op == pickle.INST[0]:
+                raise pickle.UnpicklingError(f"the pickle makes a {text.decode()} by an opcode that DCP does not use")
+            at += len(module) + len(text) + 3
+        elif unknown:
+            break  # what follows belongs to it
+        else:
+            raise pickle.UnpicklingError(f"the pickle holds the opcode {op:#04x} at byte {at}, which DCP does not use")
+    if data[-1:] != pickle.STOP or (not unknown and at != len(data) - 1):
+        raise pickle.UnpicklingError("the pickle does not end where the file ends")
+    if unknown:
+        raise _refused(unknown)
+
+
+def _metadata_fault(found: object) -> str:
+    """What is wrong with the unpickled object, or ''."""
+    if type(found) is not Metadata:
+        return f"holds no Metadata but a {type(found).__name__}"
+    if type(found.state_dict_metadata) is not dict or type(found.storage_data) not in (dict, type(None)):
+        return "state_dict_metadata and storage_data are no dicts"
+    if type(found.storage_meta) not in (StorageMeta, type(None)):
+        return f"storage_meta is a {type(found.storage_meta).__name__}"
+    for fqn, entry in found.state_dict_metadata.items():
+        if type(fqn) is not str or not (type(entry) is BytesStorageMetadata or _is_tensor_metadata(entry)):
+            return f"{fqn!r}: no description of a tensor or an object"
+    safe_paths: set[str] = set()
+    for index, info in (found.storage_data or {}).items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+            return "storage_data maps something else than an index to a place"
+        if type(index.fqn) is not str or not (index.offset is None or _is_size(index.offset)):
+            return f"storage_data has the index {index.fqn!r}, {index.offset!r}"
+        path = info.relative_path
+        if path not in safe_paths:
+            if type(path) is not str or path.startswith("/") or "\0" in path or ".." in path.split("/"):
+                return f"{index.fqn!r}: {path!r} is no file inside the checkpoint"
+            safe_paths.add(path)
+        if not _are_sizes((info.offset, info.length)):
+            return f"{index.fqn!r}: offset {info.offset!r} and length {info.length!r}"
+    return ""
+
+
+def _is_tensor_metadata(entry: object) -> bool:
+    if type(entry) is not TensorStorageMetadata or type(entry.properties) is not TensorProperties:
+        return False
+    if type(entry.properties.dtype) is not torch.dtype or not _is_size(entry.size) or type(entry.chunks) is not list:
+        return False
+    dims = len(entry.size)
+    return all(
+        type(chunk) is ChunkStorageMetadata
+        and _is_size(chunk.offsets)
+        and _is_size(chunk.sizes)
+        and len(chunk.offsets) == len(chunk.sizes) == dims
+        for chunk in entry.chunks
+    )
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is torch.Size and _are_sizes(value)
+
+
+def _are_sizes(values: Sequence[object]) -> bool:
+    return all(type(value) is int and 0 <= value <= MAX_BYTES for value in values)

@@ -1,0 +1,366 @@
+"""Manifests to and from bytes. Pure: no file, no thread.
+
+Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block; its tensors
+in columns since 1.2) and one JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest;
+sealed since 1.1).
+DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.format.dcp_metadata_read`, whose functions are named here too.
+
+Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.format.dcp_metadata_read import MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
+from aio_ckpt.format.self_checksum import is_sealed, seal
+from aio_ckpt.format.tensor_table import (
+    IntArray,
+    Names,
+    Size,
+    StoredColumns,
+    TensorColumns,
+    TensorEntry,
+    columns_fault,
+    columns_of,
+    entries_of,
+    read_columns,
+    stored_columns,
+)
+
+__all__ = [
+    "FORMAT_MAJOR",
+    "FORMAT_MINOR",
+    "METADATA_FILE",
+    "ROOT_MANIFEST",
+    "FileEntry",
+    "IntArray",
+    "MetadataTemplate",
+    "ObjectEntry",
+    "RankManifest",
+    "RootManifest",
+    "StaticTensors",
+    "TensorColumns",
+    "TensorEntry",
+    "block_sums",
+    "check_listed",
+    "data_file_name",
+    "decode_rank",
+    "decode_root",
+    "encode_rank",
+    "encode_root",
+    "encode_static",
+    "parse_metadata",
+    "rank_manifest_name",
+    "render_metadata",
+]
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 2
+ROOT_MANIFEST = "aio_ckpt.json"
+METADATA_FILE = ".metadata"
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+_Crc: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+_FileName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z", max_length=255)]
+_Format: TypeAlias = tuple[Size, Size]
+
+
+def rank_manifest_name(rank: int) -> str:
+    """File name of a rank's manifest."""
+    return f"aio_ckpt.{rank}.bin"
+
+
+def data_file_name(rank: int, n: int = 0) -> str:
+    """File name of a rank's ``n``-th data file, as DCP names it."""
+    return f"__{rank}_{n}.distcp"
+
+
+# -- the rank's manifest --------------------------------------------------------------------------
+
+
+class FileEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A file of the checkpoint, as it must be."""
+
+    name: _FileName
+    """One path component."""
+    nbytes: Size
+    """Exact length."""
+    crc32: _Crc
+    """CRC32 of the whole file."""
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A serialized object in the rank's data file."""
+
+    fqns: Names
+    """Every name stored here."""
+    offset: Size
+    """Image offset."""
+    nbytes: Size
+    """Length."""
+    crc32: _Crc
+    """CRC32 of its bytes."""
+
+
+class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in a rank's manifest before the tensors."""
+
+    format: _Format
+    """(major, minor) of the writer."""
+    save_id: str
+    """The same in every file of one save."""
+    step: Size
+    """Step of the checkpoint."""
+    rank: Size
+    """Rank that wrote it, below ``world_size``."""
+    world_size: _Count
+    """Number of ranks that wrote the checkpoint."""
+    block_bytes: _Count
+    """Raw bytes that one sum covers."""
+    file: FileEntry | None
+    """The rank's data file; None if it stored nothing."""
+    sums: bytes
+    """u32 little-endian CRC32 of each block of raw bytes, item after item."""
+    objects: tuple[ObjectEntry, ...]
+    """Objects of this rank."""
+    skeleton: bytes
+    """The state's containers, opaque here (``tree.encode_skeleton``)."""
+
+
+class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
+    """What one rank stored: every number lies inside ``file`` once decoded."""
+
+    in_columns: StoredColumns | None = msgspec.field(name="columns", default=None)
+    """Its tensor items, since 1.2; then nothing else tells of them but to :meth:`listed_tensors`."""
+    listed: msgspec.Raw = msgspec.field(name="tensors")
+    """A list of :class:`TensorEntry`: what 1.0 and 1.1 write and read."""
+
+    @functools.cached_property
+    def columns(self) -> TensorColumns:
+        """Tensor items of this rank, in the order of ``sums``."""
+        return columns_of(self.listed_tensors()) if self.in_columns is None else read_columns(self.in_columns)
+
+    @functools.cached_property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """``columns``, by tensor."""
+        return entries_of(self.columns)
+
+    def listed_tensors(self) -> tuple[TensorEntry, ...]:
+        """What a reader of 1.1 sees.
+
+        Raises:
+            msgspec.MsgspecError: no such list.
+        """
+        return _ENTRIES.decode(self.listed)
+
+
+_ENTRIES = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
+
+
+class _RankOut(_RankFields, frozen=True, kw_only=True):
+    columns: msgspec.Raw
+    tensors: msgspec.Raw
+
+
+class _Head(msgspec.Struct):
+    format: _Format
+
+
+class StaticTensors(NamedTuple):
+    """The tensors' part of a rank manifest: a function of the plan alone, so encoded once per plan."""
+
+    columns: bytes
+    """:class:`aio_ckpt.format.tensor_table.StoredColumns`."""
+    entries: bytes
+    """The same as a list of :class:`TensorEntry`."""
+
+
+def encode_static(tensors: Sequence[TensorEntry]) -> StaticTensors:
+    """The tensors' part of a rank manifest."""
+    encode = msgspec.msgpack.encode
+    return StaticTensors(encode(stored_columns(columns_of(tensors))), encode(tensors))
+
+
+def encode_rank(
+    *,
+    save_id: str,
+    step: int,
+    rank: int,
+    world_size: int,
+    file: FileEntry | None,
+    tensors: StaticTensors,
+    sums: bytes,
+    objects: Sequence[ObjectEntry],
+    skeleton: bytes,
+) -> bytes:
+    """Bytes of ``aio_ckpt.{rank}.bin``; ``tensors`` comes from :func:`encode_static`."""
+    manifest = _RankOut(
+        format=(FORMAT_MAJOR, FORMAT_MINOR),
+        save_id=save_id,
+        step=step,
+        rank=rank,
+        world_size=world_size,
+        block_bytes=BLOCK_BYTES,
+        file=file,
+        sums=sums,
+        objects=tuple(objects),
+        skeleton=skeleton,
+        columns=msgspec.Raw(tensors.columns),
+        tensors=msgspec.Raw(tensors.entries),
+    )
+    return msgspec.msgpack.encode(manifest)
+
+
+def decode_rank(data: bytes, *, name: str) -> RankManifest:
+    """Read a rank's manifest and check every number in it. ``name`` is the file, for messages.
+
+    Raises:
+        FormatVersionError: written by a newer major version of the format.
+        CorruptCheckpointError: anything else that is not right; names the file and, where known, the tensor.
+    """
+    manifest = _decode(data, _RANKS, name)
+    try:
+        fault = _rank_fault(manifest)
+    except _UNREADABLE as exc:
+        fault = str(exc)
+    if fault:
+        raise CorruptCheckpointError(f"{name}: {fault}")
+    return manifest
+
+
+def check_listed(manifest: RankManifest, *, name: str) -> None:
+    """Hold what readers of 1.1 see of the tensors against the columns. ``name`` is the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: they differ, in number or in the tensor that is named.
+    """
+    try:
+        listed = manifest.listed_tensors()
+    except _UNREADABLE as exc:
+        raise CorruptCheckpointError(f"{name}: its list of tensors: {exc}") from exc
+    if len(listed) != len(manifest.tensors):
+        raise CorruptCheckpointError(f"{name}: {len(listed)} tensors in its list, {len(manifest.tensors)} in columns")
+    for entry, other in zip(listed, manifest.tensors, strict=True):
+        if entry != other:
+            raise CorruptCheckpointError(f"{name}: its list and its columns differ in tensor {other.fqns[0]!r}")
+
+
+def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
+    """For each of ``manifest.tensors``, the CRC32 of each block of its raw bytes."""
+    sums = struct.unpack(f"<{len(manifest.sums) // 4}I", manifest.sums)
+    counts = (-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist()
+    stops = itertools.accumulate(counts)
+    return [sums[stop - count : stop] for count, stop in zip(counts, stops, strict=True)]
+
+
+_S = TypeVar("_S", RankManifest, "RootManifest")
+_Decoders: TypeAlias = "tuple[Callable[[bytes], _S], Callable[[bytes], _Head]]"
+_RANKS: _Decoders[RankManifest] = msgspec.msgpack.Decoder(RankManifest).decode, msgspec.msgpack.Decoder(_Head).decode
+
+
+def _decode(data: bytes, decoders: _Decoders[_S], name: str) -> _S:
+    try:
+        found = decoders[0](data)
+    except _UNREADABLE as exc:
+        head = _Head((FORMAT_MAJOR, FORMAT_MINOR))
+        with contextlib.suppress(*_UNREADABLE):
+            head = decoders[1](data)
+        _check_format(head.format, name)  # a newer major version says so, whatever else it changed
+        raise CorruptCheckpointError(f"{name}: no manifest of format {FORMAT_MAJOR}: {exc}") from exc
+    _check_format(found.format, name)
+    return found
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def _check_format(found: tuple[int, int], name: str) -> None:
+    text = f"{found[0]}.{found[1]}"
+    if found[0] > FORMAT_MAJOR:
+        known = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
+        raise FormatVersionError(f"{name}: format {text}, known here is {known}: read it with a newer aio_ckpt")
+    if found[0] < FORMAT_MAJOR:
+        raise CorruptCheckpointError(f"{name}: format {text} never existed")
+
+
+def _rank_fault(manifest: RankManifest) -> str:
+    """What is wrong with the numbers, or ''."""
+    if manifest.rank >= manifest.world_size:
+        return f"rank {manifest.rank} of {manifest.world_size}"
+    file_bytes = manifest.file.nbytes if manifest.file else 0
+    if manifest.file is None and (manifest.columns.names or manifest.objects):
+        return "lists items but no data file"
+    for item in manifest.objects:
+        if item.offset + item.nbytes > file_bytes:
+            return f"object {item.fqns[0]!r} ends beyond the data file of {file_bytes} bytes"
+    if fault := columns_fault(manifest.columns, file_bytes):
+        return fault
+    blocks = sum((-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist())  # may exceed 64 bits
+    if len(manifest.sums) != 4 * blocks:
+        return f"{len(manifest.sums)} bytes of sums for {blocks} blocks"
+    return ""
+
+
+# -- the root manifest ----------------------------------------------------------------------------
+
+
+class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What proves a whole checkpoint: ``.metadata`` and each rank's manifest."""
+
+    format: _Format
+    """(major, minor) of the writer."""
+    save_id: str
+    """The same in every file of one save."""
+    step: Size
+    """Step of the checkpoint."""
+    world_size: _Count
+    """Number of ranks that wrote it; the length of ``ranks``."""
+    metadata: FileEntry
+    """``.metadata``."""
+    metadata_blake2b: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
+    """Its BLAKE2b digest, lower-case hex."""
+    ranks: tuple[FileEntry, ...]
+    """Each rank's manifest, by rank."""
+    written_by: dict[str, str]
+    """Versions of what wrote it: aio_ckpt, torch, python."""
+    created_unix: Annotated[float, msgspec.Meta(ge=0)]
+    """Seconds since 1970 by the leader's clock."""
+    metrics: dict[str, float | None] = {}
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite. Since 1.1, absent if empty."""
+
+
+_ROOTS: _Decoders[RootManifest] = msgspec.json.Decoder(RootManifest).decode, msgspec.json.Decoder(_Head).decode
+
+
+def encode_root(manifest: RootManifest) -> bytes:
+    """Bytes of ``aio_ckpt.json``: indented JSON that ends in its seal and a newline."""
+    return seal(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+
+
+def decode_root(data: bytes, *, name: str) -> RootManifest:
+    """Read the root manifest. ``name`` is the file, for messages.
+
+    Raises:
+        FormatVersionError: written by a newer major version of the format.
+        MismatchError: its seal is broken, or missing although its version has one.
+        CorruptCheckpointError: anything else that is not right; names the file.
+    """
+    sealed = is_sealed(data)
+    if sealed is False:
+        raise MismatchError(f"{name}: not what was written: its own sum does not match, or it is cut short")
+    manifest = _decode(data, _ROOTS, name)
+    if sealed is None and manifest.format > (1, 0):
+        raise MismatchError(f"{name}: not what was written: its own sum is missing")
+    if len(manifest.ranks) != manifest.world_size:
+        raise CorruptCheckpointError(f"{name}: {len(manifest.ranks)} ranks for a world of {manifest.world_size}")
+    return manifest

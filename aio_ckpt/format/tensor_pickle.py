@@ -1,0 +1,222 @@
+"""``data.pkl`` of one tensor item: what ``torch.save`` pickles for a plain tensor, to and from bytes.
+
+Reading runs no code: an allow-list of opcodes, then an unpickler to which every name is a stand-in of this file.
+
+Sources: ``torch/_tensor.py`` (``_reduce_ex_internal``) and ``torch/_utils.py`` of 2.6 to 2.13, ``pickletools``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from aio_ckpt.format.constants import TensorSpec
+
+__all__ = ["STORAGE_ELEMENT_BYTES", "StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
+
+_V2_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
+}
+_V3_NAMES = (
+    *("complex32", "uint16", "uint32", "uint64", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+
+
+def _known_dtypes(names: Sequence[str]) -> dict[str, torch.dtype]:
+    """Those of ``names`` that the running torch has."""
+    found = ((name, getattr(torch, name, None)) for name in names)
+    return {name: dtype for name, dtype in found if isinstance(dtype, torch.dtype)}
+
+
+_V2_DTYPES = _known_dtypes(tuple(_V2_STORAGES))
+_V3_DTYPES = _known_dtypes(_V3_NAMES)
+STORAGE_ELEMENT_BYTES: dict[str, int] = {
+    "torch.storage.UntypedStorage": 1,
+    **{f"torch.{_V2_STORAGES[name]}": dtype.itemsize for name, dtype in _V2_DTYPES.items()},
+}
+"""Bytes of one slot by the full name of the storage's class."""
+_STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
+_LAZY_DTYPES = frozenset(_V2_DTYPES.values()) - {torch.bool}
+"""Those whose negative and conjugate torch can make."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A persistent id of the pickle: which record holds the elements. Nothing in it is checked yet."""
+
+    dtype: torch.dtype | None
+    """None for an ``UntypedStorage``, whose slots are bytes."""
+    key: str
+    """The record is ``data/<key>``."""
+    slots: int
+    """Number of elements, at least 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor as the pickle describes it. Types are right, numbers are not checked yet."""
+
+    storage: StorageRef
+    """Where its elements are."""
+    dtype: torch.dtype
+    """Element type."""
+    offset: int
+    """Elements of the storage before the first one."""
+    shape: tuple[int, ...]
+    """Shape."""
+    stride: tuple[int, ...]
+    """Stride, in elements."""
+    is_conj: bool = False
+    """Whether its elements are the conjugates of what is stored, as of ``x.conj()``."""
+    is_neg: bool = False
+    """Whether they are the negatives, as of ``x.conj().imag``."""
+
+
+def storable_dtype(dtype: torch.dtype) -> bool:
+    """Whether ``torch.save`` stores it as a plain strided tensor (quantized and sub-byte integers are none)."""
+    return dtype in _STORABLE
+
+
+# -- render -----------------------------------------------------------------------------------------------
+
+
+def render_pickle(spec: TensorSpec) -> bytes:
+    """``data.pkl`` of a dense tensor in record ``data/0``; no memo entries, as nothing is referred to twice."""
+    name = str(spec.dtype).removeprefix("torch.")
+    slots = math.prod(spec.shape)
+    if name in _V2_STORAGES:
+        version, storage, dtype = "2", f"torch\n{_V2_STORAGES[name]}", ""
+    else:
+        version, storage, dtype = "3", "torch.storage\nUntypedStorage", f"ctorch\n{name}\n"
+        slots *= spec.dtype.itemsize
+    parts = (
+        f"\x80\x02ctorch._utils\n_rebuild_tensor_v{version}\n((X\x07\x00\x00\x00storage",
+        f"c{storage}\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu",
+        _pickle_int(slots) + "tQK\0" + _pickle_tuple(spec.shape) + _pickle_tuple(spec.stride),
+        f"\x89ccollections\nOrderedDict\n)R{dtype}tR.",
+    )
+    return "".join(parts).encode("latin-1")
+
+
+def _pickle_int(value: int) -> str:
+    """Protocol 2 opcode for an integer of at least 0."""
+    for code, nbytes, limit in (("K", 1, 1 << 8), ("M", 2, 1 << 16), ("J", 4, 1 << 31)):
+        if value < limit:
+            return code + value.to_bytes(nbytes, "little").decode("latin-1")
+    nbytes = value.bit_length() // 8 + 1
+    return f"\x8a{chr(nbytes)}" + value.to_bytes(nbytes, "little").decode("latin-1")
+
+
+def _pickle_tuple(values: Sequence[int]) -> str:
+    body = "".join(map(_pickle_int, values))
+    if len(values) > 3:
+        return f"({body}t"
+    return body + ")\x85\x86\x87"[len(values)]
+
+
+# -- read --------------------------------------------------------------------------------------------------
+
+_OPCODES = frozenset("\x80\x95.c\x93RQ(t)\x85\x86\x87q\x94hX\x8cJKM\x8a\x88\x89N}su")
+"""All that ``torch.save`` emits for a plain tensor, protocols 2 to 5: PROTO FRAME STOP GLOBAL STACK_GLOBAL REDUCE
+BINPERSID MARK TUPLE EMPTY_TUPLE TUPLE1-3 BINPUT MEMOIZE BINGET (SHORT_)BINUNICODE BININT BININT1-2 LONG1 NEWTRUE
+NEWFALSE NONE, and EMPTY_DICT SETITEM SETITEMS where ``_BITS`` has them. LONG_BINPUT is left out on purpose: the C
+unpickler sizes its memo by that opcode's argument, so that 12 bytes of pickle take 2 GiB."""
+_BITS = re.compile("}(?:k[\x88\x89]s|\\((?:k[\x88\x89]){1,2}u)")
+"""The opcodes of ``{"conj": True}`` and the like, k for a key: the one dict that there may be. Any other might hash a
+key of 30,000 tuples inside each other, which ends the process."""
+
+
+def _no_hooks() -> None:
+    """Stands for ``OrderedDict()``, the empty hooks of a tensor."""
+
+
+def _rebuild_tensor(storage: object, offset: int, shape: object, stride: object, *rest: object) -> TensorView:
+    """Stands for torch's v2 (``rest``: requires_grad, hooks) and v3 (a dtype more); either may end in its lazy bits."""
+    if not isinstance(storage, StorageRef) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
+        raise TypeError("its tensor has no storage, shape or stride")
+    bits = rest[-1] if rest and isinstance(rest[-1], dict) else None
+    kept = rest if bits is None else rest[:-1]
+    dtype = kept[2] if len(kept) == 3 else storage.dtype
+    if len(kept) not in (2, 3) or not isinstance(dtype, torch.dtype):
+        raise TypeError("its tensor has no dtype")
+    is_conj, is_neg = (bool(bits and bits.get(bit)) for bit in ("conj", "neg"))
+    if (is_conj and not dtype.is_complex) or ((is_conj or is_neg) and dtype not in _LAZY_DTYPES):
+        raise UnsupportedLeafError(f"an item holds a lazy conjugate or negative of {dtype}")
+    return TensorView(storage, dtype, offset, shape, stride, is_conj, is_neg)
+
+
+def _rebuild_parameter(data: object, _grad: bool, _hooks: None) -> object:
+    return data
+
+
+_GLOBALS: dict[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("collections", "OrderedDict"): _no_hooks,
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+    **{("torch", _V2_STORAGES[name]): dtype for name, dtype in _V2_DTYPES.items()},
+    **{("torch", name): dtype for name, dtype in _V3_DTYPES.items()},
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Resolves the few names of a tensor's pickle to stand-ins of this file; every other name is refused."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in _GLOBALS:
+            raise UnsupportedLeafError(f"an item names {module}.{name}, which no plain tensor needs")
+        return _GLOBALS[module, name]
+
+    def persistent_load(self, pid: object) -> StorageRef:
+        match pid:
+            case ("storage", torch.dtype() as dtype, str(key), str(), int(slots)) if slots >= 0:
+                return StorageRef(dtype, key, slots)
+            case ("storage", "UntypedStorage", str(key), str(), int(slots)) if slots >= 0:
+                return StorageRef(None, key, slots)
+        raise TypeError("no storage")
+
+
+def _check_opcodes(data: bytes) -> None:
+    codes = []
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.code not in _OPCODES:
+            raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
+        if opcode.code not in "q\x94":  # which leave the stack as it is
+            codes.append("k" if argument in ("conj", "neg") else opcode.code)
+    if not set("}su").isdisjoint(_BITS.sub("", "".join(codes))):
+        raise UnsupportedLeafError("an item's pickle makes a dict: no plain tensor")
+
+
+def read_pickle(data: bytes) -> TensorView:
+    """The tensor that ``data.pkl`` describes."""
+    try:
+        _check_opcodes(data)
+        view = _TensorUnpickler(io.BytesIO(data)).load()
+    except (UnsupportedLeafError, MemoryError):
+        raise
+    except Exception as exc:  # crafted bytes can raise anything, down to OverflowError from the length of a frame
+        raise CorruptCheckpointError(f"its torch.save zip is damaged: its pickle is malformed ({exc})") from exc
+    if not isinstance(view, TensorView):
+        raise UnsupportedLeafError("an item holds something else than one tensor")
+    return view

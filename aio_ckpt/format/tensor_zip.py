@@ -1,0 +1,399 @@
+"""The ``torch.save`` zip around one tensor: rendered without ``torch.save``, parsed without ``torch.load``.
+
+An item is ``[header][raw bytes][trailer]``::
+
+    header    local records data.pkl, byteorder, version; local header of data/0, its extra field padded so
+              that the raw bytes begin at a multiple of 64 counted from the item's start
+    trailer   data descriptor of data/0, central directory, end record (zip64 ones near 4 GiB and above)
+
+Header and trailer follow from dtype, shape and stride alone, but for the CRC32 of the raw bytes, which stands
+twice in the trailer: flag bit 3 moves it out of the header, so the header can be written before the sum is
+known. Nothing here touches a process-global setting of torch, and parsing runs no code.
+
+Sources: PKWARE APPNOTE 6.3.10 (§4.3, §4.5.3); ``torch/_utils.py`` and ``torch/serialization.py`` of 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from aio_ckpt.format.constants import Envelope, TensorSpec, align_up
+from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle, storable_dtype
+
+__all__ = [
+    "HEAD_BYTES",
+    "RAW_ALIGN_BYTES",
+    "TAIL_BYTES",
+    "ParsedItem",
+    "fill_crc",
+    "is_dense",
+    "parse",
+    "raw_bytes",
+    "records_of",
+    "render",
+    "row_major_stride",
+    "storable_dtype",
+    "stored_stride",
+]
+
+HEAD_BYTES = 32768
+"""How much of an item's beginning :func:`parse` looks at, at most. torch aligns each record to
+``torch.utils.serialization.config.save.storage_alignment``: with 4096 the raw bytes begin at 20480."""
+
+TAIL_BYTES = 8192
+"""How much of an item's end :func:`parse` looks at, at most."""
+
+RAW_ALIGN_BYTES = 64
+"""The raw bytes begin at a multiple of it, counted from the item's start."""
+
+_LOCAL = struct.Struct("<4s2xHH4x3I2H")
+"""magic, flags, method, crc, packed, nbytes, name, extra. Versions and dates stay zero, as torch writes them."""
+_CENTRAL = struct.Struct("<4s4xHH4x3I4H6xI")
+"""magic, flags, method, crc, packed, nbytes, name, extra, comment, disk, offset."""
+_END = struct.Struct("<4s4x2H2I2x")
+_END64 = struct.Struct("<4sQ12x4Q")
+"""magic, [bytes that follow,] records here, records, directory's length, directory's offset."""
+_LOCATOR64 = struct.Struct("<4s4xQI")
+_EXTRA = struct.Struct("<2H")
+
+_MAX_U32 = 0xFFFFFFFF
+_DESCRIPTOR_FLAG = 0x08
+_ENCRYPTED_FLAG = 0x01
+_ZIP64_EXTRA = 1
+_PADDING_EXTRA = 0x4246
+"""The id ("FB") under which torch pads its own records."""
+_ZIP64_SLACK = 512
+"""More than all that may stand between the small records and the central directory, raw bytes apart."""
+_DATA_NAME = b"archive/data/0"
+
+# -- geometry ---------------------------------------------------------------------------------------------
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements occupy exactly ``numel`` slots (a permuted contiguous tensor; any empty one)."""
+    if 0 in shape:
+        return True
+    slots = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != slots:
+            return False
+        slots *= size
+    return True
+
+
+def stored_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Stride of the stored bytes, in elements: ``stride`` if dense, else (and if empty) the contiguous one."""
+    if 0 not in shape and is_dense(shape, stride):
+        return tuple(stride)
+    return row_major_stride(shape)
+
+
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor, as torch gives it."""
+    steps = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        steps[dim - 1] = steps[dim] * max(shape[dim], 1)
+    return tuple(steps)
+
+
+def raw_bytes(spec: TensorSpec) -> int:
+    """Length of the raw bytes of a dense tensor."""
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+# -- render -----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def render(spec: TensorSpec) -> Envelope:
+    """Header and trailer around the raw bytes of a tensor; CRC fields are zero until :func:`fill_crc`.
+
+    Raises:
+        UnsupportedLeafError: a dtype that ``torch.save`` does not store as a plain tensor, or hundreds of dims.
+        ValueError: ``spec.stride`` is not dense: the caller forgot :func:`stored_stride`.
+    """
+    if not storable_dtype(spec.dtype):
+        raise UnsupportedLeafError(f"{spec.dtype} cannot be stored as a plain tensor: convert it first")
+    if not is_dense(spec.shape, spec.stride):
+        raise ValueError(f"stride {spec.stride} of shape {spec.shape} is not dense: give stored_stride()")
+    nbytes = raw_bytes(spec)
+    small = ((b"data.pkl", render_pickle(spec)), (b"byteorder", sys.byteorder.encode()), (b"version", b"3\n"))
+    header, central = bytearray(), bytearray()
+    for short_name, body in small:
+        name, crc, size = b"archive/" + short_name, zlib.crc32(body), len(body)
+        central += _CENTRAL.pack(b"PK\1\2", 0, 0, crc, size, size, len(name), 0, 0, 0, len(header)) + name
+        header += _LOCAL.pack(b"PK\3\4", 0, 0, crc, size, size, len(name), 0) + name + body
+    zip64 = len(header) + nbytes + _ZIP64_SLACK > _MAX_U32
+    crc_in_central = len(central) + 16
+    central += _render_data_entry(nbytes, len(header), zip64=zip64)
+    header += _render_data_header(len(header), zip64=zip64)
+    if len(header) > HEAD_BYTES:
+        raise UnsupportedLeafError(f"a tensor of {len(spec.shape)} dimensions has too many: reshape it")
+    descriptor = struct.pack("<4sI2Q" if zip64 else "<4s3I", b"PK\7\10", 0, nbytes, nbytes)
+    end = _render_end(len(small) + 1, len(central), len(header) + nbytes + len(descriptor), zip64=zip64)
+    trailer, crc_offsets = descriptor + central + end, (4, len(descriptor) + crc_in_central)
+    return Envelope(header=bytes(header), trailer=trailer, crc_offsets=crc_offsets, raw_bytes=nbytes)
+
+
+def fill_crc(trailer_view: memoryview | bytearray, envelope: Envelope, crc32: int) -> None:
+    """Writes the CRC32 of the raw bytes into a trailer; the view begins where the trailer begins."""
+    for offset in envelope.crc_offsets:
+        struct.pack_into("<I", trailer_view, offset, crc32)
+
+
+def _render_data_entry(nbytes: int, offset: int, *, zip64: bool) -> bytes:
+    size, extra = (_MAX_U32, struct.pack("<2H2Q", _ZIP64_EXTRA, 16, nbytes, nbytes)) if zip64 else (nbytes, b"")
+    lengths = (len(_DATA_NAME), len(extra), 0, 0)
+    return _CENTRAL.pack(b"PK\1\2", _DESCRIPTOR_FLAG, 0, 0, size, size, *lengths, offset) + _DATA_NAME + extra
+
+
+def _render_data_header(offset: int, *, zip64: bool) -> bytes:
+    """Local header of the raw bytes, which begins at ``offset`` and ends at a multiple of ``RAW_ALIGN_BYTES``."""
+    size, extra = (_MAX_U32, struct.pack("<2H2Q", _ZIP64_EXTRA, 16, 0, 0)) if zip64 else (0, b"")
+    used = offset + _LOCAL.size + len(_DATA_NAME) + len(extra) + _EXTRA.size
+    padding = align_up(used, RAW_ALIGN_BYTES) - used
+    extra += _EXTRA.pack(_PADDING_EXTRA, padding) + bytes(padding)
+    return _LOCAL.pack(b"PK\3\4", _DESCRIPTOR_FLAG, 0, 0, size, size, len(_DATA_NAME), len(extra)) + _DATA_NAME + extra
+
+
+def _render_end(count: int, size: int, offset: int, *, zip64: bool) -> bytes:
+    end = _END.pack(b"PK\5\6", count, count, size, _MAX_U32 if zip64 else offset)
+    if not zip64:
+        return end
+    record = _END64.pack(b"PK\6\6", _END64.size - 12, count, count, size, offset)
+    return record + _LOCATOR64.pack(b"PK\6\7", offset + size, 1) + end
+
+
+# -- parse ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedItem:
+    """Where the raw bytes of an item stand and how to view them.
+
+    Invariant: the raw bytes lie inside the item, every element lies inside the raw bytes, and there are no more
+    elements than the raw bytes have room for. So no number here exceeds what the file really holds.
+    """
+
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Local shape."""
+    stride: tuple[int, ...]
+    """In elements."""
+    storage_offset: int
+    """Elements of the storage before the first one of the tensor; 0 in our own items."""
+    raw_offset: int
+    """Where the storage begins, in bytes from the item's start."""
+    raw_bytes: int
+    """Length of the whole storage."""
+    crc32: int
+    """CRC32 of the whole storage; 0 where ``torch.serialization.set_crc32_options(False)`` was in force."""
+    is_conj: bool = False
+    """As in :class:`~aio_ckpt.format.tensor_pickle.TensorView`; never of our own items."""
+    is_neg: bool = False
+    """Likewise."""
+
+
+class _Item(NamedTuple):
+    """The two ends of an item and its length; addressed by item offsets."""
+
+    head: bytes
+    tail: bytes
+    nbytes: int
+
+    def get(self, start: int, nbytes: int) -> bytes | None:
+        """The bytes from ``start``; None if neither end holds them all.
+
+        Raises:
+            CorruptCheckpointError: they lie outside the item.
+        """
+        if start < 0 or start + nbytes > self.nbytes:
+            _corrupt(f"bytes {start} to {start + nbytes} lie outside its {self.nbytes} bytes")
+        if start + nbytes <= len(self.head):
+            return self.head[start : start + nbytes]
+        first = self.nbytes - len(self.tail)
+        return self.tail[start - first : start - first + nbytes] if start >= first else None
+
+
+class _Record(NamedTuple):
+    """A central directory entry: full name, CRC32 (0: none was taken), length, offset of the local header."""
+
+    name: bytes
+    crc32: int
+    nbytes: int
+    offset: int
+
+
+def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
+    """Reads an item of ours, or of stock ``torch.save(tensor)``, from its two ends. Runs no code of the pickle.
+
+    ``head`` is the first min(``item_bytes``, ``HEAD_BYTES``) bytes of the item, ``tail`` the last
+    min(``item_bytes``, ``TAIL_BYTES``).
+
+    Raises:
+        CorruptCheckpointError: malformed, compressed, or a number that points outside the item.
+        UnsupportedLeafError: sound as far as it goes, but not one plain strided tensor (an object, a sparse or
+            quantized tensor, a subclass, several storages, the other byte order).
+    """
+    if len(head) != min(item_bytes, HEAD_BYTES) or len(tail) != min(item_bytes, TAIL_BYTES):
+        _corrupt(f"{len(head)} and {len(tail)} bytes were read of its {item_bytes}")
+    item = _Item(head, tail, item_bytes)
+    offset, size, count = _find_directory(item)
+    records = _read_directory(item, offset, size, count)
+    if "byteorder" in records and _read_record(item, records["byteorder"]) != sys.byteorder.encode():
+        raise UnsupportedLeafError(f"a tensor item is not {sys.byteorder}-endian")
+    if "data.pkl" not in records:
+        _corrupt("it has no data.pkl")
+    view = read_pickle(_read_record(item, records["data.pkl"]))
+    data = records.get(f"data/{view.storage.key}")
+    if data is None:
+        _corrupt(f"it has no record data/{view.storage.key[:40]!r}")
+    raw_offset = _body_offset(item, data)
+    if raw_offset + data.nbytes > offset:
+        _corrupt("its raw bytes run into its directory")
+    _check_view(view, data.nbytes)
+    place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.nbytes, "crc32": data.crc32}
+    bits: dict[str, Any] = {"is_conj": view.is_conj, "is_neg": view.is_neg}
+    return ParsedItem(
+        dtype=view.dtype, shape=view.shape, stride=view.stride, storage_offset=view.offset, **place, **bits
+    )
+
+
+def records_of(data: bytes) -> dict[str, tuple[bytes, int]]:
+    """The records of a ``torch.save`` zip, each with its CRC32 (0: none was taken); by name without the archive's own.
+
+    Raises:
+        CorruptCheckpointError: malformed, compressed, or a number that points outside of ``data``.
+    """
+    item = _Item(data, b"", len(data))
+    records = _read_directory(item, *_find_directory(item))
+    bodies = {name: item.get(_body_offset(item, record), record.nbytes) or b"" for name, record in records.items()}
+    return {name: (body, records[name].crc32) for name, body in bodies.items()}
+
+
+def _corrupt(what: str) -> NoReturn:
+    raise CorruptCheckpointError(f"its torch.save zip is damaged: {what}")
+
+
+def _find_directory(item: _Item) -> tuple[int, int, int]:
+    """(offset, length, number of entries) of the central directory."""
+    stop = item.nbytes - _END.size
+    end = item.get(stop, _END.size)
+    if end is None or not end.startswith(b"PK\5\6"):
+        _corrupt("it does not end in a zip end record")
+    _, here, count, size, offset = _END.unpack(end)
+    before = item.get(max(stop - _LOCATOR64.size, 0), _LOCATOR64.size)
+    if before is not None and before.startswith(b"PK\6\7"):
+        short, (_, stop, _) = (here, count, size, offset), _LOCATOR64.unpack(before)
+        record = item.get(stop, _END64.size)
+        if record is None or not record.startswith(b"PK\6\6"):
+            _corrupt("its zip64 end record is not where its locator says")
+        _, _, here, count, size, offset = _END64.unpack(record)
+        if any(a not in (b, 0xFFFF, _MAX_U32) for a, b in zip(short, (here, count, size, offset), strict=True)):
+            _corrupt("its two end records differ")
+    if here != count or offset + size != stop:
+        _corrupt("its end record contradicts itself")
+    return offset, size, count
+
+
+def _read_directory(item: _Item, offset: int, size: int, count: int) -> dict[str, _Record]:
+    """Records by name without the archive's own directory name."""
+    central = item.get(offset, size)
+    if central is None:
+        raise UnsupportedLeafError(f"an item with {count} records is not one plain tensor")
+    records: dict[str, _Record] = {}
+    at = 0
+    while at < size:
+        record, at = _read_entry(central, at)
+        if record.offset + _LOCAL.size + len(record.name) + record.nbytes > offset:
+            _corrupt("a record runs into its directory")
+        _, slash, name = record.name.decode("utf-8", "replace").partition("/")
+        if not slash or name in records:
+            _corrupt("its directory names a record twice or not at all")
+        records[name] = record
+    if len(records) != count:
+        _corrupt(f"its directory has {len(records)} records, its end record says {count}")
+    return records
+
+
+def _read_entry(central: bytes, at: int) -> tuple[_Record, int]:
+    """The entry at ``at`` and where the next one begins."""
+    body = at + _CENTRAL.size
+    if body > len(central):
+        _corrupt("its directory is cut short")
+    magic, flags, method, crc, packed, nbytes, *lengths, disk, offset = _CENTRAL.unpack_from(central, at)
+    name_stop, stop = body + lengths[0], body + sum(lengths)
+    if magic != b"PK\1\2" or stop > len(central):
+        _corrupt("its directory is not one")
+    nbytes, packed, offset = _widen((nbytes, packed, offset), central[name_stop : name_stop + lengths[1]])
+    if method or flags & _ENCRYPTED_FLAG or packed != nbytes or disk:
+        _corrupt("a record is compressed, encrypted or elsewhere")
+    return _Record(central[body:name_stop], crc, nbytes, offset), stop
+
+
+def _widen(values: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
+    """Values that stand at the 32-bit limit are taken from the zip64 extra field, in this order."""
+    if _MAX_U32 not in values:
+        return values
+    at, wide = 0, b""
+    while at + _EXTRA.size <= len(extra):
+        kind, nbytes = _EXTRA.unpack_from(extra, at)
+        if kind == _ZIP64_EXTRA:
+            wide = extra[at + _EXTRA.size : at + _EXTRA.size + nbytes]
+        at += _EXTRA.size + nbytes
+    if len(wide) < 8 * values.count(_MAX_U32):
+        _corrupt("its zip64 sizes are missing")
+    numbers = iter(struct.unpack_from(f"<{len(wide) // 8}Q", wide))
+    first, second, third = (next(numbers) if value == _MAX_U32 else value for value in values)
+    return first, second, third
+
+
+def _body_offset(item: _Item, record: _Record) -> int:
+    """Item offset of a record's bytes: its local header has an extra field of its own."""
+    local = item.get(record.offset, _LOCAL.size + len(record.name))
+    if local is None:
+        raise UnsupportedLeafError(f"record {record.name[:40]!r} lies too deep in its item for one plain tensor")
+    magic, flags, method, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(local)
+    if magic != b"PK\3\4" or method or flags & _ENCRYPTED_FLAG or local[_LOCAL.size :][:name_bytes] != record.name:
+        _corrupt(f"the local header of {record.name[:40]!r} does not match its directory")
+    return record.offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
+
+
+def _read_record(item: _Item, record: _Record) -> bytes:
+    """The bytes of a small record, checked against its CRC32 where there is one."""
+    body = item.get(_body_offset(item, record), record.nbytes)
+    if body is None:
+        raise UnsupportedLeafError(f"record {record.name[:40]!r} of {record.nbytes} bytes is no plain tensor's")
+    if record.crc32 not in (0, zlib.crc32(body)):
+        _corrupt(f"record {record.name[:40]!r} does not match its CRC32")
+    return body
+
+
+def _check_view(view: TensorView, nbytes: int) -> None:
+    """Holds a view against the length of its storage: the invariant of :class:`ParsedItem`."""
+    slot_bytes = 1 if view.storage.dtype is None else view.storage.dtype.itemsize
+    if view.storage.slots * slot_bytes != nbytes:
+        _corrupt(f"its pickle speaks of {view.storage.slots} slots, its record has {nbytes} bytes")
+    numbers = (view.offset, *view.shape, *view.stride)
+    if len(view.shape) != len(view.stride) or not all(type(number) is int and number >= 0 for number in numbers):
+        _corrupt("its shape, stride or offset is none")
+    if max(numbers) >= 1 << 63:
+        _corrupt("its shape, stride or offset does not fit 64 bits")
+    if 0 in view.shape:
+        return
+    last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+    if (last + 1) * view.dtype.itemsize > nbytes:
+        _corrupt("elements lie outside its storage")
+    if math.prod(view.shape) * view.dtype.itemsize > nbytes:
+        raise UnsupportedLeafError("a tensor item holds an expanded tensor, whose elements share their bytes")

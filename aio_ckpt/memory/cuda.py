@@ -1,0 +1,356 @@
+"""Copies from and to devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
+
+Host memory has a real implementation of the same interface, not a stub: :class:`aio_ckpt.memory.copies.HostCopies`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from aio_ckpt.errors import ConfigError, shown
+from aio_ckpt.memory.copies import Copies, Groups, HostCopies, Mark, foreach_copy
+from aio_ckpt.memory.cuda_driver import batch_copy
+from aio_ckpt.memory.host_copy import Moves
+
+__all__ = [
+    "CopyStreams",
+    "StepClock",
+    "begin_uploads",
+    "copies_by_address",
+    "copy_secs",
+    "cuda_is_available",
+    "gathered_below_bytes",
+    "is_capturing_graph",
+    "is_host",
+    "pci_address",
+    "register_host_memory",
+    "takes_registered",
+    "unregister_host_memory",
+    "using",
+]
+
+
+_CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+_GATHERED_BYTES = 1 << 20
+"""Borrowed fact (FACTS): issued one by one a transfer of 64 KiB reaches 19.6 GB/s, one of 1 MiB 49.7; 10,000 of 64 KiB
+cost the host 30 ms, and 3 ms gathered."""
+_GATHERED_BESIDE_BATCHES_BYTES = 64 << 10
+"""In a batch 10,000 of 64 KiB cost the host 4.2 ms and reach 53 GB/s, without a copy on the device (bench/results)."""
+
+
+class _CudaMark:
+    """An event of a side stream."""
+
+    def __init__(self, side: torch.cuda.Stream) -> None:
+        self._device = side.device
+        with using(self._device):
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # else synchronize() spins
+            self._event.record(side)
+
+    def query(self) -> bool:
+        with using(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        with using(self._device):
+            self._event.synchronize()
+
+    def fence(self, stream: object = None) -> None:
+        waiting = torch.cuda.current_stream(self._device) if stream is None else stream
+        if not isinstance(waiting, torch.cuda.Stream):  # of another kind of device, or a handle
+            raise ConfigError(f"fence(stream={shown(stream)}): give a torch.cuda.Stream")
+        waiting.wait_event(self._event)
+
+
+class CudaCopies:
+    """Copies on a side stream behind everything that the caller's current stream holds at construction."""
+
+    def __init__(self, device: torch.device, side: torch.cuda.Stream, *, is_registered: bool) -> None:
+        """``is_registered``: the targets are page-locked, so that to issue a copy takes a microsecond."""
+        self._device = device
+        self._side = side
+        self._driver_copy = _driver_copy("cuMemcpyDtoHAsync_v2", holds_gil=is_registered)
+        self._batch = batch_copy() if is_registered else None
+        self._side.wait_event(torch.cuda.current_stream(device).record_event())
+
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        # The device first: to leave the stream alone would set that of the thread, 0, and so make a context there.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            yield
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Issued, not done; the source must be kept alive until a later mark is reached."""
+        with self._on_side():
+            target.copy_(source, non_blocking=True)
+
+    def issue(self, base: int, moves: Moves) -> None:
+        """Issued, not done, as :meth:`copy`.
+
+        Raises:
+            RuntimeError: the driver refused; tells its error number.
+        """
+        copy, side = self._driver_copy, self._side.cuda_stream
+        with torch.cuda.device(self._device):
+            if self._batch is not None and len(moves) > 1 and not self._batch(moves, base, side):
+                return  # else one by one, which says what is wrong
+            for start, address, nbytes in moves.tolist():
+                code = copy(base + start, address, nbytes, side)
+                if code:
+                    raise RuntimeError(f"copy of {nbytes} bytes, host and {self._device}: CUDA error {code}")
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Blocks until ``source``, if host memory, was read; ``target`` is filled behind the next mark."""
+        with self._on_side(), torch.no_grad():
+            target.copy_(source)
+
+    def assemble(self, groups: Groups) -> None:
+        """Issued, not done, as :meth:`copy`."""
+        with self._on_side():
+            foreach_copy(groups)
+
+    def packed(self, source: torch.Tensor) -> torch.Tensor:
+        """Computed on the side stream."""
+        with self._on_side():
+            return source.resolve_conj().resolve_neg().contiguous()
+
+    def buffer(self, nbytes: int) -> torch.Tensor | None:
+        """Memory of the side stream's pool."""
+        try:
+            with self._on_side():
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def mark(self) -> Mark:
+        """An event of the side stream."""
+        return _CudaMark(self._side)
+
+
+class CudaUploads(CudaCopies):
+    """Copies to a device on a side stream, issued by threads that may never have used CUDA."""
+
+    def __init__(self, device: torch.device, side: torch.cuda.Stream) -> None:
+        super().__init__(device, side, is_registered=False)
+        self._driver_copy = _driver_copy("cuMemcpyHtoDAsync_v2", holds_gil=False)
+        self._is_full = False
+
+    def issue(self, base: int, moves: Moves) -> None:
+        """Issued, not done if the sources are page-locked; they must stay as they are until a later mark is reached."""
+        with using(self._device):
+            self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
+            super().issue(base, moves)
+
+    def buffer(self, nbytes: int) -> torch.Tensor | None:
+        """Memory of the current stream's pool, where the trainer finds it again; to be dropped behind a mark."""
+        if self._is_full or not copies_by_address(self._device):
+            return None
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:  # not asked again: to refuse, the allocator gives back all that it keeps
+            self._is_full = True
+            return None
+        self._side.wait_stream(torch.cuda.current_stream(self._device))  # which may be using it yet
+        return memory
+
+
+class CopyStreams:
+    """One side stream a device, kept for the life of an engine."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin(self, device: torch.device, *, is_registered: bool) -> Copies:
+        """Start the copies of one save from ``device``; ``is_registered`` if the targets are page-locked."""
+        if device.type != "cuda":
+            return HostCopies()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return CudaCopies(device, self._streams[device], is_registered=is_registered)
+
+
+def begin_uploads(device: torch.device) -> Copies:
+    """Start the copies of one load to ``device``."""
+    if device.type != "cuda":
+        return HostCopies()
+    with using(device):
+        return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether the host itself can write to the memory of ``tensor``."""
+    return tensor.is_cpu
+
+
+def takes_registered(device: torch.device) -> bool:
+    """Whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
+    return device.type == "cuda"
+
+
+class StepClock:
+    """Lengths of training steps: between events of the caller's stream where CUDA is in use, else of the host.
+
+    The host runs ahead of the device by whole steps: its own times would be those of the launches. No call waits.
+    """
+
+    _MAX_KNOWN_LATER = 256
+    """Steps that the device may be behind; of more the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._last_at: float | None = None
+        self._events: deque[torch.cuda.Event] = deque(maxlen=self._MAX_KNOWN_LATER)
+
+    def tick(self) -> list[float]:
+        """A step has ended here: seconds of each step whose end was reached since the last call."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._tick_device()
+        before, self._last_at = self._last_at, time.perf_counter()
+        return [] if before is None else [self._last_at - before]
+
+    def _tick_device(self) -> list[float]:
+        lengths: list[float] = []
+        if is_capturing_graph():
+            return lengths
+        try:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+            while len(self._events) > 1 and self._events[1].query():  # type: ignore[no-untyped-call]
+                begin = self._events.popleft()
+                lengths.append(begin.elapsed_time(self._events[0]) / 1e3)
+        except (RuntimeError, ValueError):  # steps on several devices: no time passes between their events
+            self._events.clear()
+        return lengths
+
+
+def copies_by_address(device: torch.device) -> bool:
+    """Whether tensors on ``device`` can be copied by their address alone (CUDA: by the driver's own call)."""
+    return device.type == "cpu" or (device.type == "cuda" and _driver_is_there())
+
+
+def gathered_below_bytes(device: torch.device) -> int:
+    """Below this size many tensors on ``device`` are put together there before they are moved; 0: none are."""
+    if device.type != "cuda":
+        return 0
+    return _GATHERED_BESIDE_BATCHES_BYTES if batch_copy() is not None else _GATHERED_BYTES
+
+
+@functools.cache
+def _driver_is_there() -> bool:
+    try:
+        return hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyDtoHAsync_v2")
+    except OSError:  # ROCm: torch copies
+        return False
+
+
+@functools.cache
+def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int], int]:
+    """``name(target, source, nbytes, stream)`` of the driver; with the GIL held where it returns at once."""
+    if not _driver_is_there():
+        return lambda *_: 801  # CUDA_ERROR_NOT_SUPPORTED: see copies_by_address
+    copy = getattr((ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1"), name)
+    # Device addresses and host pointers are both passed as 64 bits.
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    copy.restype = ctypes.c_int
+    return cast("Callable[[int, int, int, int], int]", copy)
+
+
+def copy_secs(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Seconds that one copy to host memory takes, on a stream that waits for nothing of the caller's."""
+    if source.device.type != "cuda":
+        began = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began
+    with torch.cuda.stream(torch.cuda.Stream(source.device)):  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.current_stream(source.device).synchronize()
+        return time.perf_counter() - began
+
+
+def pci_address(device: torch.device) -> str | None:
+    """PCI address of a CUDA device (``0000:3b:00.0``); None where the driver does not tell."""
+    if device.type != "cuda" or not _driver_is_there():
+        return None
+    driver, found, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
+    # Not torch's properties: they have no PCI domain before 2.8. The driver counts visible devices as torch does.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if driver.cuDeviceGet(ctypes.byref(found), index) or driver.cuDeviceGetPCIBusId(text, len(text), found):
+        return None
+    return text.value.decode().lower()
+
+
+def cuda_is_available() -> bool:
+    """Whether CUDA tensors can exist here."""
+    return torch.cuda.is_available()
+
+
+def is_capturing_graph() -> bool:
+    """Whether the current stream records a CUDA graph instead of running."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def using(device: torch.device | None) -> Iterator[None]:
+    """What this thread asks of CUDA goes to ``device``, and is no concern of a graph that another thread captures.
+
+    Every thread begins on device 0, where a question alone makes a context: half a gigabyte for each rank of the host.
+    """
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        yield
+        return
+    mode, exchange = ctypes.c_int(_CAPTURE_RELAXED), _exchange_capture_mode()
+    with torch.cuda.device(device):
+        exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[..., int]:
+    return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode if _driver_is_there() else lambda _: 0
+
+
+@functools.cache
+def _forget_error() -> Callable[[], int]:
+    """``cudaGetLastError`` of the runtime that torch has loaded: what failed would be told of its next kernel else."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if Path(path).name.startswith("libcudart."):
+            return cast("Callable[[], int]", ctypes.CDLL(path).cudaGetLastError)
+    return lambda: 0
+
+
+def register_host_memory(address: int, nbytes: int) -> None:
+    """Page-lock host memory for the driver (``cudaHostRegister``), so that copies to it can be asynchronous.
+
+    Raises:
+        ConfigError: no CUDA device is present.
+        RuntimeError: the driver refused.
+    """
+    if not cuda_is_available():
+        raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
+    _check(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)))  # type: ignore[no-untyped-call]
+
+
+def unregister_host_memory(address: int) -> None:
+    """Undo :func:`register_host_memory`."""
+    _check(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[no-untyped-call]
+
+
+def _check(code: int) -> None:
+    if code:
+        _forget_error()()
+    torch.cuda.check_error(code)

@@ -1,0 +1,208 @@
+"""Shares: which rank writes what. Pure: what every rank holds in, who writes it out.
+
+A replica is written once, by a rank that captured it for this very save: all that it holds on a miss, its own share on
+a hit. Replicas go to whoever has least to write, the largest first; objects, and replicas that differ, to the lowest
+rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from aio_ckpt.errors import PlanChangedError
+from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.plan.replicas import Candidates, Writers, spread
+from aio_ckpt.plan.shard_table import Flags, Held, malformed
+
+__all__ = ["Boxes", "Share", "assign", "unequal_replicas"]
+
+_SHOWN = 5
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank writes of what it holds: one bit each, the lowest of a byte first."""
+
+    tensors: bytes
+    """For each name of each tensor item of its plan."""
+    objects: bytes
+    """For each of its objects."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[bool] | Flags, objects: Sequence[bool]) -> Share:
+        """The share of those that are True."""
+        return cls(_packed(tensors), _packed(objects))
+
+    def items(self, items: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
+        """(item, the names of it that are written), ascending, of a plan with these names of its items.
+
+        Raises:
+            PlanChangedError: the share is of another plan.
+        """
+        is_written = iter(_bits(self.tensors, sum(map(len, items))).tolist())
+        named = ((index, tuple(name for name in fqns if next(is_written))) for index, fqns in enumerate(items))
+        return [(index, names) for index, names in named if names]
+
+    def object_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the objects of a plan that are written.
+
+        Raises:
+            PlanChangedError: the share is of another plan.
+        """
+        is_written = _bits(self.objects, len(names)).tolist()
+        return tuple(name for name, written in zip(names, is_written, strict=True) if written)
+
+    def count_objects(self) -> int:
+        """How many objects are written."""
+        return int.from_bytes(self.objects, "little").bit_count()
+
+    def rows(self, count: int) -> IntArray:
+        """Which of ``count`` names of items are written.
+
+        Raises:
+            PlanChangedError: the share is of another plan.
+        """
+        return np.flatnonzero(_bits(self.tensors, count))
+
+
+def _packed(flags: Sequence[bool] | Flags) -> bytes:
+    return np.packbits(np.asarray(flags, np.bool_), bitorder="little").tobytes()
+
+
+def _bits(packed: bytes, count: int) -> Flags:
+    if len(packed) != -(-count // 8):
+        raise PlanChangedError(f"a share of {8 * len(packed)} names of a plan of {count}; the next save plans anew")
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count, bitorder="little").astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Boxes:
+    """The parts of tensors that are held: a box is a name and where in that tensor a shard begins."""
+
+    order: IntArray
+    """Rows by box, those of one box by rank."""
+    of: IntArray
+    """Per row, its box."""
+    count: int
+    """Number of boxes."""
+
+    @classmethod
+    def of_rows(cls, held: Held) -> Boxes:
+        """Sort what is held.
+
+        Raises:
+            PlanChangedError: the tensors together have more than 2**63 elements.
+        """
+        key = _keys(held)
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        is_new = np.ones(len(order), np.bool_)
+        np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+        number = np.cumsum(is_new) - 1
+        of = np.empty(len(order), np.int64)
+        of[order] = number
+        return cls(order=order, of=of, count=int(number[-1]) + 1 if len(number) else 0)
+
+    def candidates(self, rows: IntArray) -> Candidates:
+        """These rows, in the order of boxes, as those that may be written."""
+        counts = np.bincount(self.of[rows], minlength=self.count)
+        return Candidates(rows=rows, counts=counts, begins=np.cumsum(counts) - counts)
+
+
+def _keys(held: Held) -> IntArray:
+    """A number for every row, equal for equal boxes: the place of the shard's first element among all tensors'."""
+    of_look = [math.prod(side + 1 for side in look.size) for look in held.looks]  # a shard may begin at the very end
+    volumes = [of_look[look] for look in held.look_of_name.tolist()]
+    if sum(volumes) >= 1 << 63:
+        raise PlanChangedError(f"the tensors of all ranks have {sum(volumes)} elements, more than can be numbered")
+    key: IntArray = (np.cumsum([0, *volumes], dtype=np.int64)[:-1])[held.name]
+    stride = np.ones(len(held.looks), np.int64)
+    for dim in reversed(range(held.offsets.shape[1])):
+        key += held.offsets[:, dim] * stride[held.look]
+        stride *= held.sizes[:, dim] + 1
+    return key
+
+
+def unequal_replicas(held: Held, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
+    """Per box, whether its bytes differ between ranks, by the CRC32 of every item of those ranks that captured all.
+
+    Raises:
+        PeerFailedError: not one CRC32, 4 little-endian bytes, for each item of a rank.
+    """
+    unequal = np.zeros(boxes.count, np.bool_)
+    crc32, is_summed = np.zeros(len(held.name), np.uint32), np.zeros(len(held.name), np.bool_)
+    for rank, found in sums.items():
+        mine = slice(held.starts[rank], held.starts[rank + 1])
+        item = held.item[mine]
+        if len(found) != 4 * (item[-1] + 1 if len(item) else 0):
+            raise malformed(rank, f"{len(found)} bytes of sums")
+        crc32[mine], is_summed[mine] = np.frombuffer(found, "<u4")[item], True
+    rows = boxes.order[is_summed[boxes.order]]
+    box = boxes.of[rows]
+    differs = (box[1:] == box[:-1]) & (crc32[rows[1:]] != crc32[rows[:-1]])
+    unequal[box[1:][differs]] = True
+    return unequal
+
+
+def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) -> tuple[list[Share], list[int]]:
+    """The share of every rank, and how many items it has. ``kept``: ranks that captured only the share that they have.
+
+    Raises:
+        PlanChangedError: nobody captured something that a rank holds; every rank has to plan anew.
+    """
+    writers = Writers.of(held, boxes.of, boxes.count)
+    is_kept = np.zeros(held.ranks, np.bool_)
+    for rank, share in kept.items():
+        start, stop = held.starts[rank : rank + 2]
+        writers.take(start + share.rows(stop - start))
+        is_kept[rank] = True
+    free = boxes.order[~is_kept[held.rank[boxes.order]]]
+    candidates = boxes.candidates(free)
+    is_open = ~writers.is_taken
+    is_lost = is_open & (candidates.counts == 0)
+    if is_lost.any():
+        raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
+    is_single = is_open & ((candidates.counts == 1) | unequal)
+    writers.take(free[candidates.begins[is_single]])
+    several = np.flatnonzero(is_open & ~is_single)
+    if len(several):
+        all_rows = boxes.candidates(boxes.order)
+        spread(writers, several, candidates, came_first=boxes.order[all_rows.begins[several]])
+    starts, objects = held.starts.tolist(), _assign_objects(held, kept)
+    shares = [
+        Share.of(writers.is_written[start:stop], own)
+        for start, stop, own in zip(starts[:-1], starts[1:], objects, strict=True)
+    ]
+    return shares, writers.items().tolist()
+
+
+def _assign_objects(held: Held, kept: Mapping[int, Share]) -> list[list[bool]]:
+    """Per rank and object, whether the rank writes it."""
+    writers = {name: rank for rank, share in kept.items() for name in share.object_names(held.objects[rank])}
+    seen: set[int] = set()  # equal names are one tuple: of such ranks the first decides
+    for rank, names in enumerate(held.objects):
+        if rank not in kept and id(names) not in seen:
+            seen.add(id(names))
+            for name in names:
+                writers.setdefault(name, rank)
+    distinct = {id(names): names for names in held.objects}
+    lost = [name for names in distinct.values() for name in names if name not in writers]
+    if lost:
+        raise _not_captured(lost)
+    writing = set(writers.values())
+    return [
+        [writers[name] == rank for name in names] if rank in writing else [False] * len(names)
+        for rank, names in enumerate(held.objects)
+    ]
+
+
+def _not_captured(names: Iterable[str]) -> PlanChangedError:
+    return PlanChangedError(
+        f"no rank captured {heapq.nsmallest(_SHOWN, set(names))} for this save: the rank that used to write it no "
+        "longer holds it; nothing was committed and the next save plans anew on all ranks"
+    )

@@ -1,0 +1,358 @@
+"""What every rank holds: as each tells it, and as the leader reads all of them, in columns. Pure.
+
+The leader of 10,000 ranks with 1,000 shards each has ten million of them: one Python object each would be minutes and
+gigabytes. So a plan is told as bytes that are equal on all ranks of one model (names, looks) and as numbers that are
+not (offsets): nothing is done in Python but per rank, per distinct name and per distinct look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
+from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
+from aio_ckpt.format.tensor_table import IntArray
+
+__all__ = ["Flags", "Held", "Holding", "LocalPlan", "Look", "SmallInts", "malformed", "one_of_equals", "padded"]
+
+SmallInts: TypeAlias = "npt.NDArray[np.int32]"
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
+
+
+# -- as a rank tells it -----------------------------------------------------------------------------
+
+
+class Look(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a shard looks like, wherever it lies."""
+
+    shape: tuple[int, ...]
+    """Shape of the shard."""
+    size: tuple[int, ...]
+    """Shape of the global tensor."""
+    dtype: str
+    """``str(torch.dtype)`` without ``torch.``."""
+
+
+class Holding(msgspec.Struct, frozen=True, gc=False):
+    """A tensor item that one rank holds."""
+
+    fqns: tuple[str, ...]
+    """Every name of it; tied leaves share it."""
+    offsets: tuple[int, ...]
+    """Where the shard begins in the global tensor."""
+    look: Look
+    """All else."""
+
+
+class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
+    """All that one rank holds."""
+
+    names: bytes
+    """msgpack: every name of each tensor item, in the order of its image."""
+    looks: bytes
+    """msgpack: the distinct looks, and which of them each item has."""
+    offsets: bytes
+    """Where each item begins in its global tensor: int64, little-endian, as many as that has dimensions."""
+    objects: bytes
+    """msgpack: names of the leaves stored as objects, in order."""
+    skeleton: bytes
+    """Containers of its state, encoded."""
+
+    @classmethod
+    def of(cls, items: Sequence[Holding], objects: Sequence[str], skeleton: bytes) -> LocalPlan:
+        """What a rank tells."""
+        looks: dict[Look, int] = {}
+        numbers = [looks.setdefault(item.look, len(looks)) for item in items]
+        encode = msgspec.msgpack.encode
+        return cls(
+            encode([item.fqns for item in items]),
+            encode((list(looks), numbers)),
+            np.array([offset for item in items for offset in item.offsets], "<i8").tobytes(),
+            encode(objects),
+            skeleton,
+        )
+
+
+_NAMES: msgspec.msgpack.Decoder[tuple[tuple[str, ...], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, ...], ...])
+_LOOKS: msgspec.msgpack.Decoder[tuple[tuple[Look, ...], tuple[int, ...]]] = msgspec.msgpack.Decoder(
+    tuple[tuple[Look, ...], tuple[int, ...]]
+)
+_OBJECTS: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tuple[str, ...])
+
+
+def one_of_equals(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[LocalPlan]:
+    """The same plans in the bytes of ``known``, where equal, and else one copy of what several of them tell.
+
+    10,000 ranks of one model name its tensors once, and a rank that plans the same anew takes no more memory.
+    """
+    seen: dict[bytes, bytes] = {}
+
+    def kept(data: bytes) -> bytes:
+        return seen.setdefault(data, data)
+
+    def of_kept(plan: LocalPlan) -> LocalPlan:
+        return LocalPlan(*map(kept, (plan.names, plan.looks, plan.offsets, plan.objects, plan.skeleton)))
+
+    for plan in known:
+        of_kept(plan)
+    return [of_kept(plan) for plan in plans]
+
+
+def malformed(rank: int, what: object) -> PeerFailedError:
+    """The error of a message that no rank of this version sends."""
+    return PeerFailedError(
+        f"rank {rank} sent a plan that is none ({what}): run one version of aio_ckpt on all ranks",
+        rank=rank,
+        stage="agree",
+    )
+
+
+# -- as the leader reads it -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """All that all ranks hold. A row is one name of one item of one rank; rows are in the order of the ranks' plans."""
+
+    names: tuple[str, ...]
+    """Every name of a tensor, in the order in which the ranks come to it."""
+    looks: tuple[Look, ...]
+    """Every look."""
+    look_of_name: SmallInts
+    """Per name, the first look that it has: its global shape and dtype are the same on all ranks."""
+    objects: tuple[tuple[str, ...], ...]
+    """Per rank, the names of its objects."""
+    starts: IntArray
+    """Per rank its first row, then the number of rows."""
+    rank: SmallInts
+    """Per row, whose it is."""
+    name: SmallInts
+    """Per row, which name."""
+    item: SmallInts
+    """Per row, which item of its rank."""
+    look: SmallInts
+    """Per row, which look."""
+    is_tied: Flags
+    """Per row, whether its item has other names too."""
+    offsets: IntArray
+    """Per row, where the shard begins; zeros behind the tensor's own dimensions."""
+    shapes: IntArray
+    """Per look, the shape of the shard; zeros likewise."""
+    sizes: IntArray
+    """Per look, the global shape; zeros likewise."""
+    nbytes: IntArray
+    """Per look, raw bytes of the shard."""
+
+    @classmethod
+    def of(cls, plans: Sequence[LocalPlan]) -> Held:
+        """Read what all ranks told, by rank.
+
+        Raises:
+            PeerFailedError: names the rank whose plan is malformed.
+            DuplicateNameError: two ranks give one name to things of different kind, dtype or shape.
+            PlanChangedError: a shard begins outside of its tensor.
+        """
+        reader = _Reader()
+        outlines = [reader.outline(rank, plan) for rank, plan in enumerate(plans)]
+        objects = tuple(reader.object_names(rank, plan) for rank, plan in enumerate(plans))
+        look_of_name = _check_names(outlines, objects, reader)
+        dims = max((len(look.size) for look in reader.looks), default=0)
+        looks = tuple(reader.looks)
+        rows = [len(outline.name) for outline in outlines]
+        held = cls(
+            names=tuple(reader.names),
+            looks=looks,
+            look_of_name=look_of_name,
+            objects=objects,
+            starts=np.cumsum([0, *rows]),
+            rank=np.repeat(np.arange(len(plans), dtype=np.int32), rows),
+            name=_joined([outline.name for outline in outlines]),
+            item=_joined([outline.item for outline in outlines]),
+            look=_joined([outline.look for outline in outlines]),
+            is_tied=np.concatenate([np.empty(0, np.bool_), *(outline.is_tied for outline in outlines)]),
+            offsets=_offsets(plans, outlines, dims),
+            shapes=padded([look.shape for look in looks], dims),
+            sizes=padded([look.size for look in looks], dims),
+            nbytes=np.array([math.prod(look.shape) * DTYPES[look.dtype].itemsize for look in looks], np.int64),
+        )
+        held.check_offsets()
+        return held
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.starts) - 1
+
+    def is_first(self, rows: IntArray) -> Flags:
+        """Per row of some, ascending, whether it is the first of them of its item."""
+        item, rank = self.item[rows], self.rank[rows]
+        first = np.ones(len(rows), np.bool_)
+        first[1:] = (item[1:] != item[:-1]) | (rank[1:] != rank[:-1])
+        return first
+
+    def check_offsets(self) -> None:
+        """Raise PlanChangedError for a shard that begins outside of its tensor."""
+        outside = np.zeros(len(self.name), np.bool_)
+        for dim in range(self.offsets.shape[1]):
+            offset = self.offsets[:, dim]
+            outside |= (offset < 0) | (offset > self.sizes[self.look, dim])
+        if outside.any():
+            row = int(outside.argmax())
+            look = self.looks[self.look[row]]
+            raise PlanChangedError(
+                f"rank {self.rank[row]} holds a part of {self.names[self.name[row]]!r} that begins at "
+                f"{self.offsets[row, : len(look.size)].tolist()}, outside of its shape {list(look.size)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Outline:
+    """What ranks with equal names and looks hold: all but where their shards begin."""
+
+    name: SmallInts
+    """Per row, which name of the reader's."""
+    item: SmallInts
+    """Per row, which item."""
+    look: SmallInts
+    """Per row, which look of the reader's."""
+    is_tied: Flags
+    """Per row, whether its item has other names too."""
+    dims: IntArray
+    """Per item, dimensions."""
+
+
+class _Reader:
+    """Reads plans, equal bytes once."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.looks: dict[Look, int] = {}
+        self._outlines: dict[tuple[bytes, bytes], _Outline] = {}
+        self._objects: dict[bytes, tuple[str, ...]] = {}
+
+    def outline(self, rank: int, plan: LocalPlan) -> _Outline:
+        """Names and looks of a plan."""
+        key = plan.names, plan.looks
+        if key not in self._outlines:
+            try:
+                self._outlines[key] = self._read(_NAMES.decode(plan.names), *_LOOKS.decode(plan.looks))
+            except (ValueError, IndexError) as error:
+                raise malformed(rank, error) from error
+        return self._outlines[key]
+
+    def object_names(self, rank: int, plan: LocalPlan) -> tuple[str, ...]:
+        """Names of its objects."""
+        found = self._objects.get(plan.objects)
+        if found is None:
+            try:
+                found = self._objects[plan.objects] = _OBJECTS.decode(plan.objects)
+            except ValueError as error:
+                raise malformed(rank, error) from error
+            if len(set(found)) != len(found):
+                raise malformed(rank, "an object twice")
+        return found
+
+    def _read(self, names: Sequence[tuple[str, ...]], looks: Sequence[Look], numbers: Sequence[int]) -> _Outline:
+        flat = [name for fqns in names for name in fqns]
+        if len(names) != len(numbers) or min(numbers, default=0) < 0:
+            raise ValueError(f"{len(names)} items with {len(numbers)} looks")
+        if len(set(flat)) != len(flat) or not all(names):
+            raise ValueError("an item without a name, or a name twice")
+        for look in looks:
+            _check_look(look)
+        known = [self.looks.setdefault(look, len(self.looks)) for look in looks]
+        counts = [len(fqns) for fqns in names]
+        item = np.repeat(np.arange(len(names), dtype=np.int32), counts)
+        return _Outline(
+            name=np.array([self.names.setdefault(name, len(self.names)) for name in flat], np.int32),
+            item=item,
+            look=np.array([known[number] for number in numbers], np.int32)[item],
+            is_tied=np.array(counts, np.int64)[item] > 1,
+            dims=np.array([len(looks[number].size) for number in numbers], np.int64),
+        )
+
+
+def _check_look(look: Look) -> None:
+    is_number = all(0 <= number <= MAX_BYTES for number in (*look.shape, *look.size))
+    if len(look.shape) != len(look.size) or look.dtype not in DTYPES or not is_number:
+        raise ValueError(f"a shard of {look}")
+    if math.prod(look.shape) * DTYPES[look.dtype].itemsize > MAX_BYTES:
+        raise ValueError(f"a shard of {look}, which no memory holds")
+
+
+def _joined(columns: Sequence[SmallInts]) -> SmallInts:
+    return np.concatenate([np.empty(0, np.int32), *columns])
+
+
+def padded(shapes: Sequence[tuple[int, ...]], dims: int) -> IntArray:
+    """A row each; zeros behind its own dimensions."""
+    rows = np.zeros((len(shapes), dims), np.int64)
+    for row, shape in zip(rows, shapes, strict=True):
+        row[: len(shape)] = shape
+    return rows
+
+
+def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int) -> IntArray:
+    """Per row, where its shard begins."""
+    found = np.empty((sum(len(outline.name) for outline in outlines), dims), np.int64)
+    places: dict[int, IntArray] = {}
+    at = 0
+    for rank, (plan, outline) in enumerate(zip(plans, outlines, strict=True)):
+        if id(outline) not in places:
+            begins = np.cumsum(outline.dims) - outline.dims
+            dim = np.arange(dims)
+            # What a tensor has no dimension for is taken from the zero behind all numbers.
+            place = np.where(dim < outline.dims[:, None], begins[:, None] + dim, outline.dims.sum())
+            places[id(outline)] = place[outline.item]
+        if len(plan.offsets) != 8 * outline.dims.sum():
+            raise malformed(rank, f"{len(plan.offsets)} bytes of offsets")
+        numbers = np.append(np.frombuffer(plan.offsets, "<i8"), 0)
+        rows = len(outline.name)
+        numbers.take(places[id(outline)], out=found[at : at + rows])
+        at += rows
+    return found
+
+
+def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]], reader: _Reader) -> SmallInts:
+    """Per name its first look; DuplicateNameError unless every rank means the same by it."""
+    looks = tuple(reader.looks)
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    kind_of_look = [kinds.setdefault((look.dtype, look.size), len(kinds)) for look in looks]
+    names = tuple(reader.names)
+    first: dict[str, tuple[int, int | None]] = {}
+    seen: set[int] = set()
+    are_objects: set[str] = set()
+
+    def check(name: str, rank: int, look: int | None) -> None:
+        other, known_as = first.setdefault(name, (rank, look))
+        if _kind(known_as, kind_of_look) != _kind(look, kind_of_look):
+            raise DuplicateNameError(
+                f"{name!r} is {_shown(known_as, looks)} on rank {other} and {_shown(look, looks)} on rank {rank}: name "
+                "them apart, or wrap values of each rank's own in PerRank"
+            )
+
+    for rank, (outline, own) in enumerate(zip(outlines, objects, strict=True)):
+        if id(outline) not in seen:
+            for number, look in zip(outline.name.tolist(), outline.look.tolist(), strict=True):
+                check(names[number], rank, look)
+        if id(own) not in seen:
+            for name in [name for name in own if name not in are_objects]:
+                check(name, rank, None)
+                are_objects.add(name)
+        seen |= {id(outline), id(own)}
+    return np.array([first[name][1] for name in names], np.int32)
+
+
+def _kind(look: int | None, kind_of_look: Sequence[int]) -> int | None:
+    return None if look is None else kind_of_look[look]
+
+
+def _shown(look: int | None, looks: Sequence[Look]) -> str:
+    return "object" if look is None else str((looks[look].dtype, looks[look].size))

@@ -1,0 +1,12 @@
+"""Bring the ranks of one training run to one decision.
+
+In: a message of each rank. Out: the leader's decision, the same on every rank, or an error that names the rank that
+failed. One rank alone is a group with one member. Stores are used here only. Imports everything up to ``commit``; never
+``read``.
+"""
+
+from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator
+from aio_ckpt.ranks.membership import Peers
+from aio_ckpt.ranks.store_coordinator import StoreCoordinator
+
+__all__ = ["Coordinator", "Peers", "SoloCoordinator", "StoreCoordinator"]

@@ -1,0 +1,389 @@
+"""Coordinator: agreement between the ranks of one engine, over a store of torch.distributed.
+
+Never a collective: training's groups are not ours, and a gloo group is dead after one timeout. Every rank appends one
+message to a value of the store, the leader reads them all, decides, and sets one value that every rank looks for. One
+process needs none of it: :class:`SoloCoordinator`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Self, TypeVar
+
+import anyio
+import msgspec
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import Store as TorchStore
+
+from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
+from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
+from aio_ckpt.ranks.heartbeat import Presence
+from aio_ckpt.ranks.messages import WORDS, Failure, Frame, Patience, Verdict, Word, failure_of, pack, unpack
+from aio_ckpt.ranks.rendezvous import Lobby
+from aio_ckpt.ranks.store_client import Connection
+from aio_ckpt.ranks.store_keys import Board, Store
+
+__all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verdict", "default_coordinator"]
+
+T = TypeVar("T")
+
+_LEAVE_SECS = 5.0
+_GIVE_UP_SECS = 4.0
+"""Together less than what an engine gives its coordinator to leave."""
+_OPEN = "the opening"
+
+
+# -- over a store -----------------------------------------------------------------------------------
+
+
+class StoreCoordinator(Presence):
+    """Ranks that meet in a store of torch.distributed. One coordinator serves one engine.
+
+    Invariant: the store is touched by one thread, through a connection of its own, under a prefix that no other engine
+    has. Nothing here blocks: what is waited for is looked for, the more rarely the more ranks there are.
+
+    Args:
+        store: reachable from every rank; kept alive as long as the engine, so that a process group may be destroyed.
+        rank: this rank, from 0.
+        world_size: number of ranks; rank 0 leads.
+
+    Raises:
+        ConfigError: a rank beyond the world size, or no store.
+    """
+
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
+        if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+            raise ConfigError(f"rank={rank!r} of world_size={world_size!r}: give a rank from 0 below the world size")
+        if not isinstance(store, TorchStore):
+            raise ConfigError(f"store is a {type(store).__name__}: give one of torch.distributed, such as a TCPStore")
+        super().__init__(rank=rank, world_size=world_size)
+        self._parent = store
+        self._group_store: Store | None = _default_store()
+        """Kept: its address is the name of the process group until the engine has met the others."""
+        self._enlisted: Future[Store] | None = None
+        self._lobby: Lobby | None = None
+        self._giving_up: set[anyio.Event] = set()
+        """What this rank gives up and has not yet heard of."""
+        self._session = uuid.uuid4().hex[:16]
+        self.messages_sent = 0
+        """Messages of agreement that this rank sent."""
+        self.bytes_sent = 0
+        """Their bytes, as they stand in the store."""
+        self.bytes_received = 0
+        """Bytes of messages and words that this rank read."""
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Self:
+        """The ranks of a process group, which never meet those of another one.
+
+        Raises:
+            ConfigError: this process is not in it.
+        """
+        if not isinstance(group, dist.ProcessGroup):  # what new_group() gives to those who are not in it
+            raise ConfigError("this process is no rank of the group: open an engine on the ranks that are in it")
+        store = PrefixStore(f"group {group.group_name}", dist.distributed_c10d._get_default_store())
+        return cls(store, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+
+    # -- opening and ending ---------------------------------------------------------------------------
+
+    def enlist(self, name: str, *, stall_secs: float) -> None:
+        """See :class:`Coordinator`. It waits for the store, and not for the ranks."""
+        self._name, self.stall_secs = name, stall_secs
+        self._connection = Connection(f"aio_ckpt-ranks-{self._session}", host_rank=self.leader)
+        self._enlisted = self._connection.begin(self._enter_lobby, wait_secs=stall_secs)
+
+    def _enter_lobby(self) -> Store:
+        text = f"{self.world_size} {self._name}"
+        tag = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        # Before torch 2.7 no store can be cloned; what is asked here never blocks, so that sharing costs little.
+        own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
+        store = PrefixStore(f"aio_ckpt/{tag}", own)
+        self._board = Board(store, rank=self.rank, world_size=self.world_size)
+        self._lobby = Lobby(store, world_size=self.world_size, name=self._session)
+        self._lobby.enter(self.rank, _world(self._group_store))
+        return store
+
+    async def open(self, name: str, *, stall_secs: float) -> None:
+        """See :class:`Coordinator`."""
+        if self._enlisted is None:
+            self.enlist(name, stall_secs=stall_secs)
+        assert self._connection is not None
+        assert self._enlisted is not None
+        entered = asyncio.wrap_future(self._enlisted)
+        store = await self._connection.limited(entered, limit_secs=self.stall_secs)
+        try:
+            session = await self._meet()
+        except BaseException as error:
+            with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError):
+                await self._enter(store, await self._leave_lobby(error))
+                self._is_leaving = False
+                await self.leave()
+            raise
+        with anyio.CancelScope(shield=True):  # between the two nobody would hear that it leaves
+            await self._enter(store, session)
+        await self.beat()
+
+    async def _enter(self, store: Store, session: str) -> None:
+        """Out of the lobby; empty: there is nowhere to go."""
+        await self._ask(self._the_board().forget_beat)
+        board = Board(PrefixStore(session, store), rank=self.rank, world_size=self.world_size)
+        self._lobby, self._board = None, board if session else None
+
+    async def _meet(self) -> str:
+        session = await (self._receive() if self.rank == self.leader else self._come())
+        if self._is_leaving:
+            raise EngineClosedError(f"{self._name}: the engine was closed before the ranks had met")
+        return session
+
+    async def _receive(self) -> str:
+        """The leader: once an engine of every rank has come, tell each where to go on."""
+        lobby, patience = self._the_lobby(), Patience(self.stall_secs, _OPEN, "open")
+
+        async def check() -> None:
+            here = await self._ask(lobby.here)
+            await self._check_alive([rank for rank in range(self.world_size) if rank not in here], patience)
+
+        party = await self._look(functools.partial(self._while_in_group, lobby.claim), check, _OPEN)
+        await self._answer(party, Word(self._session.encode()))
+        return self._session
+
+    async def _come(self) -> str:
+        check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, _OPEN, "open"))
+        find = functools.partial(self._while_in_group, self._the_lobby().answered)
+        word = WORDS.decode(await self._look(find, check, _OPEN))
+        if word.failure is not None:
+            raise word.failure.error(_OPEN, self.rank)
+        return word.common.decode()
+
+    def _while_in_group(self, find: Callable[[], T]) -> T:
+        """What ``find`` gives. Raises PeerFailedError in another process group: there, too, engines may meet here."""
+        if not self._is_regrouped():
+            return find()
+        text = f"this rank is in another process group now, and the ranks of the last never met: open {self._name} anew"
+        raise PeerFailedError(text, rank=self.rank, stage="open")
+
+    def _is_regrouped(self) -> bool:
+        """Whether this rank is in another default group than when the engine was made."""
+        return self._group_store is not None and _default_store() not in (None, self._group_store)
+
+    async def _answer(self, party: Mapping[int, str], word: Word) -> None:
+        names = [name for rank, name in party.items() if rank != self.rank]
+        await self._ask(functools.partial(self._the_lobby().answer, names, msgspec.msgpack.encode(word)))
+
+    async def _leave_lobby(self, error: BaseException) -> str:
+        """Give the opening up. Empty, or where the others go on all the same: they must find that this rank left."""
+        lobby = self._the_lobby()
+        if self.rank == self.leader:
+            dismiss = functools.partial(lobby.dismiss, withdraws_alone=self._is_regrouped())
+            party, are_claimed = await self._ask(dismiss)  # behind a claim that the thread was still about
+            failed = Word(b"", failure=failure_of(self.rank, "open", error))
+            await self._answer(party, Word(self._session.encode()) if are_claimed else failed)
+            return self._session if are_claimed else ""
+        if not await self._ask(lobby.withdraw):  # taken out: the answer is there, or comes
+            data = await self._poll(lobby.answered, _LEAVE_SECS)
+            if data is not None:
+                return WORDS.decode(data).common.decode()
+        return ""
+
+    async def leave(self) -> None:
+        """Before the end: the leader stays until all have left, for it may be the host of the store.
+
+        What this rank gives up is given up first: with the last one to leave the leader's word on it goes, too.
+        """
+        with anyio.move_on_after(_GIVE_UP_SECS):
+            while self._giving_up:
+                await next(iter(self._giving_up)).wait()
+        board, has_left, self._is_leaving = self._board, self._is_leaving, True
+        if has_left or board is None or self._lobby is not None or self.leader in self._silent:
+            return  # in the lobby ``open`` goes no further
+        with contextlib.suppress(AioCkptError):
+            await self.beat(has_left=True)
+            await self._ask(board.leave)
+            if self.rank != self.leader:
+                return
+            await self._poll(board.have_all_left, 0 if self._absent else _LEAVE_SECS)
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in the store is left behind."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        self._board = self._lobby = self._enlisted = None
+
+    # -- agreement ------------------------------------------------------------------------------------
+
+    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
+        try:
+            return await self.consult(topic, message, decide, stage=stage)
+        except BaseException as error:
+            if self.rank == self.leader:
+                with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
+                    await self.abandon(topic, error, stage=stage)
+            raise
+
+    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
+        if self.rank != self.leader:
+            await self._send(topic, Frame(self.rank, message))
+            return await self._hear(topic, stage)
+        verdict = await decide(await self._gather(topic, message, stage))
+        with anyio.CancelScope(shield=True):  # the thread would tell it all the same, and this rank not know
+            await self._tell(topic, verdict)
+        return verdict.of(self.rank)
+
+    async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
+        if self.rank != self.leader:
+            return await self._hear(topic, stage)
+        await self._tell(topic, Verdict(common=word))
+        return word
+
+    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+        """See :class:`Coordinator`."""
+        failure = failure_of(self.rank, stage, error)
+        with self._before_leaving():
+            word = await self._leave_topic(topic, failure)
+            while word is not None and word.then:
+                topic = word.then
+                word = await self._leave_topic(topic, failure)
+        return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+
+    async def _leave_topic(self, topic: str, failure: Failure) -> Word | None:
+        """Give up ``topic`` unless the leader's word is out: what that is, if it came in time."""
+        word = await self._word(topic)
+        if word is not None:
+            return word
+        if self.rank == self.leader:
+            with anyio.CancelScope(shield=True):
+                await self._ask(functools.partial(self._the_board().tell, topic, Word(b"", failure=failure), ()))
+            return await self._word(topic)
+        await self._send(topic, Frame(self.rank, b"", failure))
+        if self.leader in self._absent:  # it has just been waited for in vain
+            word = await self._word(topic)
+            return Word(b"", failure=failure) if word is None and self._is_undecidable(topic) else word
+        with contextlib.suppress(AioCkptError):
+            return await self._await_word(topic, failure.stage)
+        return None
+
+    async def failure(self, topic: str) -> PeerFailedError | None:
+        """See :class:`Coordinator`."""
+        with self._before_leaving():  # to be given up next
+            word = await self._word(topic)
+        return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+
+    @contextlib.contextmanager
+    def _before_leaving(self) -> Iterator[None]:
+        ended = anyio.Event()
+        self._giving_up.add(ended)
+        try:
+            yield
+        finally:
+            self._giving_up.discard(ended)
+            ended.set()
+
+    async def _word(self, topic: str) -> Word | None:
+        """The leader's, if it is out."""
+        return await self._ask(functools.partial(self._the_board().word, topic))
+
+    async def raise_flag(self, name: str) -> None:
+        """See :class:`Coordinator`."""
+        await self._ask(functools.partial(self._the_board().raise_flag, name))
+
+    async def is_raised(self, name: str) -> bool:
+        """See :class:`Coordinator`."""
+        return await self._ask(functools.partial(self._the_board().is_raised, name))
+
+    # -- what a rank does -----------------------------------------------------------------------------
+
+    async def _send(self, topic: str, frame: Frame) -> None:
+        if self._is_leaving:  # behind the last one to leave nobody clears the board
+            raise EngineClosedError(f"{self._name}: the engine was closed")
+        data, wakes = pack(frame), frame.failure is not None
+        await self._ask(functools.partial(self._the_board().send, topic, data, wakes=wakes))
+        self.messages_sent += 1
+        self.bytes_sent += len(data)
+
+    async def _hear(self, topic: str, stage: str) -> bytes:
+        word = await self._await_word(topic, stage)
+        self._is_met = True
+        if word.failure is not None:
+            raise word.failure.error(topic, self.rank)
+        self.bytes_received += len(word.common)
+        return word.common
+
+    async def _await_word(self, topic: str, stage: str) -> Word:
+        check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, topic, stage))
+        word = await self._look(functools.partial(self._the_board().word, topic), check, topic)
+        self._absent.discard(self.leader)
+        self._silent.discard(self.leader)
+        return word
+
+    def _the_lobby(self) -> Lobby:
+        if self._lobby is None:
+            raise EngineClosedError(f"{self._name}: the engine was closed")
+        return self._lobby
+
+    # -- what the leader does -------------------------------------------------------------------------
+
+    async def _gather(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
+        if self.world_size == 1:
+            return (message,)
+        patience = Patience(self.stall_secs, topic, stage)
+
+        async def check() -> None:
+            found = {frame.rank for frame in await self._frames(topic)}
+            await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), patience)
+
+        await self._look(functools.partial(self._the_board().is_woken, topic), check, topic)
+        frames = await self._frames(topic)
+        failures = [frame.failure for frame in frames if frame.failure is not None]
+        if failures:
+            raise failures[0].error(topic, self.rank)
+        self._is_met = True
+        self._absent.clear()
+        by_rank = {frame.rank: frame.body for frame in frames}
+        return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
+
+    async def _frames(self, topic: str) -> list[Frame]:
+        data = await self._ask(functools.partial(self._the_board().messages, topic))
+        self.bytes_received += len(data)
+        return list(unpack(data))
+
+    async def _tell(self, topic: str, verdict: Verdict) -> None:
+        if self.world_size > 1:
+            word = Word(verdict.common, is_each=bool(verdict.each), then=verdict.then)
+            await self._ask(functools.partial(self._the_board().tell, topic, word, verdict.each))
+
+
+def _world(group_store: Store | None) -> str:
+    """This process, and the process group that it is in: what it entered in an earlier one counts no more."""
+    text = f"{socket.gethostname()} {os.getpid()} {id(group_store)}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _default_store() -> Store | None:
+    """Of the default process group, if there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except ValueError:  # another thread has just destroyed the group
+        return None
+
+
+def default_coordinator() -> Coordinator:
+    """The ranks of torch.distributed's default group if it is initialised and has several, else this process alone."""
+    store = _default_store()
+    if store is not None and dist.get_world_size() > 1:
+        return StoreCoordinator(store, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return SoloCoordinator()

@@ -1,0 +1,396 @@
+"""Read: load into a template, or read a nested state without one. Verified, ranged, resharded by DCP's planner.
+
+What is promised: everything that can be known before a byte of data is read is checked before; tensors of the template
+are filled as they are read, some before they are proven; objects and ``load_state_dict`` come last, when all was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
+
+from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
+from aio_ckpt.format.manifests import RootManifest, data_file_name
+from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.memory.cuda import using
+from aio_ckpt.memory.read_buffers import BounceRing
+from aio_ckpt.read.apply import dcp_paths, made_ready, target_modified
+from aio_ckpt.read.catalog import Catalog, Chunks, Item, Slot, StoredObject, global_shape
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
+from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
+from aio_ckpt.read.open import Checkpoint, is_worth_reading_ahead, open_checkpoint
+from aio_ckpt.read.page_cache import is_read_by_several, wanted_bytes
+from aio_ckpt.read.plan import ReadPlan, Segment
+from aio_ckpt.read.rank_names import skeleton_of, wanted_names
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.tensor_memory import memory_of
+from aio_ckpt.storage.local import Storage
+
+__all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state", "synchronize"]
+
+_FREED_AFTER_SECS = 0.01
+_MAX_EXPANSION = 1 << 16
+"""Beyond, a size behind a stream extension is forged: zstd, DCP's own, packs 128 KiB into 4 bytes at best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOutcome:
+    """What one load did."""
+
+    missing: tuple[str, ...]
+    """Template names that the checkpoint lacks (only with ``allow_missing``)."""
+    unexpected: tuple[str, ...]
+    """Names of the checkpoint that the template lacks."""
+    bytes_read: int
+    """Bytes read from data files."""
+    verified: bool
+    """False if ``verify`` was, or nothing that was read has a sum."""
+    identity: str
+    """Of the checkpoint that was read: another one in its place has another."""
+    put_back: Callable[[], None]
+    """Sets objects and calls every ``load_state_dict``, once; blocks. What that raises has ``target_modified``."""
+
+
+async def load_checkpoint(
+    storage: Storage,
+    path: Path,
+    state: object,
+    *,
+    step: int | None,
+    executor: Executor,
+    ring: BounceRing | None = None,
+    rank: int,
+    world_size: int,
+    ranks_on_host: int = 1,
+    readers: int,
+    in_place: bool = True,
+    verify: bool,
+    strict: bool,
+    allow_missing: bool,
+    trusted: bool,
+    on_matched: OnMatched = at_once,
+) -> LoadOutcome:
+    """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
+
+    The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
+    Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it, and read past the
+    page cache, which would give what it gave before.
+
+    Raises:
+        CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.read.open.open_checkpoint`.
+        MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is read; see
+            :func:`aio_ckpt.read.match.match_template`.
+        CorruptCheckpointError: names file and tensor. ``target_modified`` is True once reading began.
+        UnsafeObjectError: an object needs ``trusted``.
+        ReadError: the operating system could not read.
+    """
+
+    async def read_ahead(root: RootManifest, small_files_are_read: Callable[[], Awaitable[object]]) -> None:
+        if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
+            await files.read_ahead(data_file_name(rank), small_files_are_read, executor=executor if verify else None)
+
+    async with Files(storage, path, readers=readers, ring=ring) as files:
+        checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)
+        files.vouch(manifest.file for manifest in checkpoint.ranks)
+        match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
+        options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted}
+        found = await run_blocking(executor, functools.partial(match, **options))
+        if in_place:
+            await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
+        reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
+        draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
+        await on_matched(checkpoint.identity)
+        with target_modified():
+            fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
+            put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)
+    asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
+    return LoadOutcome(
+        missing=found.missing,
+        unexpected=found.unexpected,
+        bytes_read=fetched.bytes_read + files.bytes_ahead,
+        verified=_is_verified(fetched, draft, checkpoint, verify),
+        identity=checkpoint.identity,
+        put_back=put_back,
+    )
+
+
+async def _share(files: Files, found: Match, catalog: Catalog, executor: Executor, ranks_on_host: int) -> None:
+    """Read what other ranks of this host read, too, from the disk once."""
+    if ranks_on_host > 1:
+        wanted = await run_blocking(executor, wanted_bytes, found, catalog)
+        if is_read_by_several(wanted, catalog.nbytes, ranks_on_host=ranks_on_host):
+            await files.share()
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all that was begun on the devices: a caller's stream and a copy of ours know nothing of each other."""
+    for device in devices:
+        with using(device):
+            torch.accelerator.synchronize(device)
+
+
+def _decode(
+    draft: _Draft, checkpoint: Checkpoint, state: object, found: Match, rank: int, trusted: bool
+) -> Callable[[], None]:
+    """See :attr:`LoadOutcome.put_back`."""
+    _settle(draft, checkpoint, trusted)
+    return made_ready(checkpoint, state, found, draft.values, rank)
+
+
+def _free(_: Checkpoint) -> None:
+    """Its last reference goes here: a dozen small objects a tensor take 2 ms for 5,000, which no caller waits for."""
+
+
+async def _drafted(
+    files: Files, checkpoint: Checkpoint, found: Match, reads: ReadPlan, executor: Executor, readers: int, trusted: bool
+) -> tuple[_Draft, list[Segment]]:
+    """What to read for a template, and by which reads."""
+    catalog = checkpoint.catalog
+    fresh, objects = _unplaced(found, catalog)
+    names = [*(name for name, _ in found.tensors), *fresh, *objects]
+    await files.measure(catalog.small.files_of(found.small), catalog.files)
+    source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
+    draft = _Draft(source=source, plan=reads, sharded=found.sharded)
+
+    def plan() -> list[Segment]:
+        draft.plan.add_small(catalog.small, found.small)
+        draft.add_all(found.tensors, fresh, objects, trusted)
+        return draft.plan.segments(readers)
+
+    return draft, await run_blocking(executor, plan)
+
+
+def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
+    """Names of the tensors that are read into fresh memory, and of the objects: what the template has no room for."""
+    below = [name for _, _, names in found.stateful for name in names]
+    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
+    return fresh, [*found.objects, *(name for name in below if name in catalog.objects)]
+
+
+async def read_state(
+    storage: Storage,
+    path: Path,
+    *,
+    step: int | None,
+    executor: Executor,
+    ring: BounceRing | None = None,
+    only: Collection[str] | None,
+    rank: int,
+    world_size: int,
+    readers: int,
+    verify: bool,
+    trusted: bool,
+) -> object:
+    """The nested state, or the part of it that ``only`` names, in fresh host memory. Tied names share a tensor.
+
+    Raises:
+        MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
+        CorruptCheckpointError, UnsafeObjectError, ReadError: as :func:`load_checkpoint`.
+    """
+    checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
+    names = await run_blocking(executor, lambda: wanted_names(checkpoint, rank=rank, only=only))
+    catalog = checkpoint.catalog
+    absent = [name for name in names if name not in catalog.tensor_names and name not in catalog.objects]
+    if absent:
+        raise MissingNameError(
+            f"{checkpoint.path}: rank {rank} of {world_size} has no {absent[:5]} among the {len(checkpoint.ranks)} "
+            "ranks that saved; leave it out with only=[...]"
+        )
+    objects = [name for name in names if name in catalog.objects]
+    fresh = [name for name in names if name in catalog.tensor_names]
+    async with Files(storage, checkpoint.path, readers=readers, ring=ring) as files:
+        source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
+        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
+        segments = await run_blocking(executor, draft.plan.segments, readers)
+        await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
+        await run_blocking(executor, _settle, draft, checkpoint, trusted)
+    if not checkpoint.has_skeleton:
+        return tree.unflatten_dcp(dcp_paths(checkpoint), draft.values)
+    return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
+
+
+# -- where everything is ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Names with what holds them, every place inside the real files."""
+
+    items: Mapping[str, tuple[Item, ...]]
+    """Tensors by name."""
+    objects: Mapping[str, StoredObject]
+    """Objects by name."""
+    transformed: Mapping[str, Chunks]
+    """Tensors that only DCP's own reader can read (stream extensions)."""
+
+
+async def _locate(
+    files: Files, checkpoint: Checkpoint, names: Iterable[str], *, executor: Executor, readers: int
+) -> _Source:
+    catalog = checkpoint.catalog
+    chunks = {name: catalog.chunks[name] for name in names if name in catalog.tensor_names}
+    stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
+    used = {chunk.file for found in chunks.values() for chunk in found}
+    await files.measure(used.union(found.file for found in stored.values()), catalog.files)
+    for found in stored.values():
+        check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
+    objects = {name: found for name, found in stored.items() if not found.is_transformed}
+    if checkpoint.root is not None:
+        return _Source(items=chunks, objects=objects, transformed={})  # type: ignore[arg-type]  # no Slot in ours
+    transformed = {name: found for name, found in chunks.items() if any(_is_transformed(chunk) for chunk in found)}
+    slots = [chunk for name in chunks.keys() - transformed for chunk in chunks[name] if isinstance(chunk, Slot)]
+    parsed = await parse_slots(files, slots, executor=executor, readers=readers)
+    items = {
+        name: tuple(parsed[id(chunk)] for chunk in found) for name, found in chunks.items() if name not in transformed
+    }
+    return _Source(items=items, objects=objects, transformed=transformed)
+
+
+def _is_transformed(chunk: Item | Slot) -> bool:
+    return isinstance(chunk, Slot) and chunk.is_transformed
+
+
+# -- what goes where --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class _Draft:
+    """A load being put together; afterwards, the values that it read."""
+
+    source: _Source
+    """Where everything is."""
+    plan: ReadPlan
+    """The reads."""
+    values: dict[str, object] = field(default_factory=dict)
+    """Fresh tensors, and objects once decoded, by name."""
+    undecoded: dict[str, bytes] = field(default_factory=dict)
+    """Bytes of objects as read."""
+    by_dcp: dict[str, Any] = field(default_factory=dict)
+    """Name -> target of what DCP's own reader must read; None for an object."""
+    sharded: dict[str, DTensor] = field(default_factory=dict)
+    """Fresh names that are read as the shard of a DTensor like this one."""
+    devices: set[torch.device] = field(default_factory=set)
+    """Devices of targets that are no host memory."""
+
+    def add_all(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], fresh: Iterable[str], objects: Iterable[str], trusted: bool
+    ) -> None:
+        """Plan ``tensors`` into their memory, ``fresh`` names into new memory, and ``objects``."""
+        for name, tensor in tensors:
+            self._add_tensor(name, tensor)
+        self._add_fresh(fresh)
+        for name in objects:
+            if name in self.source.objects:
+                self.plan.add_object(self.source.objects[name], functools.partial(self.undecoded.__setitem__, name))
+            elif trusted:
+                self.by_dcp[name] = None
+            else:
+                raise UnsafeObjectError(
+                    f"{name}: written through an extension of DCP, whose reader runs code; set trusted_objects=True "
+                    "if you trust whoever wrote the checkpoint"
+                )
+        synchronize(self.devices)
+
+    def _add_fresh(self, names: Iterable[str]) -> None:
+        tied: dict[tuple[int, ...], torch.Tensor] = {}
+        for name in names:
+            chunks: Chunks = self.source.items.get(name) or self.source.transformed[name]
+            shard = shard_like(self.sharded.get(name), chunks)
+            key = (0 if shard is None else id(shard), *map(id, chunks))
+            if key not in tied:
+                tied[key] = _new_tensor(name, chunks) if shard is None else _new_shard(shard, chunks)
+                self.plan.apart.add(memory_of(tied[key]).data_ptr())
+                self._add_tensor(name, tied[key])
+            self.values[name] = tied[key]
+
+    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        items = self.source.items.get(name)
+        if items is None:
+            self.by_dcp[name] = tensor
+            return
+        offsets: Sequence[int] = (0,) * tensor.dim()
+        if type(tensor) is DTensor:
+            shard = _create_chunk_list(tensor)[0]
+            offsets = shard.offsets
+            with torch.no_grad():
+                tensor = tensor.to_local()
+            if tensor.shape != shard.sizes:
+                raise TemplateMismatchError(
+                    f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "
+                    f"{tuple(shard.sizes)}: lay it out with distribute_tensor() or fully_shard()"
+                )
+        if not tensor.is_cpu:
+            self.devices.add(tensor.device)
+        self.plan.add_tensor(items, offsets, tensor)
+
+
+def _new_shard(like: DTensor, chunks: Chunks) -> torch.Tensor:
+    """A DTensor of the stored dtype with the mesh and placements of ``like``, on its device."""
+    return torch.empty_like(like, dtype=chunks[0].dtype, requires_grad=False)
+
+
+def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
+    """Host memory for a whole tensor, laid out as it is stored where that is one item.
+
+    Raises:
+        CorruptCheckpointError: more than the chunks can hold; nothing was allocated.
+    """
+    first, shape = chunks[0], global_shape(chunks)
+    stored = sum(chunk.raw_bytes if isinstance(chunk, Item) else chunk.item_bytes * _MAX_EXPANSION for chunk in chunks)
+    if math.prod(shape) * first.dtype.itemsize > stored:
+        raise CorruptCheckpointError(f"{name!r}: shape {shape} needs more bytes than the {stored} that are stored")
+    if first.shape == shape and first.stride is not None and is_dense(shape, first.stride):
+        return torch.empty_strided(shape, first.stride, dtype=first.dtype)
+    return torch.empty(shape, dtype=first.dtype)
+
+
+# -- reading, and what comes after ------------------------------------------------------------------
+
+
+async def _fetch(
+    files: Files, draft: _Draft, segments: Sequence[Segment], *, executor: Executor, readers: int, verify: bool
+) -> Fetched:
+    devices = draft.plan.devices
+    return await fetch(files, segments, executor=executor, readers=readers, verify=verify, devices=devices)
+
+
+def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
+    """Decode objects; tell torch and the devices what was written behind their backs."""
+    if draft.by_dcp:
+        _load_by_dcp(checkpoint, draft)
+    synchronize(draft.devices)
+    increment_version(draft.plan.filled)
+    for name, data in draft.undecoded.items():
+        if checkpoint.root is None:
+            check_zip(name, data)
+        draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
+
+
+def _load_by_dcp(checkpoint: Checkpoint, draft: _Draft) -> None:
+    """Stream extensions: DCP's own reader, on a flat dict and our parsed metadata, so that it unpickles none."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(draft.by_dcp, checkpoint.metadata, is_coordinator=True)
+    reader = FileSystemReader(checkpoint.path)
+    reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    draft.values.update(draft.by_dcp)
+
+
+def _is_verified(fetched: Fetched, draft: _Draft, checkpoint: Checkpoint, verify: bool) -> bool:
+    checked = fetched.sums_checked + (len(draft.undecoded) if checkpoint.root is None else 0)
+    return verify and (checked > 0 or not fetched.bytes_read)

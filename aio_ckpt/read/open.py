@@ -1,0 +1,282 @@
+"""Open a checkpoint: read its small files and prove them against each other. No data file is touched."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import anyio
+from isal import isal_zlib
+from torch.distributed.checkpoint.metadata import Metadata
+
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from aio_ckpt.format.constants import PAGE_BYTES
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
+from aio_ckpt.format.manifests import (
+    METADATA_FILE,
+    ROOT_MANIFEST,
+    FileEntry,
+    RankManifest,
+    RootManifest,
+    decode_rank,
+    decode_root,
+    rank_manifest_name,
+)
+from aio_ckpt.read.catalog import Catalog, catalog_of_manifests, catalog_of_metadata
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.storage.local import Storage, read_small_file
+
+__all__ = [
+    "Checkpoint",
+    "check_digest",
+    "check_metadata",
+    "check_rank",
+    "is_worth_reading_ahead",
+    "open_checkpoint",
+]
+
+MAX_BLOCK_BYTES = 16 << 20
+"""A block is read and summed at once; a larger one is a forged number."""
+
+_MANIFESTS_IN_FLIGHT = 8
+_AHEAD_MANIFEST_BYTES = 32 << 10
+"""Some 500 tensors. With fewer the template is matched in less time than a read takes to begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One opened checkpoint: its small files, read and proven against each other. No data file was touched."""
+
+    path: Path
+    """Its directory."""
+    step: int | None
+    """Step of the root manifest; None for plain DCP."""
+    metadata_bytes: bytes
+    """``.metadata``, proven by the root manifest if there is one."""
+    root: RootManifest | None
+    """None for plain DCP."""
+    ranks: tuple[RankManifest, ...]
+    """By rank; empty for plain DCP."""
+
+    @property
+    def identity(self) -> str:
+        """The same for the same save on every rank, and no other's."""
+        if self.root is not None:
+            return self.root.save_id
+        return hashlib.blake2b(self.metadata_bytes, digest_size=16).hexdigest()
+
+    @property
+    def has_skeleton(self) -> bool:
+        """Whether the state's containers are known; else its names are as DCP flattened them."""
+        return any(rank.skeleton for rank in self.ranks)
+
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        """``.metadata``, parsed when first asked for: 20 us an entry, and our own manifests tell all that it does.
+
+        Raises:
+            CorruptCheckpointError: it is no ``.metadata`` of DCP.
+        """
+        return parse_metadata(self.metadata_bytes, name=METADATA_FILE)
+
+    @functools.cached_property
+    def catalog(self) -> Catalog:
+        """What is stored where.
+
+        Raises:
+            CorruptCheckpointError: manifests or metadata that contradict themselves.
+        """
+        return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
+
+
+def is_worth_reading_ahead(root: RootManifest, *, rank: int, world_size: int) -> bool:
+    """Whether a rank should read its own data file before it is known what of it is wanted: many tensors.
+
+    In a world of another size nobody knows which files a rank will want.
+    """
+    return world_size == len(root.ranks) and root.ranks[rank].nbytes >= _AHEAD_MANIFEST_BYTES
+
+
+# -- opening ----------------------------------------------------------------------------------------
+
+
+Beside: TypeAlias = Callable[[RootManifest, Callable[[], Awaitable[object]]], Coroutine[Any, Any, None]]
+"""Given the root manifest and what waits until ``.metadata`` and a rank's manifest were read."""
+
+
+async def _nothing(_: RootManifest, __: Callable[[], Awaitable[object]]) -> None:
+    pass
+
+
+async def open_checkpoint(
+    storage: Storage,
+    path: Path,
+    *,
+    executor: Executor,
+    step: int | None = None,
+    metadata_name: str = METADATA_FILE,
+    root_name: str = ROOT_MANIFEST,
+    beside: Beside = _nothing,
+) -> Checkpoint:
+    """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
+
+    The two may stand under other names, see :func:`aio_ckpt.commit.directory.standing_names`. ``beside`` begins
+    what is read beside them and is then done. If ``step`` is given, a manifest must tell no other.
+
+    Raises:
+        CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
+        CorruptCheckpointError: a small file is missing or not the one that was written, or of another step; names it.
+        FormatVersionError: written by a newer major version.
+    """
+    root_data = await read_small_file(storage, path / root_name)
+    if root_data is None:
+        data = await read_small_file(storage, path / metadata_name)
+        if data is None:
+            raise CheckpointNotFoundError(errno.ENOENT, "no checkpoint: there is no .metadata", str(path))
+        if await storage.exists(path / rank_manifest_name(0)):
+            raise MismatchError(f"{path / ROOT_MANIFEST}: missing, although the manifest of rank 0 is there")
+        return Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
+    root = decode_root(root_data, name=ROOT_MANIFEST)
+    data = b""
+    fault: str | None = None
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
+    metadata_is_read, manifest_is_read = anyio.Event(), anyio.Event()
+
+    async def prove_metadata() -> None:
+        nonlocal data, fault
+        data = await _read_metadata(storage, path / metadata_name)
+        metadata_is_read.set()
+        fault = await run_blocking(executor, check_metadata, root, data)
+
+    async def prove_manifests() -> None:
+        nonlocal ranks
+        try:
+            ranks = await _read_ranks(storage, path, root, manifest_is_read, executor)
+        except CorruptCheckpointError as error:
+            ranks = error  # a fault of .metadata goes before
+
+    async def small_files_are_read() -> None:
+        await metadata_is_read.wait()
+        await manifest_is_read.wait()
+
+    # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
+    await _run_all(prove_manifests, prove_metadata, functools.partial(beside, root, small_files_are_read))
+    opened = _opened(path, data, root, ranks, fault)
+    if step is not None and opened.step not in (None, step):
+        raise CorruptCheckpointError(
+            f"{path}: holds step {opened.step} by its manifest: the directory was renamed or swapped"
+        )
+    return opened
+
+
+def _opened(
+    path: Path,
+    data: bytes,
+    root: RootManifest,
+    ranks: tuple[RankManifest, ...] | CorruptCheckpointError,
+    fault: str | None,
+) -> Checkpoint:
+    if fault is not None:
+        plain = Checkpoint(path=path, step=None, metadata_bytes=data, root=None, ranks=())
+        if isinstance(ranks, tuple) and _is_foreign(plain, root, ranks):
+            return plain
+        raise MismatchError(fault)
+    if isinstance(ranks, CorruptCheckpointError):
+        raise ranks
+    return Checkpoint(path=path, step=root.step, metadata_bytes=data, root=root, ranks=ranks)
+
+
+async def _read_metadata(storage: Storage, path: Path) -> bytes:
+    data = await read_small_file(storage, path)
+    if data is None:
+        raise MismatchError(f"{METADATA_FILE}: missing, although {ROOT_MANIFEST} is there")
+    return data
+
+
+def check_metadata(root: RootManifest, data: bytes) -> str | None:
+    """What is wrong with the bytes of ``.metadata``, or None. By its CRC32, as all else that a load proves."""
+    if _is_exact(root.metadata, data):
+        return None
+    return f"{METADATA_FILE}: not the {root.metadata.nbytes} bytes that {ROOT_MANIFEST} vouches for"
+
+
+def check_digest(root: RootManifest, data: bytes) -> None:
+    """Hold the bytes of ``.metadata`` against their BLAKE2b, too: 1 ms a MB, which no load waits for.
+
+    Raises:
+        MismatchError: they are not what was written.
+    """
+    if hashlib.blake2b(data, digest_size=len(root.metadata_blake2b) // 2).hexdigest() != root.metadata_blake2b:
+        raise MismatchError(f"{METADATA_FILE}: not the bytes of which {ROOT_MANIFEST} has the BLAKE2b")
+
+
+def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifest:
+    """The manifest of ``rank``, if it is the one of this save.
+
+    Raises:
+        CorruptCheckpointError, FormatVersionError: it is not; names the file.
+    """
+    entry = root.ranks[rank]
+    if data is None:
+        raise MismatchError(f"{entry.name}: missing")
+    if not _is_exact(entry, data):
+        raise MismatchError(f"{entry.name}: not the {entry.nbytes} bytes that {ROOT_MANIFEST} vouches for")
+    found = decode_rank(data, name=entry.name)
+    if (found.save_id, found.step, found.rank, found.world_size) != (root.save_id, root.step, rank, root.world_size):
+        raise CorruptCheckpointError(f"{entry.name}: of another save or rank (step {found.step}, rank {found.rank})")
+    if found.block_bytes > MAX_BLOCK_BYTES or found.block_bytes % PAGE_BYTES:
+        raise CorruptCheckpointError(f"{entry.name}: sums over blocks of {found.block_bytes} bytes")
+    return found
+
+
+def _is_exact(entry: FileEntry, data: bytes) -> bool:
+    return len(data) == entry.nbytes and isal_zlib.crc32(data) == entry.crc32
+
+
+async def _read_ranks(
+    storage: Storage, path: Path, root: RootManifest, is_read: anyio.Event, executor: Executor
+) -> tuple[RankManifest, ...]:
+    """``is_read`` is set once the first of them was."""
+    found: dict[int, RankManifest] = {}
+    limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
+
+    async def read(rank: int) -> None:
+        async with limit:
+            entry = root.ranks[rank]
+            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
+        is_read.set()
+        found[rank] = await run_blocking(executor, check_rank, root, rank, data)
+
+    await _run_all(*(functools.partial(read, rank) for rank in range(root.world_size)))
+    return tuple(found[rank] for rank in range(root.world_size))
+
+
+async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run all at once; the first error is raised as itself, not as a group."""
+    try:
+        async with anyio.create_task_group() as group:
+            for work in works:
+                group.start_soon(work)
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from None
+
+
+def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManifest]) -> bool:
+    """Whether stock DCP saved into a directory of ours: another save id, and none of the files of our ranks.
+
+    A ``.metadata`` of ours with a flipped bit names our files, so it does not pass for a foreign one.
+    """
+    try:
+        metadata = plain.metadata
+    except CorruptCheckpointError:
+        return False
+    theirs = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    ours = {rank.file.name for rank in ranks if rank.file}
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return save_id != root.save_id and theirs.isdisjoint(ours)

@@ -1,0 +1,331 @@
+"""Read plan: which bytes of which file go where, and how they are proven. Touches no file.
+
+Every tensor is cut into pieces (:mod:`aio_ckpt.read.requests`). Where the target is host memory laid out like the
+stored bytes, a piece is read to it or copied straight to it; all else (a slice, another layout, a device) goes by a
+landing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
+from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.memory.copies import Copies
+from aio_ckpt.memory.cuda import copies_by_address, is_host
+from aio_ckpt.read.catalog import Item, SmallItems, SmallTargets, StoredObject
+from aio_ckpt.read.in_place import InPlace, in_place_segments
+from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, Landing, PieceRows, Segment, copied_pieces, cut_segments
+
+__all__ = ["ReadPlan", "Segment", "bytes_of"]
+
+_SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
+"""As ``SEGMENT_BYTES_MAX``."""
+_SHIFTED_BYTES_MIN = 32 << 20
+"""From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
+on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
+_BOX_BYTES = 8 << 20
+"""Of an item, that one part of a box is cut from: one read brings it, and it is copied out of that while others are
+read. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
+_SEGMENTS_A_READER = 8
+"""Wanted at least: fresh buffers are not free to touch, so a small load gets small ones."""
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class ReadPlan:
+    """Collects the pieces of one load."""
+
+    is_direct: Mapping[str, bool]
+    """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
+    apart: set[int] = field(default_factory=set)
+    """Addresses of targets whose memory nobody else sees, so that it may hold other bytes than theirs meanwhile."""
+    may_read_in_place: bool = True
+    """False: everything is proven in a buffer and copied."""
+    ahead: Container[str] = ()
+    """Files that are read in any case, so that nothing of them is read in place."""
+    pieces: dict[str, PieceRows] = field(default_factory=dict)
+    """By file."""
+    in_place: list[InPlace] = field(default_factory=list)
+    """What may be read without a bounce buffer."""
+    filled: list[torch.Tensor] = field(default_factory=list)
+    """Targets that are written behind torch's back."""
+    devices: list[torch.device] = field(default_factory=list)
+    """Where targets are that the host cannot write to."""
+
+    def add_tensor(self, items: Sequence[Item], offsets: Sequence[int], target: torch.Tensor) -> None:
+        """Fill ``target``, the box of the global tensor that begins at ``offsets``, from the shards that cover it.
+
+        Raises:
+            CorruptCheckpointError: the shards leave a hole in the box.
+        """
+        shape = target.shape
+        if 0 in shape:
+            return
+        for item in items:
+            if item.shape == shape and item.offsets == tuple(offsets):
+                self._add_whole(item, target)
+                return
+        found = create_read_items_for_chunk_list(
+            items[0].name, _dcp_metadata(items), [ChunkStorageMetadata(torch.Size(offsets), shape)]
+        )
+        covered = 0
+        for part in found:
+            index = part.storage_index.index
+            if 0 in part.lengths or index is None:
+                continue
+            covered += math.prod(part.lengths)
+            view = target.detach()
+            for dim, (start, length) in enumerate(zip(part.dest_offsets, part.lengths, strict=True)):
+                view = view.narrow(dim, start, length)
+            if view.shape == items[index].shape:
+                self._add_whole(items[index], view)
+            else:
+                self._add_box(items[index], part.storage_offsets, view)
+        if covered != math.prod(shape):
+            raise CorruptCheckpointError(
+                f"{items[0].name!r}: the stored shards cover {covered} of {math.prod(shape)} elements"
+            )
+
+    def add_part(self, item: Item, start: Sequence[int], target: torch.Tensor) -> None:
+        """Fill ``target``, of any dtype, from the box of its shape that begins at ``start`` inside ``item``."""
+        if 0 in target.shape:
+            return
+        if type(target) is torch.Tensor and (target.dtype, target.shape) == (item.dtype, item.shape):
+            self._add_whole(item, target)
+        else:
+            self._add_box(item, start, target)
+
+    def add_small(self, items: SmallItems, targets: SmallTargets) -> None:
+        """Fill plain host tensors, each laid out as the item of its row."""
+        self.filled += targets.tensors
+        rows, addresses = targets.rows, targets.addresses
+        numbers = items.file_numbers[rows]
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            self._rows_of(items.files[number]).blocks.append(copied_pieces(items, rows[chosen], addresses[chosen]))
+
+    def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
+        """Give the bytes of an object to ``then``, once they are proven."""
+        label = f"{stored.file}: object {stored.name!r}"
+        landing = Landing(
+            label=label,
+            start=stored.offset,
+            nbytes=stored.nbytes,
+            crc32=stored.crc32,
+            then=lambda scratch, _: then(scratch.numpy().tobytes()),
+        )
+        self._add_landing(stored.file, landing, [(0, stored.nbytes)], BLOCK_BYTES, ())
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks that are wanted."""
+        return sum(rows.total_bytes() for rows in self.pieces.values()) + sum(p.item.raw_bytes for p in self.in_place)
+
+    def segments(self, readers: int) -> list[Segment]:
+        """All reads: file by file, ascending. ``readers`` of them will be in flight."""
+        total = sum(rows.total_bytes() for rows in self.pieces.values())
+        size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
+        found: list[Segment] = []
+        for file, rows in self.pieces.items():
+            is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
+            found += cut_segments(file, rows.ascending(), rows.span_bytes() // 2 + BLOCK_BYTES if is_there else size)
+        found += in_place_segments(self.in_place, readers, total)
+        return sorted(found, key=lambda segment: (segment.file, segment.start))
+
+    # -- one item -----------------------------------------------------------------------------------
+
+    def _add_whole(self, item: Item, target: torch.Tensor) -> None:
+        is_same = (
+            target.stride() == item.stride
+            and (target.is_contiguous() or is_dense(item.shape, item.stride))
+            and not (item.storage_offset or item.is_conj or item.is_neg or target.is_conj() or target.is_neg())
+            and item.raw_bytes == target.numel() * item.dtype.itemsize
+        )
+        if not is_same or not (is_host(target) or copies_by_address(target.device)):
+            self._add_box(item, (0,) * len(item.shape), target.detach())
+            return
+        self.filled.append(target)
+        if not item.sums:
+            self._land_raw(item, target)
+        elif is_host(target):
+            self._add_host(item, target)
+        else:
+            self._add_blocks(item, target, range(len(item.sums)))
+
+    def _add_blocks(self, item: Item, target: torch.Tensor, numbers: Iterable[int]) -> None:
+        """Blocks that are copied to memory."""
+        self._rows_of(item.file).add_blocks(item, numbers, target.data_ptr(), self._number_of(target))
+
+    def _add_host(self, item: Item, target: torch.Tensor) -> None:
+        """Blocks straight to memory: read in place, as far as alignment allows it, else copied."""
+        address, block = target.data_ptr(), item.block_bytes
+        is_direct = self.is_direct[item.file]
+        shift = -address % PAGE_BYTES if is_direct else 0
+        count = (item.raw_bytes - shift) // block
+        is_large = item.raw_bytes >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES  # blocks that are moved by memmove
+        may_shift = is_large and address in self.apart
+        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
+        if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
+            self._add_blocks(item, target, range(len(item.sums)))
+            return
+        self.in_place.append(InPlace(item, bytes_of(target), count, shift))
+
+    def _land_raw(self, item: Item, target: torch.Tensor) -> None:
+        """Blocks that are copied to memory and have one sum together, or none."""
+        if item.raw_bytes:
+            landing = Landing(label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32)
+            address, device = target.data_ptr(), self._number_of(target)
+            self._add_landing(item.file, landing, [(0, item.raw_bytes)], item.block_bytes, (), address, device)
+
+    def _add_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
+        """The box of ``view``'s shape that begins at ``start`` inside the item."""
+        if item.sums or item.record_crc32 is None:  # else one sum proves all of it together
+            for part_start, part in _parts(item, start, view):
+                self._land_box(item, part_start, part)
+        else:
+            self._land_box(item, start, view)
+
+    def _land_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
+        """Only blocks that it touches."""
+        runs = _touched_blocks(item, start, view.shape)
+        low, high = runs[0][0], runs[-1][1]
+        first = item.storage_offset + sum(a * b for a, b in zip(start, item.stride, strict=True))
+        is_all = runs == [(0, item.raw_bytes)]
+        landing = Landing(
+            label=_label(item),
+            start=item.raw_offset + low,
+            nbytes=high - low,
+            crc32=item.record_crc32 if is_all and not item.sums else None,
+            then=functools.partial(_copy_box, view, item, first - low // item.dtype.itemsize),
+            device=self._number_of(view),
+        )
+        self._add_landing(item.file, landing, runs, item.block_bytes, item.sums)
+
+    def _add_landing(
+        self,
+        file: str,
+        landing: Landing,
+        runs: Iterable[tuple[int, int]],
+        block: int,
+        sums: Sequence[int],
+        address: int = 0,
+        device: int = 0,
+    ) -> None:
+        """Cut ``runs`` (ranges of raw bytes; the landing begins where the first one does) into pieces of a block."""
+        rows = self._rows_of(file)
+        base = None
+        for low, high in runs:
+            base = low if base is None else base
+            for at in range(low, high, block):
+                crc = sums[at // block] if sums else -1
+                start, nbytes = landing.start + at - base, min(block, high - at)
+                place = address and address + at - base
+                rows.add(start, nbytes, crc, place, landing.label, landing, landing.pieces_left, device)
+                landing.pieces_left += 1
+        if landing.crc32 is not None:
+            landing.sums = [(0, 0)] * landing.pieces_left
+
+    def _number_of(self, target: torch.Tensor) -> int:
+        """As in :class:`~aio_ckpt.read.requests.Pieces`."""
+        if is_host(target):
+            return 0
+        if target.device not in self.devices:
+            self.devices.append(target.device)
+        return 1 + self.devices.index(target.device)
+
+    def _rows_of(self, file: str) -> PieceRows:
+        found = self.pieces.get(file)
+        if found is None:
+            found = self.pieces[file] = PieceRows()
+        return found
+
+
+def _label(item: Item) -> str:
+    return f"{item.file}: tensor {item.name!r}"
+
+
+def _dcp_metadata(items: Sequence[Item]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.shape)) for item in items]
+    # DCP's own box arithmetic reads nothing but the chunks.
+    return TensorStorageMetadata(TensorProperties(dtype=items[0].dtype), torch.Size(items[0].shape), chunks)
+
+
+def _copy_box(view: torch.Tensor, item: Item, first: int, scratch: torch.Tensor, copies: Copies) -> None:
+    """Copy a box out of scratch bytes; ``first`` is the element of ``scratch`` where the box begins."""
+    start = scratch.storage_offset() // item.dtype.itemsize + first
+    empty = torch.empty(0, dtype=item.dtype, device=scratch.device)
+    source = empty.set_(scratch.untyped_storage(), start, view.shape, item.stride)
+    source = torch._neg_view(source) if item.is_neg else source
+    copies.fill(view, source.conj() if item.is_conj else source)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, shape ``(nbytes,)``, sharing its memory."""
+    nbytes = tensor.numel() * tensor.itemsize
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.detach().untyped_storage(), tensor.storage_offset() * tensor.itemsize, (nbytes,), (1,))
+
+
+# -- ranges -----------------------------------------------------------------------------------------
+
+
+def _parts(item: Item, start: Sequence[int], view: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+    """A box cut so that about ``_BOX_BYTES`` of the item hold each part: where it begins in the item, and its view.
+
+    Cuts are at the ends of blocks, if rows end there at all.
+    """
+    strides = [step if length > 1 else 0 for step, length in zip(item.stride, view.shape, strict=True)]
+    row_bytes = max(strides, default=0) * item.dtype.itemsize
+    if not row_bytes:
+        yield start, view
+        return
+    dim = strides.index(max(strides))
+    rows, rows_a_block = max(_BOX_BYTES // row_bytes, 1), item.block_bytes // math.gcd(item.block_bytes, row_bytes)
+    if rows_a_block <= rows:
+        rows -= rows % rows_a_block
+    cuts = range(rows - start[dim] % rows, view.shape[dim], rows)
+    for first, stop in itertools.pairwise((0, *cuts, view.shape[dim])):
+        yield (*start[:dim], start[dim] + first, *start[dim + 1 :]), view.narrow(dim, first, stop - first)
+
+
+def _touched_blocks(item: Item, start: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of raw bytes, whole blocks, ascending and disjoint, that hold the elements of a box (not empty)."""
+    size, block = item.dtype.itemsize, item.block_bytes
+    first = (item.storage_offset + sum(a * b for a, b in zip(start, item.stride, strict=True))) * size
+    dims = sorted(
+        ((step * size, length) for step, length in zip(item.stride, lengths, strict=True) if length > 1), reverse=True
+    )
+    # A stride that is not dense (plain DCP only) may give ranges that do not ascend: those are read as one.
+    skip = 2 * block if is_dense(item.shape, item.stride) else item.raw_bytes + 1
+    runs: list[tuple[int, int]] = []
+    for low, high in _byte_runs(first, dims, size, skip):
+        low, high = low // block * block, min(align_up(high, block), item.raw_bytes)
+        if runs and low <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(high, runs[-1][1]))
+        else:
+            runs.append((low, high))
+    return runs
+
+
+def _byte_runs(first: int, dims: Sequence[tuple[int, int]], size: int, skip: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a box with ``dims`` (byte stride, length), strides descending; gaps below ``skip`` are kept.
+
+    Ranges are at least ``skip`` apart, so there are no more of them than the item has blocks.
+    """
+    extent = size + sum(step * (length - 1) for step, length in dims)
+    if not dims or dims[0][0] < skip:
+        yield first, first + extent
+        return
+    (step, length), inner = dims[0], dims[1:]
+    for index in range(length):
+        yield from _byte_runs(first + index * step, inner, size, skip)

@@ -1,0 +1,92 @@
+"""Which names of a checkpoint are a rank's own: by the skeleton of the state that it saved. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aio_ckpt.errors import MissingNameError
+from aio_ckpt.format.manifests import rank_manifest_name
+from aio_ckpt.read.open import Checkpoint
+from aio_ckpt.state import flatten as tree
+
+__all__ = ["is_empty_container", "skeleton_of", "unexpected_names", "wanted_names"]
+
+
+def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
+    """Containers of the state as ``rank`` saved it; those of rank 0 if there was no such rank."""
+    number = rank if rank < len(checkpoint.ranks) else 0
+    return tree.decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
+
+
+def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:
+    """Names of the state of ``rank``; with ``only``, those that equal one of these or lie below it.
+
+    Raises:
+        MissingNameError: one of ``only`` selects nothing.
+    """
+    if not checkpoint.has_skeleton:
+        names = list(checkpoint.metadata.state_dict_metadata)
+    else:
+        names = _names_of(checkpoint, rank)
+    if only is None:
+        return names
+    for prefix in only:
+        if not any(tree.is_below(name, prefix) for name in names) and not is_empty_container(checkpoint, prefix, rank):
+            raise MissingNameError(f"{checkpoint.path}: {_why_nothing(checkpoint, prefix, rank)}")
+    return [name for name in names if any(tree.is_below(name, prefix) for prefix in only)]
+
+
+def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
+    """Whether ``rank`` saved a container of this name: one that nothing lies below, where no leaf is called so."""
+    if not checkpoint.has_skeleton:
+        return False
+    try:
+        tree.subtree(skeleton_of(checkpoint, rank), name, rank=rank)
+    except MissingNameError:
+        return False
+    return True
+
+
+def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
+    """Why nothing of ``prefix`` is there for ``rank``, and how to get it if it is another rank's."""
+    if checkpoint.has_skeleton and any(tree.is_below(name, prefix) for name in checkpoint.catalog.names()):
+        for other in range(len(checkpoint.ranks)):
+            if any(tree.is_below(name, prefix) for name in _names_of(checkpoint, other)):
+                own = rank if rank < len(checkpoint.ranks) else 0
+                return (
+                    f"{prefix!r} is what rank {other} saved, and read() gives what rank {own} did: load() it into a "
+                    f"template with its names, or read it on rank {other}"
+                )
+    return f"holds nothing named or below {prefix!r}; aio-ckpt inspect lists its names"
+
+
+def _names_of(checkpoint: Checkpoint, rank: int) -> list[str]:
+    return tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank)
+
+
+def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
+    """Names of the checkpoint beyond ``known``.
+
+    A rank of the same world size is held against what that rank saved, so that stages of a pipeline do not
+    expect each other's names; other ranks' PerRank values are nobody else's.
+    """
+    beyond = checkpoint.catalog.names() - known
+    if not beyond or len(checkpoint.ranks) < 2 or not checkpoint.has_skeleton:
+        return beyond
+    if world_size == len(checkpoint.ranks):
+        return beyond.intersection(_names_of(checkpoint, rank))
+    return beyond - _per_rank_names(checkpoint)
+
+
+def _per_rank_names(checkpoint: Checkpoint) -> set[str]:
+    mark = 1 << 62  # no rank: names that hold it are names of PerRank values
+    marked: dict[bytes, list[str]] = {}
+    for rank, manifest in enumerate(checkpoint.ranks):
+        if manifest.skeleton not in marked:
+            names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=mark)
+            marked[manifest.skeleton] = [name for name in names if f"rank{mark}" in name]
+    return {
+        name.replace(f"rank{mark}", f"rank{rank}")
+        for rank, manifest in enumerate(checkpoint.ranks)
+        for name in marked[manifest.skeleton]
+    }

@@ -1,0 +1,392 @@
+"""Verify: read every byte of a checkpoint once and list all that does not match. Changes nothing, runs no code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import anyio
+import anyio.lowlevel
+from isal import isal_zlib
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
+from aio_ckpt.format.constants import PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.format.dcp_metadata_read import DTYPES
+from aio_ckpt.format.manifests import (
+    METADATA_FILE,
+    ROOT_MANIFEST,
+    FileEntry,
+    RankManifest,
+    TensorEntry,
+    block_sums,
+    check_listed,
+    decode_root,
+    rank_manifest_name,
+)
+from aio_ckpt.format.tensor_zip import fill_crc, render
+from aio_ckpt.memory.read_buffers import bounce_buffers
+from aio_ckpt.read.catalog import Slot, StoredObject
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.read.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
+from aio_ckpt.read.plan import ReadPlan
+from aio_ckpt.runtime.portal import Executor, run_blocking
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.storage.local import Storage, read_small_file
+
+__all__ = ["Fault", "verify_checkpoint"]
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that is wrong."""
+
+    file: str
+    """Relative to the checkpoint."""
+    tensor: str | None
+    """Name of the tensor or object, where one is known."""
+    message: str
+    """What is wrong with it."""
+
+
+class _Span(NamedTuple):
+    """Bytes of a file that have a CRC32."""
+
+    start: int
+    """File offset."""
+    nbytes: int
+    """Length."""
+    crc32: int
+    """Of them."""
+    name: str
+    """Tensor or object that they belong to."""
+
+
+async def verify_checkpoint(
+    storage: Storage,
+    path: Path,
+    *,
+    step: int | None = None,
+    executor: Executor,
+    readers: int,
+    on_progress: Callable[[int], None],
+) -> tuple[Fault, ...]:
+    """All faults of the checkpoint at ``path``; none if every byte is as it was written.
+
+    Checked of ours: the small files against each other, the CRC32 of each data file, block and object, and each item's
+    zip against manifest and ``.metadata``. Of plain DCP: the CRC32 of each zip record. ``step`` is the one that the
+    directory is named for, if it is. ``on_progress`` is given the bytes read since the last call.
+
+    Raises:
+        CheckpointNotFoundError: no ``.metadata``, so no checkpoint.
+        FormatVersionError: written by a newer major version.
+    """
+    faults: list[Fault] = []
+    checkpoint = await _open(storage, path, executor, faults)
+    if checkpoint is not None:
+        if step is not None and checkpoint.step not in (None, step):
+            message = f"holds step {checkpoint.step}, its directory is named for step {step}: renamed or swapped"
+            faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=message))
+        async with Files(storage, path, readers=readers) as files:
+            run = _Verification(files, executor, readers, on_progress, faults)
+            await (run.ours if checkpoint.root else run.plain)(checkpoint)
+    return tuple(faults)
+
+
+async def _open(storage: Storage, path: Path, executor: Executor, faults: list[Fault]) -> Checkpoint | None:
+    """The checkpoint; if its small files do not match, what is left of it."""
+    try:
+        return await open_checkpoint(storage, path, executor=executor)
+    except FormatVersionError:
+        raise
+    except CorruptCheckpointError as error:
+        first = error
+    metadata = await read_small_file(storage, path / METADATA_FILE)
+    root_data = await read_small_file(storage, path / ROOT_MANIFEST)
+    try:
+        root = decode_root(root_data or b"", name=ROOT_MANIFEST)
+    except CorruptCheckpointError:
+        faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=str(first)))
+        return None
+    wrong = check_metadata(root, metadata or b"")
+    if wrong:
+        faults.append(Fault(file=METADATA_FILE, tensor=None, message=wrong))
+    ranks = []
+    for rank, entry in enumerate(root.ranks):
+        with _noting(faults, entry.name):
+            data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
+            ranks.append(check_rank(root, rank, data))
+    metadata_bytes = b"" if wrong or metadata is None else metadata
+    return Checkpoint(path=path, step=root.step, metadata_bytes=metadata_bytes, root=root, ranks=tuple(ranks))
+
+
+@contextmanager
+def _noting(faults: list[Fault], file: str, tensor: str | None = None) -> Iterator[None]:
+    """Turns an error into a fault."""
+    try:
+        yield
+    except AioCkptError as error:
+        faults.append(Fault(file=file, tensor=tensor, message=str(error)))
+
+
+@dataclass(slots=True)
+class _Verification:
+    """One verification: notes faults and goes on."""
+
+    files: Files
+    """Data files."""
+    executor: Executor
+    """Threads that read and sum."""
+    readers: int
+    """Reads in flight."""
+    on_progress: Callable[[int], None]
+    """Told of bytes read."""
+    faults: list[Fault]
+    """Found so far."""
+
+    async def ours(self, checkpoint: Checkpoint) -> None:
+        """Every rank's data file, against its manifest and ``.metadata``."""
+        places: dict[MetadataIndex, _Place] = {}
+        for manifest in checkpoint.ranks:
+            places.update(_places_of(manifest))
+            name = rank_manifest_name(manifest.rank)
+            with _noting(self.faults, name):
+                check_listed(manifest, name=name)
+                if checkpoint.has_skeleton:
+                    tree.decode_skeleton(manifest.skeleton, name=name)
+            if manifest.file is not None:
+                with _noting(self.faults, manifest.file.name):
+                    await self._data_file(manifest, manifest.file)
+        root = checkpoint.root
+        if checkpoint.metadata_bytes and root is not None and len(checkpoint.ranks) == root.world_size:
+            with _noting(self.faults, METADATA_FILE):
+                check_digest(root, checkpoint.metadata_bytes)
+                self._compare_metadata(checkpoint, places)
+
+    async def plain(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint of stock DCP."""
+        with _noting(self.faults, METADATA_FILE):
+            catalog = checkpoint.catalog
+            slots = [chunk for found in catalog.chunks.values() for chunk in found if isinstance(chunk, Slot)]
+            for file in sorted(catalog.files):
+                with _noting(self.faults, file):
+                    await self.files.measure([file], catalog.files)
+                    spans, others = await self._record_spans([slot for slot in slots if slot.file == file])
+                    await self._sum_file(file, spans)
+                    await self._zips([*others, *(stored for stored in catalog.objects.values() if stored.file == file)])
+
+    # -- ours ---------------------------------------------------------------------------------------
+
+    async def _data_file(self, manifest: RankManifest, file: FileEntry) -> None:
+        await self.files.measure([file.name], {file.name: file.nbytes})
+        known = len(self.faults)
+        crc32 = await self._sum_file(file.name, _spans_of(manifest))
+        slots = [_slot_of(entry, file.name) for entry in manifest.tensors]
+        ends = await read_ends(self.files, slots, executor=self.executor, readers=self.readers)
+        await run_blocking(self.executor, self._compare_items, manifest, slots, ends)
+        # A block or an item that does not match explains it, and names the tensor.
+        if crc32 not in (None, file.crc32) and len(self.faults) == known:
+            await run_blocking(self.executor, self._compare_envelopes, manifest, slots, ends)
+        if crc32 not in (None, file.crc32) and len(self.faults) == known:
+            self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
+
+    def _compare_items(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
+        for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
+            with _noting(self.faults, slot.file, slot.name):
+                item = parse_slot(slot, *ends[id(slot)])
+                place = item.raw_offset, item.raw_bytes, item.stride, item.storage_offset
+                if place != (entry.raw_offset, entry.raw_bytes, entry.stride, 0):
+                    self._note(slot.file, slot.name, f"the manifest and the item's zip disagree: {place}")
+                lengths = _block_lengths(entry, manifest)
+                if item.record_crc32 not in (None, _combine_all(zip(sums, lengths, strict=True))):
+                    self._note(slot.file, slot.name, "the CRC32 in the item's zip is not that of its blocks")
+
+    def _compare_envelopes(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
+        """Name the item whose header or trailer is not as we render it; one of another version may differ soundly."""
+        for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
+            head, tail = ends[id(slot)]
+            wanted = render(TensorSpec(slot.dtype, entry.shape, entry.stride))
+            trailer = bytearray(wanted.trailer)
+            fill_crc(trailer, wanted, _combine_all(zip(sums, _block_lengths(entry, manifest), strict=True)))
+            if not (head.startswith(wanted.header) and tail.endswith(trailer)):
+                self._note(slot.file, slot.name, "the file does not match its CRC32: the item's zip is not as written")
+
+    def _compare_metadata(self, checkpoint: Checkpoint, places: Mapping[MetadataIndex, _Place]) -> None:
+        stored = {
+            index: (info.relative_path, info.offset, info.length)
+            for index, info in (checkpoint.metadata.storage_data or {}).items()
+        }
+        # A tensor that is stored as bytes has an offset there and none here.
+        anywhere = {(index.fqn, place) for index, place in stored.items()}
+        for index, place in places.items():
+            if stored.get(index) != place and (index.offset is not None or (index.fqn, place) not in anywhere):
+                self._note(METADATA_FILE, index.fqn, f"tells another place than the manifest: {place}")
+        if len(stored) > len(places) or checkpoint.metadata.state_dict_metadata.keys() != checkpoint.catalog.names():
+            self._note(METADATA_FILE, None, "names more or less than the manifests")
+
+    # -- plain DCP ----------------------------------------------------------------------------------
+
+    async def _record_spans(self, slots: Sequence[Slot]) -> tuple[list[_Span], list[StoredObject]]:
+        """Of the plain tensors, and the others (subclasses, say), whose zips can be proven all the same."""
+        spans, others = list[_Span](), list[StoredObject]()
+        for slot in (slot for slot in slots if not slot.is_transformed):
+            with _noting(self.faults, slot.file, slot.name):
+                ends = await read_ends(self.files, [slot], executor=self.executor, readers=1)
+                try:
+                    item = parse_slot(slot, *ends[id(slot)])
+                except UnsupportedLeafError:
+                    others.append(StoredObject.of_slot(slot))
+                    continue
+                if item.record_crc32 is not None:
+                    spans.append(_Span(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
+        return spans, others
+
+    async def _zips(self, objects: Iterable[StoredObject]) -> None:
+        for stored in objects:
+            if stored.is_transformed:
+                continue
+            with _noting(self.faults, stored.file, stored.name):
+                check_inside(stored.name, stored.file, stored.offset, stored.nbytes, self.files.sizes)
+                plan = ReadPlan(is_direct=self.files.is_direct)
+                plan.add_object(stored, functools.partial(check_zip, stored.name))
+                await fetch(self.files, plan.segments(1), executor=self.executor, readers=1, verify=True)
+
+    # -- sums ---------------------------------------------------------------------------------------
+
+    async def _sum_file(self, file: str, spans: Sequence[_Span]) -> int | None:
+        """Read ``file`` once; its CRC32, None if a part could not be read. Notes each span that does not match."""
+        nbytes = self.files.sizes[file]
+        parts = _cut(spans, nbytes)
+        chunk_sums, part_sums = await self._sum_chunks(file, parts)
+        sums: dict[int, int | None] = {}
+        for chunk, ranges in enumerate(parts):
+            for (number, low, high), crc32 in zip(ranges, part_sums[chunk] or repeat(None), strict=False):
+                sums[number] = _combine(sums.get(number, 0), crc32, high - low)
+        for number, span in enumerate(spans):
+            if sums.get(number) not in (None, span.crc32):
+                where = f"bytes {span.start} to {span.start + span.nbytes} of the file"
+                self._note(file, span.name, f"{where} do not match their CRC32")
+        total: int | None = 0
+        for chunk, chunk_sum in enumerate(chunk_sums):
+            total = _combine(total, chunk_sum, min(_CHUNK_BYTES, nbytes - chunk * _CHUNK_BYTES))
+        return total
+
+    async def _sum_chunks(
+        self, file: str, parts: Sequence[Sequence[_Part]]
+    ) -> tuple[list[int | None], list[list[int] | None]]:
+        nbytes = self.files.sizes[file]
+        chunk_sums: list[int | None] = [None] * len(parts)
+        part_sums: list[list[int] | None] = [None] * len(parts)
+        left = iter(range(len(parts)))
+
+        async def work(buffer: memoryview) -> None:
+            for chunk in left:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # nothing else here can be cancelled
+                start = chunk * _CHUNK_BYTES
+                wanted = min(_CHUNK_BYTES, nbytes - start)
+                with _noting(self.faults, file), anyio.CancelScope(shield=True):
+                    async with self.files.use(file) as opened:
+                        got = await opened.read_into(start, buffer[: align_up(wanted, PAGE_BYTES)])
+                    if got < wanted:
+                        raise CorruptCheckpointError(f"{file}: ends at byte {start + got}")
+                    chunk_sums[chunk], part_sums[chunk] = await run_blocking(
+                        self.executor, _sum_parts, buffer[:wanted], start, parts[chunk]
+                    )
+                self.on_progress(wanted)
+
+        async with anyio.create_task_group() as group:
+            for buffer in bounce_buffers(min(_CHUNK_BYTES, nbytes), min(self.readers, len(parts))):
+                group.start_soon(work, buffer)
+        return chunk_sums, part_sums
+
+    def _note(self, file: str, tensor: str | None, message: str) -> None:
+        self.faults.append(Fault(file=file, tensor=tensor, message=message))
+
+
+# -- pure -------------------------------------------------------------------------------------------
+
+_Place: TypeAlias = tuple[str, int, int]
+"""File, offset, length."""
+
+_Part: TypeAlias = tuple[int, int, int]
+"""Number of the span, and the file offsets between which it lies in a chunk."""
+
+
+def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
+    """What ``.metadata`` must say of one rank's file."""
+    places: dict[MetadataIndex, _Place] = {}
+    file = manifest.file.name if manifest.file else ""
+    for entry in manifest.tensors:
+        for name in entry.fqns:
+            places[MetadataIndex(name, entry.offsets)] = file, entry.item_offset, entry.item_bytes
+    for stored in manifest.objects:
+        for name in stored.fqns:
+            places[MetadataIndex(name)] = file, stored.offset, stored.nbytes
+    return places
+
+
+def _block_lengths(entry: TensorEntry, manifest: RankManifest) -> list[int]:
+    return [min(manifest.block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, manifest.block_bytes)]
+
+
+def _slot_of(entry: TensorEntry, file: str) -> Slot:
+    return Slot(
+        name=entry.fqns[0],
+        file=file,
+        item_offset=entry.item_offset,
+        item_bytes=entry.item_bytes,
+        dtype=DTYPES[entry.dtype],
+        shape=entry.shape,
+        offsets=entry.offsets,
+        is_transformed=False,
+    )
+
+
+def _spans_of(manifest: RankManifest) -> list[_Span]:
+    """Every block and object of one rank's file."""
+    spans: list[_Span] = []
+    block = manifest.block_bytes
+    for entry, sums in zip(manifest.tensors, block_sums(manifest), strict=True):
+        for at, crc32 in zip(range(0, entry.raw_bytes, block), sums, strict=True):
+            spans.append(_Span(entry.raw_offset + at, min(block, entry.raw_bytes - at), crc32, entry.fqns[0]))
+    spans += [_Span(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in manifest.objects]
+    return spans
+
+
+def _cut(spans: Sequence[_Span], nbytes: int) -> list[list[_Part]]:
+    """For each chunk of the file, the parts of spans inside it."""
+    parts: list[list[_Part]] = [[] for _ in range(0, nbytes, _CHUNK_BYTES)]
+    for number, span in enumerate(spans):
+        stop = span.start + span.nbytes
+        for chunk in range(span.start // _CHUNK_BYTES, -(-stop // _CHUNK_BYTES)):
+            low = max(span.start, chunk * _CHUNK_BYTES)
+            parts[chunk].append((number, low, min(stop, (chunk + 1) * _CHUNK_BYTES)))
+    return parts
+
+
+def _sum_parts(view: memoryview, start: int, parts: Sequence[_Part]) -> tuple[int, list[int]]:
+    crc32 = isal_zlib.crc32
+    return crc32(view), [crc32(view[low - start : high - start]) for _, low, high in parts]
+
+
+def _combine(first: int | None, second: int | None, nbytes: int) -> int | None:
+    """CRC32 of two runs of bytes, the second ``nbytes`` long; None if either could not be read."""
+    if first is None or second is None:
+        return None
+    return int(isal_zlib.crc32_combine(first, second, nbytes))
+
+
+def _combine_all(parts: Iterable[tuple[int, int]]) -> int:
+    """CRC32 of consecutive (CRC32, length)."""
+    total = 0
+    for crc32, nbytes in parts:
+        total = isal_zlib.crc32_combine(total, crc32, nbytes)
+    return total

@@ -1,0 +1,107 @@
+"""What a save and a load report to their caller. Sizes are bytes; :func:`amount` writes them for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from aio_ckpt.errors import AioCkptError
+
+__all__ = ["LoadReport", "SaveReport", "SkippedCheckpoint", "StageTimings", "WriteMode", "amount"]
+
+WriteMode = Literal["direct", "dontcache", "buffered"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimings:
+    """Seconds from the call of ``save()`` unless said otherwise."""
+
+    blocked_secs: float = 0.0
+    """How long ``save()`` kept its caller, waiting for room included."""
+    waited_secs: float = 0.0
+    """Part of ``blocked_secs`` spent waiting for room (busy or out of budget)."""
+    plan_secs: float = 0.0
+    """Duration of walk, digest, fingerprint and, on a miss, planning; on the caller's thread."""
+    staged_secs: float = 0.0
+    """Until everything was copied to the image."""
+    written_secs: float = 0.0
+    """Until every chunk was written."""
+    synced_secs: float = 0.0
+    """Until the data file (fdatasync) and ``.metadata`` were durable."""
+    agreed_secs: float = 0.0
+    """Until every rank's manifest was durable and every rank had said so."""
+    sealed_secs: float = 0.0
+    """Until the pending directory was durable as a whole; what is left is to rename it and to make that durable."""
+    committed_secs: float = 0.0
+    """Until the checkpoint was durable and visible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one save did."""
+
+    step: int
+    """Its step."""
+    path: Path
+    """The committed directory."""
+    image_bytes: int
+    """Bytes in data files of this rank."""
+    raw_bytes: int
+    """Tensor bytes without envelope and alignment."""
+    plan_hit: bool
+    """Whether the cached layout was reused."""
+    fingerprint_hit: bool
+    """Whether the cached copy descriptors were reused."""
+    mode: WriteMode
+    """How the bytes went to the disk."""
+    timings: StageTimings
+    """Where the time went."""
+    slowest_rank: Mapping[str, int] = field(default_factory=dict)
+    """Per stage, the rank that took longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedCheckpoint:
+    """A checkpoint that ``load`` walked past."""
+
+    step: int
+    """Its step."""
+    path: Path
+    """Its directory."""
+    error: AioCkptError
+    """What did not verify."""
+    quarantined: Path | None = None
+    """Where it was moved to; None if it was left in place: the mismatch is not proven, or the engine does not hold the
+    writer's lock (yet: its first save moves it)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one load did."""
+
+    step: int
+    """Step that was loaded."""
+    path: Path
+    """Its directory."""
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    """Newer checkpoints that did not verify, newest first."""
+    missing: tuple[str, ...] = ()
+    """Template names absent from the checkpoint (only with ``allow_missing=True``)."""
+    unexpected: tuple[str, ...] = ()
+    """Names of the checkpoint that the template lacks."""
+    bytes_read: int = 0
+    """Bytes read from data files."""
+    verified: bool = True
+    """Whether sums were there and were checked."""
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in decimal units, three digits: ``58.1 MB``."""
+    power = 0
+    while nbytes >= 999.5 and power < len(_UNITS) - 1:
+        nbytes, power = nbytes / 1000, power + 1
+    return f"{nbytes:.0f} B" if power == 0 else f"{nbytes:.3g} {_UNITS[power]}"

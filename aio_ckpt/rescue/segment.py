@@ -1,0 +1,295 @@
+"""Named segments: shared memory that outlives the process, one image each, sealed while a whole snapshot is in it.
+
+A file on a memory file system: a header page, the image from ``IMAGE_OFFSET`` on, behind it the seal. The header holds
+a generation: odd while the image is filled or belongs to nobody, even from the moment the seal is whole. What a killed
+process leaves is what the kernel has of its stores and writes, in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from isal import isal_zlib
+
+from aio_ckpt.errors import BudgetExceededError, ConfigError
+from aio_ckpt.format.constants import PAGE_BYTES
+
+__all__ = ["SEGMENT_PREFIX", "KeptSnapshots", "Segment", "SegmentDirectory", "StoredSegment", "check_directory"]
+__all__ += ["list_segments", "map_image", "read_segment"]
+
+SEGMENT_PREFIX = "aio_ckpt-"
+IMAGE_OFFSET = 2 << 20
+"""A huge page, so that the image is aligned to them; the rest of it is a hole."""
+MAX_SEAL_BYTES = 1 << 32
+
+_MAGIC = int.from_bytes(b"aiosegm1", "little")
+_MAGIC_BYTES = 8
+_HEADER = struct.Struct("<5Q")
+"""Magic, generation, bytes of the image's memory, bytes of the seal, CRC32 of the seal."""
+_GENERATION, _SEAL_BYTES, _SEAL_CRC32 = 1, 3, 4
+_log = logging.getLogger("aio_ckpt")
+
+
+class Segment:
+    """One named segment of this process.
+
+    Invariant: from :meth:`seal` until :meth:`unseal` nobody writes other bytes into the image.
+    """
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        """Make the file, with all its memory secured: to touch a page that cannot be had would be a SIGBUS.
+
+        Raises:
+            OSError: it exists, or there is no room; nothing is left.
+        """
+        self.path = path
+        self.capacity = capacity
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+            os.posix_fallocate(descriptor, IMAGE_OFFSET, capacity)
+            self.memory = mmap.mmap(descriptor, capacity, flags=mmap.MAP_SHARED, offset=IMAGE_OFFSET)
+            """The image's."""
+            header = mmap.mmap(descriptor, PAGE_BYTES, flags=mmap.MAP_SHARED)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)  # kept open, a forked data loader would keep the memory
+        header.madvise(mmap.MADV_DONTFORK)
+        self._words = memoryview(header).cast("Q")
+        self._words[:] = memoryview(_HEADER.pack(_MAGIC, 1, capacity, 0, 0).ljust(PAGE_BYTES, b"\0")).cast("Q")
+
+    @property
+    def next_generation(self) -> int:
+        """What the generation will be when it is sealed next."""
+        return self._words[_GENERATION] + 1
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether a whole snapshot is in it."""
+        return self._words[_GENERATION] % 2 == 0
+
+    def seal(self, seal: bytes) -> None:
+        """The image is whole, and ``seal`` says what it is.
+
+        Raises:
+            OSError: no room for it; the segment stays unsealed.
+        """
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            offset = IMAGE_OFFSET + self.capacity
+            os.posix_fallocate(descriptor, offset, len(seal))
+            rest = memoryview(seal)
+            while rest:
+                written = os.pwrite(descriptor, rest, offset)
+                rest, offset = rest[written:], offset + written
+        finally:
+            os.close(descriptor)
+        self._words[_SEAL_BYTES] = len(seal)
+        self._words[_SEAL_CRC32] = isal_zlib.crc32(seal)
+        self._words[_GENERATION] += 1
+
+    def unseal(self) -> None:
+        """What is in the image is nobody's from now on. Idempotent."""
+        if self.is_sealed:
+            self._words[_GENERATION] += 1
+
+    def remove(self) -> None:
+        """Take the name away; the memory goes with the last view of it. Idempotent."""
+        self.unseal()
+        self.path.unlink(missing_ok=True)
+
+
+class KeptSnapshots:
+    """Sealed segments of dead trainers that could be rescued, until one engine gives them up."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, Path]] = []
+
+    def keep(self, found: Iterable[tuple[int, Path]]) -> None:
+        """Keep these, by their steps, and no others."""
+        self._kept = list(found)
+
+    @property
+    def paths(self) -> list[Path]:
+        """Their files."""
+        return [path for _, path in self._kept]
+
+    def drop(self, why: str, *, after: int = -1) -> None:
+        """Give up those of the steps after ``after``."""
+        dropped = [(step, path) for step, path in self._kept if step > after]
+        self._kept = [(step, path) for step, path in self._kept if step <= after]
+        for step, path in dropped:
+            with contextlib.suppress(FileNotFoundError):  # another rank of this host has given it up
+                path.unlink()
+                _log.warning("%s: the snapshot of a dead trainer, of step %d, is given up: %s", path, step, why)
+
+
+class SegmentDirectory:
+    """Where one engine makes its segments. What it made and has not removed, :meth:`close` removes."""
+
+    def __init__(self, path: Path, prefix: str, kept: KeptSnapshots) -> None:
+        """``kept`` give way to the segments of this engine.
+
+        Raises:
+            ConfigError: ``path`` is no writable directory of a memory file system.
+        """
+        check_directory(path)
+        self.path = path
+        self._prefix = prefix
+        self._pid = os.getpid()
+        self._number = 0
+        self._kept = kept
+        self._made: list[Path] = []
+
+    def make(self, capacity: int) -> Segment:
+        """A new segment.
+
+        Raises:
+            BudgetExceededError: no room for it.
+        """
+        self._number += 1
+        path = self.path / f"{self._prefix}-{self._number}"
+        self._made.append(path)  # before it is there: Ctrl-C must not lose it
+        try:
+            try:
+                return Segment(path, capacity)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not self._kept.paths:
+                    raise
+                self._kept.drop("there is no room for it beside the running trainer's")
+                return Segment(path, capacity)
+        except OSError as error:
+            raise BudgetExceededError(
+                f"shm_path={str(self.path)!r}: no {capacity} bytes of shared memory ({error.strerror}); lower "
+                "budget_bytes, enlarge it, or leave shm_path away"
+            ) from error
+
+    def close(self) -> None:
+        """Remove the names of all that was made. Idempotent; in a forked child nothing: they are the parent's."""
+        while self._made and os.getpid() == self._pid:
+            self._made.pop().unlink(missing_ok=True)
+
+
+def check_directory(path: Path) -> None:
+    """Raise ConfigError unless ``path`` is a writable directory of a memory file system."""
+    if not path.is_dir():
+        raise ConfigError(f"shm_path={str(path)!r}: no such directory; give one of a tmpfs, such as /dev/shm")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"shm_path={str(path)!r}: not writable; give a directory that is")
+    kind = _file_system(path)
+    if kind not in ("tmpfs", None):
+        raise ConfigError(f"shm_path={str(path)!r}: {kind}, whose pages go to a disk; give a directory of a tmpfs")
+
+
+def _file_system(path: Path) -> str | None:
+    """Type of the file system; None if it is not told."""
+    number = os.stat(path).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split()[2] == wanted:
+                return rest.split()[0]
+    return None
+
+
+# -- what others left -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSegment:
+    """A segment as it lies there."""
+
+    path: Path
+    """Its file."""
+    generation: int = 0
+    """Even if it is sealed."""
+    capacity: int = 0
+    """Bytes of the image's memory."""
+    seal: bytes = b""
+    """Its seal; empty if there is none."""
+    modified_unix: float | None = None
+    """When it was made or sealed last, by the file system's clock; None if that cannot be told."""
+    fault: str = ""
+    """Why there is none."""
+    is_damaged: bool = False
+    """Whether it is no segment, or its seal is not what was written; else its writer had not come to seal it."""
+
+
+def list_segments(directory: Path, prefix: str) -> list[Path]:
+    """Segments of this user whose names begin with ``prefix``; others could be anybody's in a directory open to all."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory):
+            if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        found.append(Path(entry.path))
+    return sorted(found)
+
+
+def read_segment(path: Path) -> StoredSegment:
+    """What is at ``path``, its seal checked against the header; never raises for what is wrong with it."""
+
+    modified_unix: float | None = None
+
+    def faulty(fault: str, *, is_damaged: bool) -> StoredSegment:
+        return StoredSegment(path=path, modified_unix=modified_unix, fault=fault, is_damaged=is_damaged)
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return faulty(f"cannot be opened: {error.strerror}", is_damaged=True)
+    try:
+        status, data = os.fstat(descriptor), os.pread(descriptor, _HEADER.size, 0)
+        modified_unix = status.st_mtime
+        is_regular = stat.S_ISREG(status.st_mode)
+        if is_regular and not any(data[:_MAGIC_BYTES]):
+            # Fresh memory is zero, if there is any yet: it was killed before it wrote the header.
+            return faulty("never filled", is_damaged=False)
+        if not is_regular or len(data) < _HEADER.size:
+            return faulty("cut short", is_damaged=True)
+        magic, generation, capacity, seal_bytes, crc32 = _HEADER.unpack(data)
+        if magic != _MAGIC:
+            return faulty("no segment", is_damaged=True)
+        if generation % 2 or not seal_bytes:
+            return faulty("not sealed: its writer died before the snapshot was whole", is_damaged=False)
+        end = IMAGE_OFFSET + capacity + seal_bytes
+        if seal_bytes > MAX_SEAL_BYTES or end > status.st_size:
+            return faulty("its header does not fit its length", is_damaged=True)
+        seal = _read(descriptor, seal_bytes, IMAGE_OFFSET + capacity)
+    except OSError as error:
+        return faulty(f"cannot be read: {error.strerror}", is_damaged=True)
+    finally:
+        os.close(descriptor)
+    if isal_zlib.crc32(seal) != crc32:
+        return faulty("torn: its seal does not match its sum", is_damaged=True)
+    return StoredSegment(path=path, generation=generation, capacity=capacity, seal=seal, modified_unix=modified_unix)
+
+
+def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
+    parts = []
+    while nbytes and (part := os.pread(descriptor, nbytes, offset)):
+        parts.append(part)
+        nbytes, offset = nbytes - len(part), offset + len(part)
+    return b"".join(parts)
+
+
+def map_image(stored: StoredSegment) -> mmap.mmap:
+    """The image of a segment, shared: what is written into it stays. OSError: it is gone."""
+    descriptor = os.open(stored.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, stored.capacity, flags=mmap.MAP_SHARED, offset=IMAGE_OFFSET)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,245 @@
+"""Sealed snapshots: what a named segment holds beside its image, so that it can be committed when its trainer is dead.
+
+A snapshot is sealed once it is whole: its seal holds all that a commit needs beside the image, and a CRC32 of every
+block of raw bytes. It counts as torn until then, and if any sum does not match.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from isal import isal_zlib
+
+from aio_ckpt.commit.manifests import object_entries, render_rank
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec
+from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
+from aio_ckpt.format.manifests import RankManifest, decode_rank
+from aio_ckpt.format.tensor_zip import render
+from aio_ckpt.plan.layout import cut_chunks
+from aio_ckpt.plan.planner import Plan
+from aio_ckpt.plan.values import ImageLayout, TensorItem
+from aio_ckpt.rescue.segment import Segment, StoredSegment
+from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.write.result import WriteResult
+
+__all__ = [
+    "Seal",
+    "decode_seal",
+    "layout_of",
+    "raw_sums",
+    "seal_of",
+    "seal_snapshot",
+    "seal_when_captured",
+]
+
+_VERSION = 1
+_log = logging.getLogger("aio_ckpt")
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+_Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/\x00]+\Z", max_length=255)]
+
+
+class Seal(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands behind the image of one rank's whole snapshot."""
+
+    directory: _Name
+    """Name of its directory under the root."""
+    save_id: str
+    """The same for all ranks of one save."""
+    step: _Size
+    """Its step."""
+    world_size: _Count
+    """Ranks that save together."""
+    rank: _Size
+    """This one."""
+    overwrite: bool
+    """Whether it replaces a committed step."""
+    replaces: str | None = None
+    """Save id of the committed checkpoint that it was to replace, "" if none could be read; None: an older version's
+    seal, which did not tell."""
+    metrics: dict[str, float | None]
+    """What the caller measured."""
+    metadata: bytes
+    """``.metadata``; empty where only all ranks together know it."""
+    created_unix: float = msgspec.field(default_factory=time.time)
+    """When it was sealed, by the trainer's clock."""
+    since_boot_secs: float = 0.0
+    """The same by the clock of the boot, which nobody sets and no segment outlives; 0: an older version's."""
+    version: int = _VERSION
+    """Of this struct."""
+    generation: _Size = 0
+    """Of the segment when it was sealed."""
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=PAGE_BYTES, le=MAX_BYTES, multiple_of=PAGE_BYTES)] = PAGE_BYTES
+    """Size of a chunk."""
+    tensor_bytes: _Size = 0
+    """Where the tensors end and the objects begin."""
+    image_bytes: _Size = 0
+    """Length of the data file."""
+    objects: bytes = b""
+    """What follows the tensors in the image."""
+    manifest: bytes = b""
+    """The rank's manifest but for the sum of the whole file, which is not known yet."""
+
+
+_SEALS = msgspec.msgpack.Decoder(Seal)
+
+
+def seal_of(
+    rank: int,
+    world_size: int,
+    directory: str,
+    save_id: str,
+    step: int,
+    overwrite: bool,
+    replaces: str,
+    metrics: Mapping[str, float | None],
+    metadata: bytes,
+) -> Seal:
+    """What a seal says of a save, before it is known what was captured."""
+    return Seal(
+        directory=directory,
+        save_id=save_id,
+        step=step,
+        world_size=world_size,
+        rank=rank,
+        overwrite=overwrite,
+        replaces=replaces,
+        metrics=dict(metrics),
+        metadata=metadata,
+        since_boot_secs=time.monotonic(),
+    )
+
+
+def seal_snapshot(segment: Segment, seal: Seal, plan: Plan, objects: ObjectBytes, image: Image) -> None:
+    """Sum a captured image and seal its segment; ``seal`` tells whose it is. No room for the seal: a note in the log.
+
+    Only raw bytes are summed, which nobody changes any more: the write may be rendering the rest of the image.
+    """
+    layout, image_bytes = plan.layout, image.chunks[-1].stop
+    result = WriteResult(
+        image_bytes=image_bytes,
+        file_crc32=0,
+        sums=raw_sums(layout, memoryview(image.lease.arena.memory)),
+        mode="buffered",
+        chunks=0,
+        chunks_written=frozenset(),
+        items_sealed=0,
+    )
+    manifest = render_rank(
+        plan,
+        object_entries(plan, objects),
+        result,
+        step=seal.step,
+        save_id=seal.save_id,
+        rank=seal.rank,
+        world_size=seal.world_size,
+    )
+    whole = msgspec.structs.replace(
+        seal,
+        generation=segment.next_generation,
+        chunk_bytes=layout.chunk_bytes,
+        tensor_bytes=layout.tensor_bytes,
+        image_bytes=image_bytes,
+        objects=objects.region,
+        manifest=manifest,
+    )
+    try:
+        segment.seal(msgspec.msgpack.encode(whole))
+    except OSError as error:
+        _log.warning("step %d could not be rescued: no room for its seal (%s)", seal.step, error)
+
+
+async def seal_when_captured(
+    seal: Seal,
+    plan: Plan,
+    objects: ObjectBytes,
+    image: Image,
+    progress: CaptureProgress,
+    executor: Executor,
+) -> None:
+    """Beside the write: seal the snapshot once all is captured. The caller holds its memory."""
+    segment = image.lease.arena.segment
+    assert isinstance(segment, Segment)
+    for chunk in image.chunks:
+        await progress.wait(chunk.index, executor)
+    with watch_submissions(image.lease.hold_until):
+        await run_blocking(executor, seal_snapshot, segment, seal, plan, objects, image)
+
+
+def decode_seal(stored: StoredSegment) -> Seal:
+    """The seal of a segment, its numbers checked.
+
+    Raises:
+        CorruptCheckpointError: it is none of this version, or does not belong to this filling of the segment.
+    """
+    name = stored.path.name
+    try:
+        seal = _SEALS.decode(stored.seal)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{name}: no seal of version {_VERSION}: {error}") from error
+    if seal.version != _VERSION:
+        raise CorruptCheckpointError(f"{name}: a seal of version {seal.version}, known here is {_VERSION}")
+    if seal.generation != stored.generation:
+        raise CorruptCheckpointError(f"{name}: torn: sealed at generation {seal.generation}, now {stored.generation}")
+    if seal.rank >= seal.world_size:
+        raise CorruptCheckpointError(f"{name}: rank {seal.rank} of {seal.world_size}")
+    if max(seal.tensor_bytes + len(seal.objects), seal.image_bytes) > stored.capacity:
+        raise CorruptCheckpointError(f"{name}: an image of {seal.image_bytes} bytes in {stored.capacity}")
+    return seal
+
+
+def layout_of(seal: Seal) -> tuple[RankManifest, ImageLayout]:
+    """The rank's manifest in a seal, checked, and the layout that it describes.
+
+    Raises:
+        CorruptCheckpointError: it is not what this version would have laid out.
+    """
+    manifest = decode_rank(seal.manifest, name="seal")
+    items = []
+    for leaf, entry in enumerate(manifest.tensors):
+        spec = TensorSpec(DTYPES[entry.dtype], entry.shape, entry.stride)
+        item = TensorItem(
+            leaf=leaf,
+            fqns=entry.fqns,
+            offsets=entry.offsets,
+            spec=spec,
+            envelope=render(spec),
+            item_offset=entry.item_offset,
+        )
+        if (item.raw_offset, item.raw_bytes, item.envelope.item_bytes) != (
+            entry.raw_offset,
+            entry.raw_bytes,
+            entry.item_bytes,
+        ):
+            raise CorruptCheckpointError(f"seal: {entry.fqns[0]!r} was laid out by another version")
+        items.append(item)
+    end = max((item.item_offset + item.envelope.item_bytes for item in items), default=0)
+    is_ordered = all(a.trailer_offset <= b.item_offset for a, b in itertools.pairwise(items))
+    if end != seal.tensor_bytes or not is_ordered:
+        raise CorruptCheckpointError("seal: its tensors are not laid out one behind the other")
+    return manifest, ImageLayout(
+        items=tuple(items),
+        chunk_bytes=seal.chunk_bytes,
+        chunks=cut_chunks(items, seal.chunk_bytes, seal.tensor_bytes),
+        tensor_bytes=seal.tensor_bytes,
+        raw_bytes=sum(item.raw_bytes for item in items),
+    )
+
+
+def raw_sums(layout: ImageLayout, memory: memoryview) -> bytes:
+    """CRC32 of each block of raw bytes, little-endian, as in the rank's manifest. ``memory`` holds the whole image."""
+    crc32 = isal_zlib.crc32
+    return b"".join(
+        crc32(memory[start : min(start + BLOCK_BYTES, item.trailer_offset)]).to_bytes(4, "little")
+        for item in layout.items
+        for start in range(item.raw_offset, item.trailer_offset, BLOCK_BYTES)
+    )

@@ -1,0 +1,12 @@
+"""The event loop's thread, the pool of I/O threads, and what waits on them.
+
+In: callables and coroutines, from any thread. Out: futures that one loop thread and a pool of threads complete; also
+deadlines, exit hooks, signal flags, thread priorities and recorded spans. No other package starts a thread or a loop.
+Imports ``errors``, ``config`` and ``reports`` only.
+"""
+
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
+
+__all__ = ["Deadline", "Executor", "Portal", "follow", "run_blocking"]

@@ -1,0 +1,353 @@
+"""Snapshot: capture a state into the image, on the caller's thread."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+
+from aio_ckpt.errors import SourceChangedError, StallError
+from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.memory.copies import Copies, Mark
+from aio_ckpt.memory.cuda import CopyStreams
+from aio_ckpt.memory.host_copy import unreadable
+from aio_ckpt.plan.copy_plan import Span
+from aio_ckpt.plan.planner import ImagePlan, PlannedImage
+from aio_ckpt.plan.structure import addresses
+from aio_ckpt.plan.values import Chunk, Piece
+from aio_ckpt.runtime.trace import CALLER, COPIES, Recorder
+from aio_ckpt.snapshot.copy_order import NO_TURNS, KnownTurns
+from aio_ckpt.snapshot.device_copy import Shadows
+from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.snapshot.progress import CapturedRun
+
+__all__ = ["Capture", "Copiers", "capture"]
+
+_BRIEF_BYTES = 1 << 20
+"""A run from the host of no more (the last chunk alone can be so short) is copied before anybody wakes to write it."""
+_RUN_GROWTH = 8
+"""Each run of chunks from devices is so many times longer than the one before: its batch and its mark cost the caller
+tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copiers:
+    """What the captures of one engine share."""
+
+    streams: CopyStreams = field(default_factory=CopyStreams)
+    """Side streams."""
+    gathers: GatherBuffers = field(default_factory=GatherBuffers)
+    """Gather buffers."""
+    shadows: Shadows = field(default_factory=lambda: Shadows(0))
+    """Copies on the devices."""
+    turns: KnownTurns = field(default_factory=KnownTurns)
+    """What comes first."""
+
+    def prepare(self, plan: ImagePlan) -> None:
+        """Make the side streams and the gather buffers of a plan before its first capture needs them."""
+        for device in set(plan.structure.devices):
+            spans = [span for route in plan.routes for span in route.gathered if span.device == device]
+            copies = self.streams.begin(device, is_registered=True)
+            if spans:
+                self.gathers.line(plan, spans[0], copies)
+        self.shadows.of(plan, lambda device: self.streams.begin(device, is_registered=True))
+
+    def clear(self) -> None:
+        """Let go of all memory of devices."""
+        self.gathers.clear()
+        self.shadows.clear()
+
+
+class Capture:
+    """The copies of one save: issued by :func:`capture`, kept alive until ``finish``.
+
+    Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
+    """
+
+    def __init__(
+        self, planned: PlannedImage, image: Image, copiers: Copiers, guarded: Set[int], trace: Recorder
+    ) -> None:
+        self._planned = planned
+        self._image = image
+        self._copiers = copiers
+        # In waves nothing may wait for later: the ring needs every chunk now.
+        self._guarded = guarded if image.is_whole else frozenset[int]()
+        self._turns = NO_TURNS
+        self._is_shadowed = False
+        self._copies: dict[torch.device, Copies] = {}
+        self._unmarked: set[Copies] = set()
+        self._flat: dict[int, torch.Tensor] = {}
+        self.marks: tuple[Mark, ...] = ()
+        """Behind every copy, once all are issued."""
+        self.source_marks: tuple[Mark, ...] = ()
+        """What must be reached before a guarded source may change."""
+        self._trace = trace
+        self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
+
+    def issue_first(self) -> None:
+        """What nobody guards, on devices: the caller's stream waits for these copies alone.
+
+        With a shadow the copies within the device come first, and the large tensors are moved from there: nobody
+        changes a shadow, so that they need no other guard.
+        """
+        plan = self._planned.plan
+        issues = plan.descriptors.issues
+        shadow = self._copiers.shadows.of(plan, self._copies_from) if self._image.is_whole else None
+        if shadow is not None:
+            for device, groups in shadow.groups.items():
+                self._assemble(self._copies_from(device), groups)
+            self._guarded, issues, self._is_shadowed = shadow.leaves, shadow.issues, True
+        self._turns = self._copiers.turns.of(plan.routes, issues, self._guarded)
+        if self._guarded and plan.routes:
+            self._issue_device(self._image.chunks[: len(plan.routes)], is_guarded=False)
+            for copies in self._copies.values():
+                copies.mark().fence()
+
+    def issue(self, run: Sequence[Chunk]) -> None:
+        """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
+        plan = self._planned.plan
+        run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
+        for chunk in run:
+            route = plan.routes[chunk.index]
+            if route.moved:
+                self._move(chunk)
+            if route.copied:
+                self._copy(chunk, route.copied)
+        if run:
+            self._issue_device(run, is_guarded=bool(self._guarded))
+
+    def take_marks(self) -> tuple[Mark, ...]:
+        """Behind the copies that were issued since the last call."""
+        marks = tuple(copies.mark() for copies in self._unmarked)
+        self._unmarked.clear()
+        return marks
+
+    def capture_run(self, run: Sequence[Chunk], *, is_issued: bool) -> CapturedRun:
+        """:meth:`issue` the run; ``is_issued``: from devices, so that its copies end later."""
+        name = f"chunk {run[0].index}" + (f" to {run[-1].index}" if run[1:] else "")
+        with self._trace.span(f"{'issue' if is_issued else 'copy'} {name}", CALLER):
+            self.issue(run)
+            marks = self.take_marks()
+        if is_issued:
+            self._runs.append((name, time.perf_counter(), marks))
+        return [chunk.index for chunk in run], marks
+
+    def end(self) -> None:
+        """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
+        self.marks = tuple(copies.mark() for copies in self._copies.values())
+        self.source_marks = () if self._is_shadowed else self.marks
+        if not self._guarded:
+            for mark in self.marks:
+                mark.fence()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every copy is done."""
+        return all(mark.query() for mark in self.marks)
+
+    def check_sources(self) -> None:
+        """Raise SourceChangedError if a source moved while it was captured (freed or resized by another thread)."""
+        planned = self._planned
+        if addresses(planned.tensors) != planned.plan.descriptors.fingerprint:
+            raise SourceChangedError(
+                "a tensor was freed, resized or reassigned by another thread while save() captured it: "
+                "keep the state still until save() returns"
+            )
+
+    def finish(self) -> None:
+        """Block until every copy is done, then let go of the sources."""
+        ended = 0.0
+        for name, issued, marks in self._runs:  # one after the other on the side stream, and so on their lane
+            for mark in marks:
+                mark.synchronize()
+            began, ended = max(issued, ended), time.perf_counter()
+            self._trace.add(f"copy {name}", COPIES, began, ended)
+        self._runs.clear()
+        for mark in self.marks:
+            mark.synchronize()
+        self._flat.clear()
+        self._planned.tensors.clear()
+        self._planned.objects.clear()
+
+    def _shift(self, chunk: Chunk) -> int:
+        """From a chunk's image offsets to offsets in the arena."""
+        return self._image.slot_offset(chunk) - chunk.start
+
+    def _base(self, chunk: Chunk) -> int:
+        """Address that the image's first byte would have."""
+        return self._image.lease.arena.address + self._shift(chunk)
+
+    def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
+        """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
+        plan, turns = self._planned.plan, self._turns
+        for device, issues in turns.issues(is_guarded=is_guarded).items():
+            # Not to the end of a file whose objects grow: each cut is kept.
+            moves = issues.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
+            if len(moves):
+                self._copies_from(device).issue(self._base(run[0]), moves)
+        for chunk in run:
+            route = plan.routes[chunk.index]
+            for span in route.gathered:
+                if (span.start in turns.guarded_spans) is is_guarded:
+                    self._gather(chunk, span)
+            if route.converted and not is_guarded:
+                self._copy(chunk, route.converted)
+
+    def _move(self, chunk: Chunk) -> None:
+        plan, base = self._planned.plan, self._base(chunk)
+        prepared = plan.descriptors.moves[chunk.index]
+        try:
+            prepared.copy(base)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            item = plan.layout.items[plan.routes[chunk.index].moved[unreadable(base, prepared.moves)].item]
+            raise SourceChangedError(
+                f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
+                "that was truncated: keep it until save() returns, or give a clone()"
+            ) from error
+
+    def _gather(self, chunk: Chunk, span: Span) -> None:
+        copies = self._copies_from(span.device)
+        line = self._copiers.gathers.line(self._planned.plan, span, copies)
+        if line is None:
+            self._copy(chunk, span.pieces)
+            return
+        start = span.start + self._shift(chunk)
+        target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
+        self._assemble(copies, line.groups)
+        copies.copy(target, line.memory)
+
+    def _assemble(self, copies: Copies, groups: LeafGroups) -> None:
+        tensors = self._planned.tensors
+        copies.assemble([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
+
+    def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
+        shift = self._shift(chunk)
+        for piece in pieces:
+            leaf = self._planned.plan.layout.items[piece.item].leaf
+            copies = self._copies_from(self._planned.tensors[leaf].device)
+            source = self._flat_bytes(leaf, copies)
+            start = piece.image_start + shift
+            copies.copy(
+                self._image.lease.arena.tensor[start : start + piece.nbytes],
+                source[piece.raw_start : piece.raw_start + piece.nbytes],
+            )
+
+    def _copies_from(self, source: torch.device) -> Copies:
+        if source not in self._copies:
+            is_registered = self._image.lease.arena.is_registered
+            self._copies[source] = self._copiers.streams.begin(source, is_registered=is_registered)
+        self._unmarked.add(self._copies[source])
+        return self._copies[source]
+
+    def _flat_bytes(self, leaf: int, copies: Copies) -> torch.Tensor:
+        if leaf not in self._flat:
+            tensor = self._planned.tensors[leaf].detach()
+            plain = envelope.is_dense(tuple(tensor.shape), tensor.stride()) and not (
+                tensor.is_conj() or tensor.is_neg()
+            )
+            packed = tensor if plain else copies.packed(tensor)
+            line = torch.as_strided(packed, (packed.numel(),), (1,), packed.storage_offset())
+            self._flat[leaf] = line.view(torch.uint8)
+        return self._flat[leaf]
+
+
+def capture(
+    planned: PlannedImage,
+    image: Image,
+    copiers: Copiers,
+    *,
+    guarded: Set[int],
+    on_captured: Callable[[Sequence[CapturedRun]], None],
+    on_issued: Callable[[Capture], None] = lambda _: None,
+    stall_timeout_secs: float,
+    trace: Recorder,
+) -> Capture:
+    """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
+
+    When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
+    those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
+
+    ``on_captured`` is told of each run from the host at once. What is issued takes the host no time and can wait until
+    such a run comes, or to the end, behind ``on_issued``, which is called when every copy is: whoever is woken sooner
+    takes the GIL in the next call of CUDA and keeps it for a millisecond.
+
+    Raises:
+        SourceChangedError: a source moved meanwhile.
+        StallError: a slot of the ring did not become free in time.
+    """
+    work = Capture(planned, image, copiers, guarded, trace)
+    untold: list[CapturedRun] = []
+
+    def tell() -> None:
+        if untold:
+            on_captured([*untold])
+            untold.clear()
+
+    try:
+        try:
+            work.issue_first()
+            for run, is_issued in _cut_runs(image, planned.plan):
+                is_brief = is_issued or run[-1].stop - run[0].start <= _BRIEF_BYTES
+                if not is_brief:
+                    tell()
+                _await_slot(image, run[0], stall_timeout_secs)
+                untold.append(work.capture_run(run, is_issued=is_issued))
+                if not is_brief:
+                    tell()
+        except (RuntimeError, OSError):
+            work.check_sources()  # why torch or the system refused to copy
+            raise
+        work.check_sources()
+        work.end()
+        on_issued(work)
+        tell()
+    except BaseException:
+        # The arena goes back when this raises: no copy may still be under way.
+        try:
+            work.end()
+        finally:
+            work.finish()
+        raise
+    return work
+
+
+def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], bool]]:
+    """Chunks that are issued together, and whether they come from devices: one by one from the host and in waves.
+
+    From devices the first alone, so that it is written soon, then more and more.
+    """
+    first, length = 0, 1
+    while first < len(image.chunks):
+        issued = [*takewhile(lambda chunk: _is_issued(image, plan, chunk.index), image.chunks[first : first + length])]
+        run = issued or image.chunks[first : first + 1]
+        yield run, bool(issued)
+        first += len(run)
+        length *= _RUN_GROWTH
+
+
+def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
+    """Whether a chunk comes from devices, in an image that holds it to the end."""
+    if not image.is_whole or index >= len(plan.routes):
+        return False
+    return bool(plan.routes[index].issued or plan.routes[index].gathered)
+
+
+def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:
+    if chunk.index < image.slots:
+        return
+    try:
+        failure = image.written[chunk.index - image.slots].exception(timeout_secs)
+    except TimeoutError as error:
+        raise StallError(
+            f"chunk {chunk.index - image.slots} was not written within {timeout_secs} s, so chunk {chunk.index} "
+            "cannot be captured: the disk is stalled"
+        ) from error
+    if failure is not None:  # outside of the try: a passed deadline is a TimeoutError too
+        raise failure

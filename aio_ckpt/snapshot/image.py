@@ -1,0 +1,121 @@
+"""Image: one save's data file in memory, a ring of chunk-sized slots in a leased arena.
+
+An arena that holds the whole image has a slot for every chunk; a smaller one (byte budget) makes the capture wait
+until an earlier chunk of the slot was written.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.format.constants import PAGE_BYTES, align_up
+from aio_ckpt.memory.arena import ArenaKind
+from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
+from aio_ckpt.plan.layout import file_chunks
+from aio_ckpt.plan.planner import ImagePlan, PlannedImage
+from aio_ckpt.plan.values import Chunk
+
+__all__ = ["Image", "arena_spec", "lease_image", "ring_slots"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """One save's data file in memory: a ring of ``slots`` chunks in a leased arena.
+
+    The slot of chunk ``i`` belongs to the capture until it was captured, then to the writer until
+    ``written[i]`` resolves, then to chunk ``i + slots``.
+    """
+
+    lease: Lease
+    """Right over the arena."""
+    chunks: tuple[Chunk, ...]
+    """Of the whole file, objects included."""
+    chunk_bytes: int
+    """Size of a slot."""
+    slots: int
+    """Chunks that the arena holds at once."""
+    written: tuple[Future[None], ...]
+    """Per chunk whose slot is used again: it is free."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every chunk has a slot of its own."""
+        return self.slots >= len(self.chunks)
+
+    def slot_offset(self, chunk: Chunk) -> int:
+        """Where in the arena the chunk stands."""
+        return (chunk.index % self.slots) * self.chunk_bytes
+
+    def view(self, chunk: Chunk) -> memoryview:
+        """The chunk's bytes."""
+        offset = self.slot_offset(chunk)
+        return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
+
+
+def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_bytes: int) -> int:
+    """How many chunks the arena holds: all of them, or as many as the budget allows (waves).
+
+    Raises:
+        BudgetExceededError: what must be captured at once does not fit, or not even two chunks do.
+    """
+    chunks = -(-image_bytes // chunk_bytes)
+    if image_bytes <= budget_bytes:
+        return chunks
+    slots = budget_bytes // chunk_bytes
+    if must_hold_bytes > budget_bytes or slots < 2:
+        raise BudgetExceededError(
+            f"{must_hold_bytes} bytes of host state (image {image_bytes} bytes, chunks of {chunk_bytes}) must be "
+            f"captured at once, budget_bytes={budget_bytes}: raise it, or save less at once"
+        )
+    return slots
+
+
+def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
+    """What a save of ``plan`` with so many bytes of objects needs.
+
+    Raises:
+        BudgetExceededError: see :func:`ring_slots`.
+    """
+    image_bytes = _image_bytes(plan, objects_bytes)
+    slots = ring_slots(image_bytes, plan.layout.chunk_bytes, plan.host_bytes, budget_bytes)
+    return ArenaSpec(nbytes=min(image_bytes, slots * plan.layout.chunk_bytes), kind=kind, source=plan.source)
+
+
+def _image_bytes(plan: ImagePlan, objects_bytes: int) -> int:
+    return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
+
+
+def lease_image(
+    planned: PlannedImage,
+    objects_bytes: int,
+    lifetime: LifetimeManager,
+    kind: ArenaKind,
+    *,
+    timeout_secs: float,
+    limit_secs: float,
+) -> Image:
+    """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
+
+    Raises:
+        BudgetExceededError: see :func:`ring_slots`; or the memory cannot be had.
+        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs``
+            passed.
+    """
+    layout = planned.plan.layout
+    spec = arena_spec(planned.plan, objects_bytes, kind, budget_bytes=lifetime.budget_bytes)
+    chunks = file_chunks(layout, _image_bytes(planned.plan, objects_bytes))
+    slots = min(len(chunks), -(-spec.nbytes // layout.chunk_bytes))
+    lease = lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs)
+    try:
+        return Image(
+            lease=lease,
+            chunks=chunks,
+            chunk_bytes=layout.chunk_bytes,
+            slots=slots,
+            written=tuple(Future() for _ in chunks[slots:]),
+        )
+    except BaseException:
+        lease.close()
+        raise

@@ -1,0 +1,376 @@
+"""Data files on a local file system: concurrent writes and ranged reads, with O_DIRECT where a file takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from aiofiles.threadpool import wrap
+
+from aio_ckpt.errors import AioCkptError, EngineClosedError, MismatchError, ReadError, WriteError
+from aio_ckpt.format.constants import PAGE_BYTES
+from aio_ckpt.reports import WriteMode
+from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned, watch_submissions
+from aio_ckpt.storage.direct_io import NOT_SUPPORTED, RWF_DONTCACHE, Probe, aligned_span, refusal, takes_direct
+
+if TYPE_CHECKING:
+    from aiofiles.threadpool.binary import AsyncFileIO
+
+    from aio_ckpt.config import DirectIO
+
+__all__ = ["LocalDataFile", "LocalReadFile", "create_data_file", "open_data_file", "open_regular", "translated"]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def translated(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
+    """Turn OSError into ``kind`` with errno, message and path, keeping the cause."""
+    try:
+        yield
+    except AioCkptError:
+        raise
+    except OSError as error:
+        name = error.filename or str(path)
+        raise kind(error.errno or errno.EIO, error.strerror or str(error), name, None, error.filename2) from error
+
+
+# -- descriptors and the threads that use them ----------------------------------------------------
+
+
+class _Descriptors:
+    """Open descriptors of one file.
+
+    Invariant: they are closed once, after :meth:`close` was called and the last :meth:`use` has ended. A use
+    ends when its block was left *and* the last thread that it started is done: a descriptor closed under a
+    thread would be another file's by the time the thread gets to it.
+    """
+
+    def __init__(self, executor: Executor, numbers: list[int]) -> None:
+        self._executor = executor
+        self._numbers = numbers
+        self._users: set[object] = set()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[list[Callable[[], object]]]:
+        """Yields a list of what to call when the use has ended, in whatever thread that is."""
+        if self._is_closed:
+            raise OSError(errno.EBADF, "the file was closed")
+        user = object()
+        self._users.add(user)
+        at_end: list[Callable[[], object]] = [functools.partial(self._leave, user)]
+        threads: list[Future[Any]] = []
+        try:
+            with watch_submissions(threads.append):
+                yield at_end
+        finally:
+            if threads:  # one after the other, so that the last to be submitted is the last to end
+                threads[-1].add_done_callback(lambda _: _call_all(at_end))
+            else:
+                _call_all(at_end)
+
+    async def close(self) -> None:
+        """Close, now or when the last use ends."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._users:
+            return
+        try:
+            closing = self._executor.submit(_close_numbers, self._numbers)
+        except EngineClosedError:
+            _close_numbers(self._numbers)
+            return
+        # Shielded: a cancelled await would take the call out of the queue and leave the descriptors open.
+        await asyncio.shield(asyncio.wrap_future(closing))
+
+    def _leave(self, user: object) -> None:
+        self._users.discard(user)
+        if self._is_closed and not self._users:
+            _close_numbers(self._numbers)
+
+
+def _close_numbers(numbers: list[int]) -> None:
+    failure: OSError | None = None
+    while numbers:
+        try:
+            os.close(numbers.pop())
+        except IndexError:  # another thread took the last one
+            break
+        except OSError as error:  # NFS tells late; the others must be closed all the same
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def _call_all(functions: list[Callable[[], object]]) -> None:
+    for function in reversed(functions):
+        function()
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Created:
+    """A file that was created, before its handles are."""
+
+    path: Path
+    mode: WriteMode
+    base: int
+    """Descriptor through the page cache."""
+    writers: tuple[FileIO, ...]
+    """One for each concurrent write; none in the mode ``dontcache``. They do not own their descriptors."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Every open descriptor."""
+        return [self.base, *(writer.fileno() for writer in self.writers)]
+
+    def discard(self) -> None:
+        """Undo the creation."""
+        try:
+            _close_numbers(self.numbers)
+        finally:
+            self.path.unlink(missing_ok=True)
+
+
+class LocalDataFile:
+    """``storage.DataFile`` over a pool of unbuffered aiofiles handles, each with a file position of its own.
+
+    Invariant: a handle is in ``_free`` or belongs to one :meth:`write` until the last thread of that write is
+    done, awaited or not: else the next write's seek would race with it.
+    """
+
+    def __init__(self, created: _Created, executor: Executor) -> None:
+        self.path = created.path
+        self.mode = created.mode
+        self._base = created.base
+        self._files = _Descriptors(executor, created.numbers)
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._free: list[AsyncFileIO] = [wrap(writer, executor=executor) for writer in created.writers]
+        self._room = anyio.Semaphore(len(self._free), fast_acquire=True)
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``offset``; what falls short is continued."""
+        view = data.cast("B") if data.nbytes else data
+        with translated(WriteError, self.path), self._files.use() as at_end:
+            handle = await self._take_handle() if self.mode != "dontcache" else None
+            if handle is not None:
+                at_end.append(functools.partial(self._return_handle, handle))
+            done = 0
+            while done < view.nbytes:
+                rest = view[done:]
+                span = aligned_span(rest, offset + done) if self.mode == "direct" else rest.nbytes
+                if handle is not None and span:
+                    os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # blocks nowhere: not worth a thread
+                    written = await handle.write(rest[:span])
+                else:
+                    written = await self._write_beside(offset + done, rest)
+                if not written:
+                    raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset + done}")
+                done += written
+
+    async def sync(self) -> None:
+        """fdatasync."""
+        with translated(WriteError, self.path), self._files.use():
+            await run_blocking(self._executor, os.fdatasync, self._base)
+
+    async def close(self) -> None:
+        """Close when the last write's thread is done."""
+        with translated(WriteError, self.path):
+            await self._files.close()
+
+    async def _write_beside(self, offset: int, rest: memoryview) -> int:
+        """By position, without a handle: uncached, or what direct I/O cannot take (an unaligned rest)."""
+        flags = RWF_DONTCACHE if self.mode == "dontcache" else 0
+        return await run_blocking(self._executor, os.pwritev, self._base, [rest], offset, flags)
+
+    async def _take_handle(self) -> AsyncFileIO:
+        await self._room.acquire()
+        return self._free.pop()
+
+    def _return_handle(self, handle: AsyncFileIO) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody will write again
+            self._loop.call_soon_threadsafe(self._put_handle, handle)
+
+    def _put_handle(self, handle: AsyncFileIO) -> None:
+        self._free.append(handle)
+        self._room.release()
+
+
+async def create_data_file(
+    path: Path, nbytes: int, *, writers: int, executor: Executor, direct_io: DirectIO, probe: Probe
+) -> LocalDataFile:
+    """Create ``path`` (which must not exist), reserve ``nbytes`` and open ``writers`` handles.
+
+    Raises:
+        WriteError: it exists, there is no room (before a byte is written), or ``direct_io="on"`` and the file
+            takes no direct write. Nothing is left behind.
+    """
+    with translated(WriteError, path):
+        create = functools.partial(_create, path, nbytes, writers=writers, direct_io=direct_io, probe=probe)
+        return LocalDataFile(await run_owned(executor, create, dispose=_Created.discard), executor)
+
+
+def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe: Probe) -> _Created:
+    base = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    files: list[FileIO] = []
+    try:
+        _reserve(base, nbytes)
+        mode = _choose_mode(path, base, direct_io, probe)
+        if nbytes < PAGE_BYTES:
+            os.ftruncate(base, nbytes)  # the probe wrote a page
+        flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
+        for _ in range(0 if mode == "dontcache" else writers):
+            files.append(FileIO(os.open(path, flags), "w", closefd=False))
+    except BaseException:
+        _Created(path, "buffered", base, tuple(files)).discard()
+        raise
+    return _Created(path, mode, base, tuple(files))
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Allocate ``nbytes``, or only set the length where the file system cannot.
+
+    Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every 4 KiB instead.
+    """
+    if not nbytes:
+        return
+    while _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code in NOT_SUPPORTED:
+            os.ftruncate(descriptor, nbytes)
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> WriteMode:
+    """Direct if a real write passes, else uncached, else through the page cache."""
+    if direct_io != "off" and takes_direct(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
+        return "direct"
+    return "buffered" if refusal(probe, base, RWF_DONTCACHE) else "dontcache"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class LocalReadFile:
+    """``storage.ReadFile`` by positioned reads, each one hop to a thread."""
+
+    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.direct = len(numbers) > 1
+        self._numbers = tuple(numbers)
+        self._executor = executor
+        self._files = _Descriptors(executor, numbers)
+
+    async def read_into(self, offset: int, *views: memoryview) -> int:
+        """Fill ``views``, one after the other, from ``offset``; the bytes read."""
+        left = [view.cast("B") for view in views if view.nbytes]
+        if not left:
+            return 0
+        with translated(ReadError, self.path), self._files.use():
+            return await run_blocking(self._executor, _read_fully, self._numbers, offset, left)
+
+    async def close(self) -> None:
+        """Close when the last read's thread is done."""
+        with translated(ReadError, self.path):
+            await self._files.close()
+
+
+async def open_data_file(path: Path, *, executor: Executor, direct_io: DirectIO, probe: Probe) -> LocalReadFile:
+    """Open ``path`` for reading, with O_DIRECT if ``probe`` passes on it.
+
+    Raises:
+        ReadError: it is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
+    """
+    with translated(ReadError, path):
+        opened = await run_owned(executor, _open, path, direct_io, probe, dispose=_Opened.close)
+        return LocalReadFile(path, opened.nbytes, opened.numbers, executor)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read ``path`` by. To open a FIFO would wait for a writer for ever.
+
+    Raises:
+        MismatchError: it is no regular file.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        is_regular = stat.S_ISREG(os.fstat(number).st_mode)
+    except BaseException:
+        os.close(number)
+        raise
+    if is_regular:
+        return number
+    os.close(number)
+    raise MismatchError(f"{path}: no regular file")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A file that was opened to be read."""
+
+    nbytes: int
+    numbers: list[int]
+    """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
+
+    def close(self) -> None:
+        """Close them."""
+        _close_numbers(self.numbers)
+
+
+def _open(path: Path, direct_io: DirectIO, probe: Probe) -> _Opened:
+    numbers = [open_regular(path)]
+    try:
+        nbytes = os.fstat(numbers[0]).st_size
+        if direct_io != "off" and takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
+            numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+    except BaseException:
+        _close_numbers(numbers)
+        raise
+    return _Opened(nbytes, numbers)
+
+
+def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+    begin = offset
+    while views:
+        direct = _taken_directly(views, offset) if len(numbers) > 1 else []
+        count = os.preadv(numbers[1] if direct else numbers[0], direct or views, offset)
+        if not count:
+            break
+        offset += count
+        while views and count >= views[0].nbytes:
+            count -= views.pop(0).nbytes
+        if count:
+            views[0] = views[0][count:]
+    return offset - begin
+
+
+def _taken_directly(views: list[memoryview], offset: int) -> list[memoryview]:
+    """What O_DIRECT takes of the next bytes in one call."""
+    taken: list[memoryview] = []
+    for view in views:
+        span = aligned_span(view, offset)
+        taken += [view[:span]] if span else []
+        if span < view.nbytes:
+            break
+        offset += span
+    return taken

@@ -1,0 +1,10 @@
+"""Write an image to its data file.
+
+In: an ``Image``. Out: a ``WriteResult``: the data file is durable, its checksums are known, and the write rate was kept
+below the limit. Imports everything up to ``snapshot``.
+"""
+
+from aio_ckpt.write.throttle import WriteThrottle
+from aio_ckpt.write.writer import write_image
+
+__all__ = ["WriteThrottle", "write_image"]

@@ -1,0 +1,201 @@
+"""Write: run an image's chunks: constants, sums, writes. Chunks may complete in any order.
+
+One task prepares the chunks in order (so that a running CRC can pass from one to the next), as far ahead as
+``workers`` tasks write: writes that end together, as they do on a disk they share, begin anew together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import anyio
+import numpy as np
+from anyio.streams.memory import MemoryObjectReceiveStream
+from isal import isal_zlib
+
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.plan.values import Chunk, ImageLayout, Piece
+from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
+from aio_ckpt.runtime.trace import SUMS, Recorder
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.storage.local import DataFile, Storage
+from aio_ckpt.write.result import WriteResult
+
+__all__ = ["ChunkPreparer", "new_file", "write_image"]
+
+
+class ChunkPreparer:
+    """Makes captured chunks ready to be written, in order: constants, objects, padding, sums.
+
+    Used by one thread at a time, chunk after chunk. Holds sums, never bytes.
+    """
+
+    def __init__(self, layout: ImageLayout, objects: bytes, *, renders_constants: bool) -> None:
+        self._layout = layout
+        self._objects = objects
+        self._renders_constants = renders_constants
+        self._item_crc32s = np.zeros(len(layout.items), dtype="<u4")
+        self._blocks: dict[int, list[int]] = {}
+        self.file_crc32 = 0
+        """Of every chunk so far."""
+        self.items_sealed = 0
+        """Items whose trailer holds their CRC32."""
+
+    @property
+    def sums(self) -> bytes:
+        """CRC32 of each block of each item, little-endian; complete when every chunk was prepared."""
+        parts: list[bytes] = []
+        begin = 0
+        for index in sorted(self._blocks):
+            parts += [
+                self._single_sums(begin, index),
+                struct.pack(f"<{len(self._blocks[index])}I", *self._blocks[index]),
+            ]
+            begin = index + 1
+        return b"".join([*parts, self._single_sums(begin, len(self._layout.items))])
+
+    def prepare(self, chunk: Chunk, view: memoryview) -> None:
+        """Complete ``view``, the captured chunk, and sum it."""
+        if self._renders_constants:
+            for start, data in chunk.constants:
+                offset = start - chunk.start
+                view[offset : offset + len(data)] = data
+        self._place_objects(chunk, view)
+        plan, crc32 = chunk.sums, isal_zlib.crc32
+        self._item_crc32s[plan.span_items] = [crc32(view[start:stop]) for start, stop in plan.spans]
+        totals = [self._sum_part(piece, view, chunk.start) for piece in plan.parts]
+        fields = self._item_crc32s[plan.sealed_items].view(np.uint8).reshape(-1, 1, 4)
+        np.frombuffer(view, dtype=np.uint8)[plan.seals] = fields
+        self.items_sealed += len(plan.sealed_items)
+        self._sum_file(chunk, view, totals)
+
+    def _single_sums(self, begin: int, end: int) -> bytes:
+        """Sums of the items from ``begin`` to ``end``, none of more than one block; an empty item has none."""
+        nonempty = [index for index in range(begin, end) if self._layout.items[index].envelope.raw_bytes]
+        return self._item_crc32s[nonempty].tobytes()
+
+    def _place_objects(self, chunk: Chunk, view: memoryview) -> None:
+        begin = self._layout.tensor_bytes
+        end = begin + len(self._objects)
+        start, stop = max(chunk.start, begin), min(chunk.stop, end)
+        if start < stop:
+            view[start - chunk.start : stop - chunk.start] = self._objects[start - begin : stop - begin]
+        padding = max(chunk.start, end)
+        if padding < chunk.stop:
+            view[padding - chunk.start :] = bytes(chunk.stop - padding)
+
+    def _sum_part(self, piece: Piece, view: memoryview, chunk_start: int) -> int:
+        """CRC32 of the piece; extends the sums of its item."""
+        blocks = self._blocks.setdefault(piece.item, [])
+        offset = piece.image_start - chunk_start - piece.raw_start
+        total = 0
+        position, stop = piece.raw_start, piece.raw_start + piece.nbytes
+        while position < stop:
+            nbytes = min(stop, (position // BLOCK_BYTES + 1) * BLOCK_BYTES) - position
+            part = isal_zlib.crc32(view[offset + position : offset + position + nbytes])
+            if position % BLOCK_BYTES:
+                blocks[-1] = isal_zlib.crc32_combine(blocks[-1], part, nbytes)
+            else:
+                blocks.append(part)
+            total = isal_zlib.crc32_combine(total, part, nbytes)
+            position += nbytes
+        before = int(self._item_crc32s[piece.item])
+        self._item_crc32s[piece.item] = isal_zlib.crc32_combine(before, total, piece.nbytes)
+        return total
+
+    def _sum_file(self, chunk: Chunk, view: memoryview, totals: Sequence[int]) -> None:
+        """Extend the file's CRC32; the parts, whose own is known, are combined and not summed again."""
+        running, position = self.file_crc32, 0
+        for piece, total in zip(chunk.sums.parts, totals, strict=True):
+            start = piece.image_start - chunk.start
+            running = isal_zlib.crc32_combine(isal_zlib.crc32(view[position:start], running), total, piece.nbytes)
+            position = start + piece.nbytes
+        self.file_crc32 = isal_zlib.crc32(view[position:], running)
+
+
+@contextlib.asynccontextmanager
+async def new_file(
+    storage: Storage, path: Path, nbytes: int, *, writers: int, settle_secs: float, begin: Callable[[str], None]
+) -> AsyncIterator[DataFile]:
+    """A new data file with room for ``nbytes``; durable when the block ends well, and closed when it ends.
+
+    ``begin(doing)`` is told what is done. Close waits at most ``settle_secs`` for threads that use the file.
+
+    Raises:
+        WriteError: it exists, there is no room (before a byte is written), or it could not be made durable.
+    """
+    begin("reserving room for its data")
+    file = await storage.create_data_file(path, nbytes, writers=writers)
+    try:
+        begin("writing its data")
+        yield file
+        begin("making its data durable (fdatasync)")
+        await file.sync()
+    finally:
+        with anyio.move_on_after(settle_secs, shield=True):
+            await file.close()
+
+
+async def write_image(
+    image: Image,
+    preparer: ChunkPreparer,
+    opening: AbstractAsyncContextManager[DataFile],
+    executor: Executor,
+    *,
+    workers: int,
+    captured: Callable[[int], Awaitable[None]],
+    admit: Callable[[int], Awaitable[None]],
+    on_written: Callable[[int], None],
+    trace: Recorder,
+) -> WriteResult:
+    """Write every chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
+
+    The first chunks are prepared while the file is opened; at most ``workers`` writes are in flight. Each thread that
+    touches the image is reported to its lease, and keeps it to its end. The first error cancels the rest and is raised.
+    """
+    sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
+    written: set[int] = set()
+
+    async def prepare() -> None:
+        async with sender:
+            for chunk in image.chunks:
+                with trace.span(f"wait for chunk {chunk.index} to be captured", SUMS):
+                    await captured(chunk.index)
+                with trace.span(f"sum chunk {chunk.index}", SUMS, bytes=chunk.stop - chunk.start):
+                    await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
+                with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left: what ended them is raised
+                    await sender.send(chunk)
+
+    async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk], lane: str) -> None:
+        async with chunks:
+            async for chunk in chunks:
+                nbytes = chunk.stop - chunk.start
+                with trace.span("wait for the rate limit", lane):
+                    await admit(nbytes)
+                with trace.span(f"write chunk {chunk.index}", lane, bytes=nbytes, offset=chunk.start):
+                    await file.write(chunk.start, image.view(chunk))
+                written.add(chunk.index)
+                if chunk.index < len(image.written):
+                    image.written[chunk.index].set_result(None)
+                on_written(nbytes)
+
+    async with anyio.create_task_group() as group, receiver:
+        with watch_submissions(image.lease.hold_until):
+            group.start_soon(prepare)
+        async with opening as file, anyio.create_task_group() as writing:
+            with watch_submissions(image.lease.hold_until):
+                for number in range(min(workers, len(image.chunks))):
+                    writing.start_soon(write, file, receiver.clone(), f"writer {number}")
+    return WriteResult(
+        image_bytes=image.chunks[-1].stop,
+        file_crc32=preparer.file_crc32,
+        sums=preparer.sums,
+        mode=file.mode,
+        chunks=len(image.chunks),
+        chunks_written=frozenset(written),
+        items_sealed=preparer.items_sealed,
+    )

@@ -1,0 +1,35 @@
+"""Rules of the package that neither import-linter nor ruff can express."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import aio_ckpt
+
+PACKAGE = Path(aio_ckpt.__file__).parent
+FACES = ("cli", "dcp", "demo")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "allowed", "reason"),
+    [
+        (
+            r"\b(cuda|accelerator)\.synchronize\(",
+            ("read", *FACES),
+            "a save waits for its own copies, for no whole device",
+        ),
+        (r"\bempty_cache\(", FACES, "the caller's allocator is the caller's"),
+        (r"\bdecode\(.*\btype=", (), "first decoded in two threads at once, a type crashes: a Decoder"),
+        (r"\bdef __del__\b", (), "resources belong to a with"),
+    ],
+)
+def test_what_no_other_package_may_do(pattern: str, allowed: tuple[str, ...], reason: str) -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if re.search(pattern, path.read_text())}
+    assert {path for path in found if path.split("/")[0] not in allowed} == set(), reason
+
+
+def test_dir_shows_the_public_names_only() -> None:
+    assert dir(aio_ckpt) == sorted(aio_ckpt.__all__)
