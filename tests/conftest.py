@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import property_examples  # noqa: F401 - registers the profiles before the plugin of Hypothesis chooses one
 import pytest
 import torch
+from image_files import pin_chunk_bytes
 from rank_processes import Ranks, ranks
 
 # A shell that starts a command in the background lets it ignore Ctrl-C, and so would every child of a test.
@@ -18,6 +22,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+WORKERS = 4
+"""More than the two cores of the smallest machine: many tests wait for a deadline."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Number of workers for ``-n auto``; 0 runs the tests in this process.
+
+    On a machine with GPUs one process runs them all, because tests measure the memory of the devices.
+    """
+    if torch.cuda.is_available():
+        return 0
+    files = {given.partition("::")[0] for given in config.args}
+    if all(os.path.isfile(file) for file in files):  # a worker runs whole files
+        return min(WORKERS, len(files)) if len(files) > 1 else 0
+    return WORKERS
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` need GPUs; ``-m gpu`` runs them alone."""
     count = torch.cuda.device_count()
@@ -26,6 +47,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed = marker.args[0] if marker.args else 1
             if count < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, and this machine has {count}"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where an engine shall make its root; it does not exist yet."""
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write moves 4 MiB, so that a test knows the number of writes."""
+    pin_chunk_bytes(monkeypatch)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Nothing below CRITICAL is logged: the test makes every failure itself."""
+    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

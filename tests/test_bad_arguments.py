@@ -105,11 +105,6 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def refuse(call: Callable[[], object], odd: str, named: str) -> None:
     """``call`` raises an error of ours that says what is wrong; in how many characters is bounded."""
     with pytest.raises(AioCkptError, match=rf"(?s)^[^\n]*({named})") as caught:

@@ -106,11 +106,6 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
 }  # fmt: skip
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def everything(root: Path) -> Tree:
     """Every path below with size and time of its last change."""
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aio_ckpt.ranks.messages import Beat, Failure, Word
@@ -33,7 +33,6 @@ def test_the_first_word_on_a_topic_stands() -> None:
     assert other.word("save 1") == Word(b"committed")
 
 
-@settings(deadline=None)
 @given(order=st.permutations(range(3)), takes=st.lists(st.booleans(), min_size=3, max_size=3))
 def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[int], takes: list[bool]) -> None:
     store = dist.HashStore()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
+from builders import weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
@@ -38,10 +38,6 @@ def value(engine: CheckpointEngine, step: int | None = None) -> float:
     state = engine.submit_read(step, only=None).result(TIMEOUT)
     assert isinstance(state, dict)
     return float(state["w"][0])
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), number)}
 
 
 def shown(calls: Sequence[Call]) -> list[str]:

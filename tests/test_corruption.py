@@ -6,8 +6,9 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from bench.corruption import Range
 from bench.damage import FILES, IN_FILE, WHOLE_FILE, hurt_file, hurt_region
@@ -17,7 +18,7 @@ LEAVES_THE_REST = ("flip", "garble", "zero-fill", "swap ranges")
 REFUSED_BY_LOAD = ("raw data", "object", ".metadata", "rank manifest", "root manifest")
 """A zip's header and trailer and the padding are not read by a load, which goes by the manifest."""
 
-FEW = settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = examples(6)
 
 
 @pytest.fixture(scope="module")

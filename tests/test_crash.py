@@ -60,11 +60,12 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
 # -- campaigns ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kills", [20, pytest.param(120, marks=pytest.mark.campaign)])
 def test_after_kill_9_training_resumes_from_a_whole_checkpoint_never_older_than_the_last_resolved_save(
-    tmp_path: Path,
+    tmp_path: Path, kills: int
 ) -> None:
     code, shown, document, tallies = campaign(
-        tmp_path, "--only", "kill", "--kills", "120", "--rivals", "", "--secs", str(SECS)
+        tmp_path, "--only", "kill", "--kills", str(kills), "--rivals", "", "--secs", str(SECS)
     )
     assert code == 0, shown
     assert document["tried"] == document["survived"] > 0

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from gated_storage import TIMEOUT, Call, GatedStorage
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from aio_ckpt.dcp import Reader, Writer
 from aio_ckpt.runtime.portal import Executor
@@ -118,7 +119,7 @@ def value_in(path: Path) -> float:
 
 
 @given(order=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 12)), max_size=14))
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 def test_of_two_saves_in_any_order_of_their_calls_one_is_told_and_the_other_stands(
     tmp_path: Path, executor: Executor, pool: ThreadPoolExecutor, order: list[tuple[int, int]]
 ) -> None:

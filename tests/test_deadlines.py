@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders import listing, weights
 from gated_storage import TIMEOUT, gated_engine
 
 from aio_ckpt import CheckpointEngine
 from aio_ckpt.errors import StallError
-from aio_ckpt.format.names import LOCK_FILE
 
 MIB = 1 << 20
 STAGES = {
@@ -23,19 +23,6 @@ STAGES = {
     "writing the rank's manifest": ("write_file", "aio_ckpt.0.bin"),
     "making its directory durable": ("sync_dir", ".pending-*"),
 }
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), float(number))}
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
 
 
 def value(engine: CheckpointEngine) -> float:
@@ -135,9 +122,9 @@ def test_a_deadline_that_passes_while_save_captures_is_raised_by_save(root: Path
 
 
 def test_a_save_that_waits_for_a_slow_one_before_it_is_not_stalled(root: Path) -> None:
-    """Five writes of half the stall timeout each: no longer than that without progress, but in all."""
+    """Five writes of a third of the stall timeout each: no longer than that without progress, but in all."""
     state = {str(number): torch.ones(MIB) for number in range(5)}
-    with gated_engine(root, max_in_flight=2, workers=1, stall_timeout_secs=1.0) as (engine, storage):
+    with gated_engine(root, max_in_flight=2, workers=1, stall_timeout_secs=1.5) as (engine, storage):
         storage.slow("write", secs=0.5)
         first, second = engine.save(state), engine.save(weights(2))
         assert first.result(TIMEOUT).step == 1

@@ -8,9 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from image_files import MIB, pin_chunk_bytes
+from property_examples import examples
 from rings import TIMEOUT, image_of, issued
 
 from aio_ckpt.memory.copies import HostCopies, Mark
@@ -31,7 +32,7 @@ def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randint(0, 255, (n,), generator=generator).to(torch.uint8) for i, n in enumerate(sizes)}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.integers(0, 3_000_000), min_size=1, max_size=6),
     st.lists(st.floats(0, 1), max_size=5),

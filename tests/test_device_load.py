@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from gated_storage import TIMEOUT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import MismatchError
@@ -424,7 +425,7 @@ async def test_a_load_that_is_given_up_returns_when_no_copy_is_under_way(tmp_pat
         assert len(copies.runs) == issued
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=12), data=st.data())
 def test_joined_runs_move_the_same_bytes(lengths: list[int], data: Any) -> None:
     gaps = [data.draw(st.tuples(st.integers(0, 1), st.integers(0, 1))) for _ in lengths]

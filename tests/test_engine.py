@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import uvloop
+from builders import broken, listing, weights
 from gated_storage import TIMEOUT, Gate, GatedStorage, gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SaveReport, SaveTicket, SyncCheckpointEngine
@@ -28,25 +29,7 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
-from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.storage import local as local_storage
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), float(number))}
-
-
-def broken() -> WriteError:
-    return WriteError(errno.EIO, "the disk is gone", "/x")
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
 
 
 def value(engine: CheckpointEngine, step: int | None = None) -> float:

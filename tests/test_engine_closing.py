@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from builders import broken, listing, weights
 from gated_storage import TIMEOUT, Gate, gated_engine
 from warm_python import run_warm
 
@@ -26,13 +27,7 @@ from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.engine import save_call as saver
 from aio_ckpt.engine import steps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
-from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.memory import cuda as device
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +40,6 @@ def no_thread_and_no_file_is_left():
     before = held()
     yield
     assert held() == before
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), float(number))}
-
-
-def broken() -> WriteError:
-    return WriteError(errno.EIO, "the disk is gone", "/x")
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
 
 
 # -- close ----------------------------------------------------------------------------------------

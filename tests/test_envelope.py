@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 STORABLE = [dtype for dtype in ALL_DTYPES if storable_dtype(dtype)]
-QUICK = settings(deadline=None, max_examples=150)
+QUICK = examples(150)
 REFUSED = (CorruptCheckpointError, UnsupportedLeafError)
 
 
@@ -484,7 +485,7 @@ def test_forged_numbers_of_the_pickle_are_refused(slots, offset, shape, stride):
         parse_whole(foreign_item(tensor_pickle(slots, offset, shape, stride)))
 
 
-@settings(deadline=None, max_examples=600)
+@examples(600)
 @given(st.sampled_from(["ours", "stock", "zip64"]), st.data())
 def test_a_damaged_envelope_is_refused_or_still_points_inside_the_item(kind, data):
     spec = TensorSpec(torch.float32, (4, 3), (3, 1))

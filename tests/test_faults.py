@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ from bench.faults.upkeep import UPKEEPS, short_reads, upkeep_points
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}
 EIO = FAULTS_BY_NAME["EIO"]
 LATER = next(saving for saving in SAVES if saving.name == "later save")
+SHORT = {"later save", "overwrite", "ENOSPC", "fsync fails once", "rename fails", "cancel"}
+"""Of the kinds of saves and of faults, those that the gate tries; all others are part of the campaign."""
 AT_LEAST = {"fsync fails once": 7, "rename fails": 1}
 """How many calls of each kind a save has; of all kinds, at least 15."""
 
@@ -37,12 +40,18 @@ def assert_survived(points: Iterator[Point], *, at_least: int) -> None:
     assert len(tried) >= at_least, "the campaign met fewer calls than there are: it proves nothing"
 
 
-@pytest.mark.parametrize("saving", SAVES, ids=[saving.name for saving in SAVES])
+def with_marks(kinds: Iterable[Saving | Fault]) -> list[Any]:
+    """Parameters, all marked as of the campaign but the short ones."""
+    campaign = pytest.mark.campaign
+    return [pytest.param(kind, id=kind.name, marks=() if kind.name in SHORT else campaign) for kind in kinds]
+
+
+@pytest.mark.parametrize("saving", with_marks(SAVES))
 def test_a_save_whose_nth_call_fails_loses_nothing_and_leaves_nothing(tmp_path: Path, saving: Saving) -> None:
     assert_survived(save_points(tmp_path, saving, EIO), at_least=15)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != EIO], ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", with_marks(fault for fault in FAULTS if fault != EIO))
 def test_whatever_happens_to_the_nth_call_of_a_save_nothing_is_lost(tmp_path: Path, fault: Fault) -> None:
     assert_survived(save_points(tmp_path, LATER, fault), at_least=AT_LEAST.get(fault.name, 15))
 
@@ -54,6 +63,7 @@ def test_an_overwrite_that_fails_leaves_the_old_checkpoint(tmp_path: Path, name:
     assert_survived(save_points(tmp_path, overwrite, fault), at_least=AT_LEAST.get(name, 20))
 
 
+@pytest.mark.campaign
 def test_a_store_that_hangs_while_expired_steps_are_deleted_keeps_nobody_waiting_for_ever(tmp_path: Path) -> None:
     slow, retention = FAULTS_BY_NAME["slow"], SAVES[3]
     assert dict(retention.config) == {"keep_last": 2}
@@ -152,7 +162,9 @@ def test_a_trainer_that_exits_while_its_state_is_loaded_does_not_end_the_engine(
 
 
 @pytest.mark.skipif(strace_refusal() is not None, reason=str(strace_refusal()))
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new step", "overwrite"])
+@pytest.mark.parametrize(
+    "overwrite", [pytest.param(False, id="new step", marks=pytest.mark.campaign), pytest.param(True, id="overwrite")]
+)
 def test_the_nth_system_call_of_a_real_process_fails_and_nothing_is_lost(tmp_path: Path, overwrite: bool) -> None:
     chosen = {"write,pwrite64,pwritev,pwritev2 ENOSPC", "fsync,fdatasync EIO", "rename,renameat,renameat2 EIO"}
     injections = [injection for injection in INJECTIONS if injection.name in chosen]

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _validate_global_plan,
@@ -221,7 +222,7 @@ def stored(plans: Sequence[LocalPlan], draw: Any = None) -> list[Stored]:
     ]
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(models(), st.data())
 def test_metadata_from_columns_is_in_every_field_what_dcps_planner_makes(plans: list[LocalPlan], data: Any) -> None:
     """For any model and layout, what is read back equals the plan of DCP, index hints, places and paths included."""
@@ -362,7 +363,7 @@ def nearly_whole(draw: Any) -> tuple[list[Box], tuple[int, ...]]:
     return draw(st.permutations(boxes)), size
 
 
-@settings(deadline=None, max_examples=1000)
+@examples(1000)
 @given(nearly_whole())
 def test_what_dcps_planner_would_refuse_is_refused_and_nothing_else(cut_up: tuple[list[Box], tuple[int, ...]]) -> None:
     """Shards out of bounds, over each other or with a hole between them end in PlanChangedError; whole ones do not."""

@@ -13,10 +13,10 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 import torch
+from builders import flip
 from checkpoint_maker import save_state
 from hypothesis import given
 from hypothesis import strategies as st
-from test_read import flip
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import CorruptCheckpointError

@@ -46,6 +46,7 @@ TRACED = {
 FOREIGN = {"Condition.__enter__", "Condition.__exit__"}
 """Of the standard library, in Python: a lock that is taken there is lost when they are interrupted. Nothing of ours
 enters a Condition; a Future does, where nobody can help it."""
+EVERY = [pytest.param(7, id="every seventh place"), pytest.param(1, id="every place", marks=pytest.mark.slow)]
 LOOKS_BEHIND = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 
 
@@ -123,21 +124,24 @@ def interrupted_saves(opened: SyncCheckpointEngine, at: int) -> Interrupt:
     return interrupt
 
 
-def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", EVERY)
+def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(tmp_path: Path, stride: int) -> None:
     config = EngineConfig(stall_timeout_secs=5.0, workers=1, keep_last=1)
     with SyncCheckpointEngine(tmp_path, config) as opened:
         opened.save({"a": torch.zeros(5000)}).result(TIMEOUT)
-        at = 0
-        while (interrupt := interrupted_saves(opened, at := at + 1)).left == 0:
+        at = 1
+        while (interrupt := interrupted_saves(opened, at)).left == 0:
             check_intact(opened, interrupt)
+            at += stride
     assert at > 100
 
 
-def test_wherever_ctrl_c_comes_in_the_first_save_the_root_and_the_memory_are_free(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", EVERY)
+def test_wherever_ctrl_c_comes_in_the_first_save_the_root_and_the_memory_are_free(tmp_path: Path, stride: int) -> None:
     config = EngineConfig(stall_timeout_secs=5.0, workers=1)
-    at, is_over = 0, False
+    at, is_over = 1 - stride, False
     while not is_over:
-        at += 1
+        at += stride
         with SyncCheckpointEngine(tmp_path / str(at), config) as opened:
             interrupt = interrupted_saves(opened, at)
             is_over = interrupt.left > 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.tensor_zip import render
@@ -41,7 +42,7 @@ def brim(first: int) -> list[int]:
 layouts = st.one_of(sizes, st.integers(MIB - 20_000, MIB).map(brim)).map(laid_out)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(layouts)
 def test_raw_bytes_are_aligned_and_items_stand_in_order_without_overlap(layout: ImageLayout):
     position = 0
@@ -53,7 +54,7 @@ def test_raw_bytes_are_aligned_and_items_stand_in_order_without_overlap(layout: 
     assert layout.raw_bytes == sum(item.raw_bytes for item in layout.items)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(layouts)
 def test_no_header_or_trailer_straddles_a_chunk_boundary(layout: ImageLayout):
     """Else a chunk could not be sealed, or reused as rendered, on its own."""
@@ -79,7 +80,7 @@ def test_nothing_straddles_wherever_the_boundary_falls(align: int):
         assert layout.items[1].item_offset < layout.items[2].item_offset
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(layouts, st.integers(0, 80 * MIB))
 def test_chunks_cover_the_file_exactly(layout: ImageLayout, objects_bytes: int):
     image_bytes = align_up(max(layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
@@ -92,7 +93,7 @@ def test_chunks_cover_the_file_exactly(layout: ImageLayout, objects_bytes: int):
     assert all(chunk.stop % PAGE_BYTES == 0 for chunk in chunks)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(layouts)
 def test_pieces_and_constants_tile_every_chunk_of_the_tensors(layout: ImageLayout):
     """No byte is left as the last user of the arena left it, none has two sources."""
@@ -106,7 +107,7 @@ def test_pieces_and_constants_tile_every_chunk_of_the_tensors(layout: ImageLayou
         assert position == min(chunk.start + layout.chunk_bytes, layout.tensor_bytes)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(layouts)
 def test_pieces_name_the_right_bytes_of_the_right_item(layout: ImageLayout):
     found = [0] * len(layout.items)
@@ -118,7 +119,7 @@ def test_pieces_name_the_right_bytes_of_the_right_item(layout: ImageLayout):
     assert found == [item.raw_bytes for item in layout.items]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(layouts)
 def test_constants_are_the_headers_the_trailers_and_zeros(layout: ImageLayout):
     wanted: dict[int, bytes] = {}
@@ -135,7 +136,7 @@ def test_constants_are_the_headers_the_trailers_and_zeros(layout: ImageLayout):
             assert not any(rest)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(layouts)
 def test_the_image_is_not_larger_than_promised(layout: ImageLayout):
     """Raw bytes + 1 KiB an item + alignment: a page for each item of a mebibyte, and what a boundary displaces."""
@@ -144,7 +145,7 @@ def test_the_image_is_not_larger_than_promised(layout: ImageLayout):
     assert layout.tensor_bytes <= layout.raw_bytes + 1024 * len(layout.items) + PAGE_BYTES * pages + displaced
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(0, 1 << 40))
 def test_a_chunk_is_a_whole_number_of_blocks_and_bounded(raw_bytes: int):
     size = chunk_bytes_for(raw_bytes)

@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from watched_writes import TIMEOUT, Gate, WatchedCondition
 
 from aio_ckpt.errors import BudgetExceededError, ConfigError, EngineClosedError, StallError
@@ -123,7 +124,7 @@ def test_an_ended_lease_refuses_to_be_held(manager: LifetimeManager) -> None:
         lease.hold_until(Future())
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(st.sampled_from(["hold", "resolve", "close"]), max_size=30), st.randoms(use_true_random=False))
 def test_whatever_the_order_a_lease_ends_exactly_once_and_never_while_held(
     executor: Executor, steps: list[str], rng: random.Random

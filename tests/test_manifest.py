@@ -6,8 +6,9 @@ import struct
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format import dcp_metadata_read as metadata
@@ -289,7 +290,7 @@ def test_a_truncated_rank_manifest_is_corrupt_at_every_length():
             decode_rank(data[:stop], name="m")
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.data())
 def test_a_rank_manifest_with_damaged_bytes_is_read_or_refused_as_corrupt(data):
     damaged = bytearray(encoded())
@@ -303,7 +304,7 @@ def test_a_rank_manifest_with_damaged_bytes_is_read_or_refused_as_corrupt(data):
         assert entry.raw_offset + entry.raw_bytes <= found.file.nbytes
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.lists(st.tuples(st.text(max_size=8), st.lists(st.integers(0, 9), max_size=4))))
 def test_any_contiguous_tensors_come_back_as_they_were(drawn):
     entries, at, sums = [], 0, b""

@@ -12,8 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -68,7 +69,7 @@ spoilers = st.sampled_from([sentinel(tag, 1) for tag in TAGS])
 sizes = st.one_of(st.integers(0, 300), st.integers(0, 1 << 62), spoilers.filter(lambda value: value <= 1 << 62))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     st.lists(odd_names, unique=True, max_size=8),
     st.integers(0, 8),
@@ -419,7 +420,7 @@ def test_a_truncated_or_padded_metadata_is_corrupt(stock):
             parse_metadata(data, name="m")
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(st.data())
 def test_a_metadata_with_damaged_bytes_is_read_or_refused_as_corrupt(data):
     damaged = bytearray(pickle.dumps(make_metadata(["w", "v"], ["o"]), protocol=data.draw(st.integers(2, 5))))

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from tree_states import Ordered, Point, round_trip, same, through_bytes
 
 from aio_ckpt.errors import (
@@ -74,7 +75,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(plain)
 def test_any_nest_of_plain_values_is_an_object_that_comes_back(value):
     assert same(through_bytes(value), value)

@@ -15,10 +15,11 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
-import torch
+from builders import weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from warm_python import WarmPython
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
@@ -48,10 +49,6 @@ def root(tmp_path: Path) -> Path:
     root.mkdir()
     (root / LOCK_FILE).touch()
     return root
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), number)}
 
 
 def leave_pending(root: Path, owner: Owner | bytes | None, *, idle_secs: float = 0, name: str = "old-1") -> Path:
@@ -224,7 +221,7 @@ def test_a_killed_process_that_nobody_has_reaped_is_dead() -> None:
     idle_secs=st.none() | st.floats(-YEAR, YEAR),
     stale_after_secs=st.floats(1, 86_400),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_a_living_owner_is_never_abandoned(
     owner: Owner | None, idle_secs: float | None, stale_after_secs: float
 ) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -229,7 +230,7 @@ states = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(states, states)
 def test_digests_are_equal_exactly_when_structure_and_aliases_are(one, two):
     try:
@@ -406,7 +407,7 @@ def test_leaves_share_an_item_exactly_when_they_show_the_same_bytes_the_same_way
     assert aliases_of(*tensors) == wanted
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_tied_weights_are_stored_once_under_all_their_names(picks: list[int]):
     pool = [torch.empty(3) for _ in range(5)]

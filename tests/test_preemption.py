@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import weights
 from gated_storage import TIMEOUT, gated_engine
 from warm_python import WarmPython
 
@@ -31,10 +32,6 @@ def handlers_are_put_back() -> Iterator[None]:
     before = current()
     yield
     assert current() == before
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), float(number))}
 
 
 def send(number: int) -> None:

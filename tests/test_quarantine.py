@@ -13,8 +13,9 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from builders import listing, save, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
-from test_steps import listing, save, value, weights
+from test_steps import value
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
@@ -37,11 +38,6 @@ from aio_ckpt.storage.local import LocalStorage, ReadFile
 
 NAMES = StepNames(EngineConfig().step_dir)
 ONE, TWO, THREE = (f"step_{step:09d}" for step in (1, 2, 3))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
 
 
 def saved(root: Path, *steps: int) -> None:

@@ -21,7 +21,7 @@ from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedErro
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
 SECS = 30.0
-SHORT_SECS = 3.0
+SHORT_SECS = 2.0
 CALLS = 40
 
 

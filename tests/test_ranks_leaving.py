@@ -22,7 +22,7 @@ from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 
 SECS = 24.0
-SHORT_SECS = 3.0
+SHORT_SECS = 2.0
 
 
 class HeldCoordinator(StoreCoordinator):

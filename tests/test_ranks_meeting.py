@@ -28,7 +28,7 @@ from aio_ckpt.storage.local import LocalStorage
 
 T = TypeVar("T")
 SECS = 20.0
-SHORT_SECS = 3.0
+SHORT_SECS = 2.0
 
 
 def state_at(step: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from aio_ckpt import PerRank
 from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError
 
 SECS = 30.0
-SHORT_SECS = 4.0
+SHORT_SECS = 2.0
 STOPPED_SECS = 1.5
 
 REFUSED: list[dict[str, Any]] = [

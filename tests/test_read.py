@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from builders import flip
 from checkpoint_maker import RankContent, Shard, content_of, forge, reseal, save_state, write_checkpoint
 from dcp_states import StreamTransformExtension
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
@@ -46,7 +48,7 @@ from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage
 
-FEW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = examples(40)
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
@@ -743,12 +745,6 @@ async def test_a_name_of_another_rank_is_said_to_be_so_and_a_template_gets_it(di
 
 
 # -- damage -----------------------------------------------------------------------------------------
-
-
-def flip(path, offset, mask=0x10):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= mask
-    path.write_bytes(data)
 
 
 def two_sizes():

@@ -6,9 +6,10 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
+from property_examples import examples
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from aio_ckpt.commit.manifests import (
@@ -84,7 +85,7 @@ def test_when_every_chunk_was_written_every_name_is():
     assert written_names(PLAN, ENTRIES, result()) == STATE.keys()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.frozensets(st.integers(0, len(CHUNKS) - 1)))
 def test_a_name_is_written_unless_one_of_its_bytes_lies_in_a_lost_chunk(lost: frozenset[int]):
     holes = {

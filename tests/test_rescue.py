@@ -57,11 +57,6 @@ def shm() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 class Killed:
     """What one trainer left that was killed while it wrote step 2; each test gets a copy of it."""
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import listing, save, weights
 from gated_storage import TIMEOUT, Call, Gate, GatedStorage, gated_engine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine
@@ -32,27 +34,9 @@ from aio_ckpt.format.names import protected_name
 LOSS = KeepBest(metric="loss")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((10,), float(number))}
-
-
-def save(engine: SyncCheckpointEngine, *steps: int, **losses: float) -> None:
-    for step in steps:
-        engine.save(weights(step), step).result(TIMEOUT)
-
-
 def save_with(engine: SyncCheckpointEngine, losses: Mapping[int, float | None]) -> None:
     for step, loss in losses.items():
         engine.save(weights(step), step, metrics=None if loss is None else {"loss": loss}).result(TIMEOUT)
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != ".aio_ckpt.lock")
 
 
 def committed(root: Path) -> list[int]:
@@ -105,7 +89,7 @@ POLICIES = st.builds(
     protected=st.frozensets(st.integers(0, 60)),
     metrics=st.dictionaries(st.integers(0, 60), VALUES),
 )
-@settings(deadline=None, max_examples=600)
+@examples(600)
 def test_no_policy_lets_go_what_it_promises_to_keep_and_all_else_goes(
     steps: list[int], policy: Policy, good: int, protected: frozenset[int], metrics: dict[int, float | None]
 ) -> None:
@@ -130,7 +114,7 @@ def test_no_policy_lets_go_what_it_promises_to_keep_and_all_else_goes(
 
 
 @given(values=st.dictionaries(st.integers(0, 60), VALUES), rule=RULES)
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_the_best_are_finite_and_none_that_is_left_out_is_better(
     values: dict[int, float | None], rule: KeepBest
 ) -> None:
@@ -144,7 +128,7 @@ def test_the_best_are_finite_and_none_that_is_left_out_is_better(
 
 
 @given(losses=st.lists(VALUES, max_size=30), rule=RULES, keep_last=st.integers(1, 3), keep_every=st.none() | st.just(7))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_through_a_whole_run_the_best_of_all_time_are_there(
     losses: list[float | None], rule: KeepBest, keep_last: int, keep_every: int | None
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from tensor_bits import assert_is_sound_zip, assert_same_tensor, bits, cut_items, random_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -272,7 +273,7 @@ def any_view(draw) -> torch.Tensor:
     return storage.as_strided(shape, stride, offset)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), any_view(), min_size=1), min_size=1, max_size=3))
 def test_any_sequence_of_states_of_any_views_comes_back(states):
     with tempfile.TemporaryDirectory() as root, SyncCheckpointEngine(root) as engine:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
+from builders import steps_dir
+from image_files import MIB, assert_uniform, uniform
 from trained_states import KEPT, Training, check_a_save_every_step, weigh
 from watched_writes import TIMEOUT, Gate, WatchedStorage, Write, watched_engine
 
@@ -29,13 +30,10 @@ from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.names import PENDING_PREFIX
 from aio_ckpt.memory.arena import POISON
 
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
+
 COUNT = 5
 """Tensors of 4 MiB: six chunks."""
-
-
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
@@ -58,10 +56,6 @@ def hold_in_first_file(storage: WatchedStorage, *, first: int) -> Gate:
 
     storage.on_write = on_write
     return gate
-
-
-def steps_dir(root: Path, step: int) -> Path:
-    return root / f"step_{step:09d}"
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from image_files import MIB, assert_uniform, pin_chunk_bytes, uniform
+from builders import steps_dir
+from image_files import MIB, assert_uniform, uniform
 from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
 
@@ -25,22 +26,15 @@ from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.errors import SaveCancelledError, WriteError
 from aio_ckpt.format.manifests import data_file_name
 
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
+
 COUNT = 8
 CHUNKS = 9
 """Of a state of eight tensors of 4 MiB: their envelopes spill into one more."""
 
 
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
-
-
 def state_of(value: float) -> dict[str, torch.Tensor]:
     return uniform(COUNT, 4 * MIB, value)
-
-
-def steps_dir(root: Path, step: int) -> Path:
-    return root / f"step_{step:09d}"
 
 
 # -- 1: no other process --------------------------------------------------------------------------

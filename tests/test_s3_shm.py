@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import steps_dir
 from child_python import child_environment, python
-from image_files import MIB, assert_uniform, pin_chunk_bytes, raw_of, uniform
+from image_files import MIB, assert_uniform, raw_of, uniform
 from killed_trainer import named_segments, train_until_killed
 from warm_python import run_warm
 from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_engine
@@ -27,19 +28,12 @@ from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES
 from aio_ckpt.ranks.store_coordinator import Decide, SoloCoordinator
 
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
+
 SHM = EngineConfig(staging="shm", debug=True)
 COUNT = 5
 
 _SEGMENT = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:aio_ckpt", re.MULTILINE)
-
-
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
-
-
-def steps_dir(root: Path, step: int) -> Path:
-    return root / f"step_{step:09d}"
 
 
 def segments(maps: str | None = None) -> dict[int, tuple[int, int]]:

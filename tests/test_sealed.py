@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from rings import plan_of
 
 from aio_ckpt.commit.owner import Owner
@@ -174,7 +175,7 @@ def test_what_is_not_sealed_is_obsolete_if_its_writer_is_dead_and_a_loss_if_it_w
     assert outcome([unsealed(is_dead=False)]) == ([], [("its trainer may be alive", False, False)])
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.lists(
         st.tuples(
@@ -298,7 +299,7 @@ def test_a_seal_of_an_older_version_is_read(shm: Path) -> None:
     assert (seal.step, seal.replaces, seal.since_boot_secs) == (5, None, 0.0)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_no_bytes_in_a_seal_are_an_untyped_error(data: st.DataObject) -> None:
     manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left(0).seal))  # type: ignore[arg-type]

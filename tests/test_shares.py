@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
@@ -114,7 +115,7 @@ def plans_of_ranks(draw: Any) -> list[Plan]:
     return plans
 
 
-@settings(deadline=None, max_examples=600)
+@examples(600)
 @given(plans_of_ranks(), st.data())
 def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], data: Any) -> None:
     """Whatever is tied, kept, cut or different on some ranks, each rank writes what the plain rule gives it."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +14,11 @@ from bench import simulate as simulation
 from bench.sim_world import DeadlockError, SimStorage, virtual_loop
 from bench.simulate import BrokenPromiseError, simulate
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 SEEDS = 60
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Every failure that is drawn is logged."""
-    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("aio_ckpt").setLevel(logging.NOTSET)
+SHORT = range(10)
+"""Seeds that the gate tries."""
 
 
 def failure_of(seeds: range) -> BaseException | None:
@@ -39,9 +33,13 @@ def failure_of(seeds: range) -> BaseException | None:
     return None
 
 
-def test_whatever_the_order_the_faults_and_the_power_losses_nothing_that_was_promised_breaks() -> None:
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(SHORT, id="few"), pytest.param(range(SHORT.stop, SEEDS), id="more", marks=pytest.mark.campaign)],
+)
+def test_whatever_the_order_the_faults_and_the_power_losses_nothing_that_was_promised_breaks(seeds: range) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in seeds:
         outcomes.update(simulate(seed).outcomes)
     assert outcomes.keys() >= {"committed", "WriteError", "SaveCancelledError", "StallError"}, "it shows too little"
 
@@ -62,7 +60,7 @@ def test_a_loop_where_nobody_will_do_anything_any_more_is_found() -> None:
 
 def test_it_sees_a_lease_that_ends_with_the_task_and_not_with_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "hold_until", lambda self, future: None)
-    assert failure_of(range(60)) is not None
+    assert failure_of(range(SEEDS)) is not None
 
 
 @pytest.mark.parametrize("call", ["sync_dir", "sync"])
@@ -73,7 +71,7 @@ def test_it_sees_an_fsync_that_is_missing(monkeypatch: pytest.MonkeyPatch, call:
         return await run(self, name, path, kind, (lambda: None) if name == call else act)
 
     monkeypatch.setattr(SimStorage, "run", drop)
-    assert failure_of(range(60)) is not None
+    assert failure_of(range(SEEDS)) is not None
 
 
 def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +79,7 @@ def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: p
         await storage.write_file(pending / "aio_ckpt.json", root_manifest)
 
     monkeypatch.setattr(commit, "seal", write_only)
-    assert failure_of(range(60)) is not None
+    assert failure_of(range(SEEDS)) is not None
 
 
 def test_it_sees_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +91,7 @@ def test_it_sees_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pyt
         return save
 
     monkeypatch.setattr(InFlight, "enter", waits_for_nobody)
-    assert "before one that came earlier" in str(failure_of(range(60)))
+    assert "before one that came earlier" in str(failure_of(range(SEEDS)))
 
 
 def test_the_command_replays_one_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

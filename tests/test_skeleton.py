@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from tree_states import adamw, round_trip, same, stored, text_keyed
 
@@ -24,7 +25,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(JUNK.map(msgspec.msgpack.encode) | st.binary(max_size=40))
 def test_junk_is_either_a_skeleton_that_builds_or_corrupt(data):
     try:
@@ -109,7 +110,7 @@ def test_a_name_lies_below_itself_its_parents_and_the_state():
 
 
 # -- plain DCP -------------------------------------------------------------------------------------
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.dictionaries(st.text("ab", max_size=2), text_keyed, min_size=1, max_size=4))
 def test_a_plain_dcp_checkpoint_is_unflattened_as_dcp_does(state):
     leaves, paths = flatten_state_dict(state)

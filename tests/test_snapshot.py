@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from image_files import MIB, pin_chunk_bytes, uniform
+from image_files import MIB, uniform
+from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of
 from watched_writes import WatchedStorage, watched_engine
 
@@ -38,10 +39,7 @@ from aio_ckpt.state.object_cache import ObjectEncoder
 from aio_ckpt.state.objects import decode_object
 from aio_ckpt.write.trace_file import NO_TRACE
 
-
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
 
 @pytest.fixture
@@ -148,7 +146,7 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
 # -- the ring -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     chunk_bytes=st.sampled_from([4 * MIB, 5 * MIB, 32 * MIB]),
     image_chunks=st.floats(0.01, 12),

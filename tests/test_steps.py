@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import listing, save, weights
 from gated_storage import TIMEOUT, gated_engine
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.publish import MAX_STEP, check_step
@@ -31,33 +33,15 @@ from aio_ckpt.format.names import StepNames
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def engine(root: Path) -> Iterator[SyncCheckpointEngine]:
     with SyncCheckpointEngine(root) as engine:
         yield engine
-
-
-def weights(number: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((10,), float(number))}
-
-
-def save(engine: SyncCheckpointEngine, *steps: int) -> None:
-    for step in steps:
-        engine.save(weights(step), step).result(TIMEOUT)
 
 
 def value(engine: SyncCheckpointEngine, step: int | None = None) -> float:
     state = engine.read(step)
     assert isinstance(state, dict)
     return float(state["w"][0])
-
-
-def listing(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != ".aio_ckpt.lock")
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -250,7 +234,7 @@ def test_a_step_of_which_all_ranks_know_that_it_failed_is_free_again() -> None:
     calls=st.lists(st.tuples(st.booleans(), st.none() | st.integers(0, 30)), min_size=1, max_size=10),
     lags=st.lists(st.lists(st.integers(0, 3), min_size=10, max_size=10), min_size=2, max_size=3),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_calls_without_a_step_get_the_same_ones_however_early_each_rank_learns_of_failures(
     max_in_flight: int, calls: list[tuple[bool, int | None]], lags: list[list[int]]
 ) -> None:
@@ -273,7 +257,7 @@ def test_calls_without_a_step_get_the_same_ones_however_early_each_rank_learns_o
     pending=st.sets(st.integers(0, 10)),
     overwrite=st.booleans(),
 )
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_a_step_is_taken_only_if_it_is_new_or_replaces_itself(
     step: int, newest: int | None, committed: set[int], pending: set[int], overwrite: bool
 ) -> None:
@@ -460,7 +444,6 @@ def test_steps_written_before_step_dir_was_changed_are_still_found(engine: SyncC
 
 
 @given(step=st.integers(0, 10**12), step_dir=st.sampled_from(["step_{step:09d}", "{step}", "a.{step:03d}+"]))
-@settings(deadline=None)
 def test_the_name_of_a_step_gives_the_step_again(step: int, step_dir: str) -> None:
     names = StepNames(step_dir)
     assert names.step(names.name(step)) == step

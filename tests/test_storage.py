@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from warm_python import WarmPython
 
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, ReadError, RootError, WriteError
@@ -179,7 +180,7 @@ async def test_concurrent_writes_of_aligned_chunks_land_where_they_belong(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(cuts=st.lists(st.integers(0, 5 * PAGE), max_size=6), shift=st.integers(0, 64), order=st.randoms())
 def test_any_cut_of_the_bytes_at_any_address_gives_the_same_file(
     tmp_path_factory: pytest.TempPathFactory, mode: str, cuts: list[int], shift: int, order: random.Random
@@ -324,7 +325,7 @@ async def test_a_probe_that_fails_for_another_reason_is_no_fallback(
 async def test_a_file_system_that_refuses_o_direct_at_open_is_written_all_the_same(executor: GatedExecutor) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no /dev/shm to write to")
-    path = Path(f"/dev/shm/aio-ckpt-test-{os.getpid()}")
+    path = Path(f"/dev/shm/test-{os.getpid()}")
     try:
         file = await LocalStorage(executor).create_data_file(path, 2 * PAGE, writers=2)
         await file.write(0, aligned(numbers(2 * PAGE)))

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
@@ -97,7 +98,7 @@ def test_random_states_come_back_and_are_taken():
 # -- names -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.dictionaries(st.text("ab.0", max_size=2) | st.integers(0, 2) | st.none(), dcp_values, max_size=4))
 def test_names_paths_and_order_are_those_of_dcp(state):
     try:
@@ -416,7 +417,7 @@ def test_put_back_rebuilds_no_tuple_that_did_not_change():
     tree.put_back(nn.Linear(1, 1), {"weight": 1}, rank=0)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.dictionaries(st.text("ab", max_size=2), dcp_values, min_size=1, max_size=4), st.integers())
 def test_put_back_reaches_every_object_that_flatten_named(state, mark):
     try:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from builders import flip
 from checkpoint_maker import content_of, forge, reseal, save_state, write_checkpoint, write_small
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
+from property_examples import examples
 
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format import manifests as manifest
@@ -24,7 +26,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage
 
-FEW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = examples(60)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +58,6 @@ def stock_save(path, state):
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=str(path), no_dist=True)
     return path
-
-
-def flip(file, offset, mask=0x10):
-    data = bytearray(file.read_bytes())
-    data[offset] ^= mask
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("save", [save_state, stock_save])

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from image_files import MIB, pin_chunk_bytes, uniform
+from image_files import MIB, uniform
+from property_examples import examples
 from rings import TIMEOUT, image_of, plan_of, save_image
 from watched_writes import WatchedStorage, Write
 
@@ -36,10 +37,7 @@ from aio_ckpt.storage.local import DataFile, LocalStorage
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.writer import ChunkPreparer
 
-
-@pytest.fixture(autouse=True)
-def chunks_of_4_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin_chunk_bytes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
 
 @pytest.fixture
@@ -109,7 +107,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(SIZES, max_size=8),
     chunk_bytes=st.sampled_from([1 << 16, 1 << 17, 3 << 16, 1 << 20]),

@@ -1,0 +1,49 @@
+"""Small states, saves and looks at a root that many test modules share."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aio_ckpt.errors import WriteError
+from aio_ckpt.format.names import LOCK_FILE
+
+__all__ = ["broken", "flip", "listing", "save", "steps_dir", "weights"]
+
+TIMEOUT = 60.0
+
+
+def weights(number: float) -> dict[str, torch.Tensor]:
+    """A state of one tensor of ten float32, every one ``number``."""
+    return {"w": torch.full((10,), float(number))}
+
+
+def save(engine: Any, *steps: int) -> None:
+    """Commit each step, one after the other; the state of a step holds its number."""
+    for step in steps:
+        engine.save(weights(step), step).result(TIMEOUT)
+
+
+def listing(root: Path) -> list[str]:
+    """Names in a root, without the lock."""
+    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
+
+
+def steps_dir(root: Path, step: int) -> Path:
+    """Directory of a committed step."""
+    return root / f"step_{step:09d}"
+
+
+def flip(path: Path, offset: int, mask: int = 0x10) -> None:
+    """Change the bits of ``mask`` in one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)
+
+
+def broken() -> WriteError:
+    """An error as a failing disk raises it."""
+    return WriteError(errno.EIO, "the disk is gone", "/x")

@@ -1,0 +1,30 @@
+"""Hypothesis profiles: the gate tries few examples of each property, the nightly run tries all of them.
+
+The profile ``gate`` is the default. ``pytest --hypothesis-profile nightly`` chooses the other one.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+__all__ = ["examples"]
+
+GATE_EXAMPLES = 25
+NIGHTLY_EXAMPLES = 100
+"""Of a property that names no number. This is the default of Hypothesis."""
+
+# On a loaded machine an example takes any time, so neither a deadline nor `too_slow` tells anything about the code.
+_ANY = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    print_blob=True,
+)
+settings.register_profile("gate", _ANY, max_examples=GATE_EXAMPLES)
+settings.register_profile("nightly", _ANY, max_examples=NIGHTLY_EXAMPLES)
+settings.load_profile("gate")
+
+
+def examples(nightly: int) -> settings:
+    """Settings of a property: ``nightly`` examples in the nightly run, at most ``GATE_EXAMPLES`` in the gate."""
+    is_gate = settings.default.max_examples <= GATE_EXAMPLES
+    return settings(max_examples=min(nightly, GATE_EXAMPLES) if is_gate else nightly)
