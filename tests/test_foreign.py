@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.dcp import Reader, Writer
-from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 
 FOREIGN = Path(__file__).parent / "foreign"
 VERSIONS = sorted((path.name for path in FOREIGN.glob("torch-*")), key=lambda name: int(name.rpartition(".")[2]))
@@ -144,6 +144,22 @@ def test_beside_a_damaged_one_the_error_is_that_of_damage(root: Path) -> None:
     (put(VERSIONS[-1], "one_rank", root, 8) / "__0_0.distcp").unlink()
     with SyncCheckpointEngine(root) as engine, pytest.raises(CorruptCheckpointError, match=r"step 9.*Crumb.*step 8"):
         engine.load(blank(whole_state()))
+
+
+def test_a_newer_torch_that_saved_into_a_step_of_ours_is_no_damage_and_a_flipped_bit_is(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(whole_state(), step=1).result()
+        ours = engine.save(whole_state(), step=2).result().path
+        small = (ours / ".metadata").read_bytes()
+        (ours / ".metadata").write_bytes(small.replace(b"ChunkStorage", b"CrumbStorage"))
+        with pytest.raises(MismatchError, match=r"\.metadata"):
+            engine.read(2)
+        (ours / ".metadata").write_bytes((FOREIGN / VERSIONS[-1] / "one_rank" / ".metadata").read_bytes())
+        make_unknown(ours)
+        with pytest.raises(FormatVersionError, match="Crumb"):
+            engine.read(2)
+        report = engine.load(blank(whole_state()))
+        assert (report.step, report.skipped[0].quarantined) == (1, None)
 
 
 def skip_newer(rank: int, count: int, root: Path) -> tuple[int, str, bool]:

@@ -14,7 +14,7 @@ import anyio
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata
 
-from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MismatchError
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import (
@@ -271,11 +271,19 @@ def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManif
     """Whether stock DCP saved into a directory of ours: another save id, and none of the files of our ranks.
 
     A ``.metadata`` of ours with a flipped bit names our files, so it does not pass for a foreign one.
+
+    Raises:
+        FormatVersionError: a newer torch saved into the directory. A flipped bit may change the name of a class too,
+            but never the length, by which the two are told apart.
     """
     try:
         metadata = plain.metadata
     except CorruptCheckpointError:
         return False
+    except FormatVersionError:
+        if len(plain.metadata_bytes) == root.metadata.nbytes:
+            return False
+        raise
     theirs = {info.relative_path for info in (metadata.storage_data or {}).values()}
     ours = {rank.file.name for rank in ranks if rank.file}
     save_id = getattr(metadata.storage_meta, "save_id", None)
