@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.memory.host_copy import PreparedMoves
+from aio_ckpt.memory.host_copy import copy_all
 from aio_ckpt.reports import SaveReport
 from bench.limits import page_aligned
 from bench.measure import Spread
@@ -81,11 +81,11 @@ class Copies:
         rows = [(offset, tensor.data_ptr(), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=False)]
         self._tensors = tensors
         self._memory = page_aligned(sum(tensor.nbytes + step for tensor in tensors))
-        self._moves = PreparedMoves.of(np.array([row for row in rows if row[2]], np.uint64).reshape(-1, 3))
+        self._moves = np.array([row for row in rows if row[2]], np.uint64).reshape(-1, 3)
 
     def run(self) -> None:
         """Copy."""
-        self._moves.copy(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
+        copy_all(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr(), self._moves)
 
 
 def _save(engine: CheckpointEngine, state: object) -> SaveReport:

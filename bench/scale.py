@@ -22,7 +22,16 @@ from aio_ckpt.commit.manifests import MetadataFile, render_metadata_file, render
 from aio_ckpt.format.manifests import FileEntry, MetadataTemplate, rank_manifest_name
 from aio_ckpt.plan.shard_table import Holding, LocalPlan, Look
 from aio_ckpt.ranks.messages import Frame, pack, unpack
-from aio_ckpt.ranks.save_ledger import Assigned, Book, Planned, Span, Written, decode_report, decode_word, spans_crc32
+from aio_ckpt.ranks.save_ledger import (
+    AssignReply,
+    Extent,
+    Ledger,
+    PlanMsg,
+    WrittenMsg,
+    decode_reply,
+    decode_report,
+    extents_crc32,
+)
 from aio_ckpt.state import flatten as tree
 from bench.measure import Spread
 from bench.options import log, parse
@@ -159,28 +168,28 @@ def _figure(text: str, value: float, unit: str) -> FigureRow:
 
 
 def _measure(ranks: int, items: int) -> Leader:
-    book = Book(ranks)
+    ledger = Ledger(ranks)
     data = _sent(_planned(ranks, items))
-    reports, planned_secs = _timed(lambda: _received(book, data))
+    reports, planned_secs = _timed(lambda: _received(ledger, data))
     plan_bytes, data = len(data) / ranks, b""
-    words, assign_secs = _timed(lambda: book.assign(reports))
+    words, assign_secs = _timed(lambda: ledger.assign(reports))
     encoded, words_secs = _timed(lambda: [msgspec.msgpack.encode(word) for word in words])
-    reports, told = [], [decode_word(word) for word in encoded]
-    shares = [word.share_id for word in told if isinstance(word, Assigned)]
+    reports, told = [], [decode_reply(word) for word in encoded]
+    shares = [word.share_id for word in told if isinstance(word, AssignReply)]
     data = _sent(_written(share_id, items, is_first=True) for share_id in shares)
-    (firsts, spans), written_secs = _timed(lambda: _gather(book, data))
+    (firsts, spans), written_secs = _timed(lambda: _gather(ledger, data))
     data = b""
-    template, render_secs = _timed(lambda: book.template(firsts))
+    template, render_secs = _timed(lambda: ledger.template(firsts))
     _, fill_secs = _timed(lambda: _filled(template, spans))
     data = _sent(_written(share_id, items, is_first=False) for share_id in shares)
-    (later, _), gather_secs = _timed(lambda: _gather(book, data))
+    (later, _), gather_secs = _timed(lambda: _gather(ledger, data))
     tracemalloc.start()
-    metadata = _filled(template, book.learn(later))
+    metadata = _filled(template, ledger.learn(later))
     entries = [FileEntry(rank_manifest_name(rank), 1000, rank) for rank in range(ranks)]
     _, root_secs = _timed(lambda: render_root(metadata, entries, step=1, save_id="s-1", created_unix=1.0, metrics={}))
     memory_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    _, metadata_secs = _timed(lambda: _filled(template, book.learn(later)))
+    _, metadata_secs = _timed(lambda: _filled(template, ledger.learn(later)))
     return Leader(
         ranks=ranks,
         items=items,
@@ -199,27 +208,27 @@ def _measure(ranks: int, items: int) -> Leader:
     )
 
 
-def _filled(template: MetadataTemplate, spans: list[Span]) -> MetadataFile:
+def _filled(template: MetadataTemplate, spans: list[Extent]) -> MetadataFile:
     return render_metadata_file(template, spans, checkpoint_id="root/step_000000001", save_id="s-1")
 
 
-def _sent(reports: Iterable[Planned | Written]) -> bytes:
+def _sent(reports: Iterable[PlanMsg | WrittenMsg]) -> bytes:
     """The messages of all ranks, as they stand in the store."""
     return b"".join(pack(Frame(rank, msgspec.msgpack.encode(report))) for rank, report in enumerate(reports))
 
 
-def _received(book: Book, data: bytes) -> list[Planned | Written]:
+def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | WrittenMsg]:
     reports = [decode_report(frame.body, rank=frame.rank) for frame in unpack(data)]
-    book.check(reports)
+    ledger.check(reports)
     return reports
 
 
-def _gather(book: Book, data: bytes) -> tuple[list[Written], list[Span]]:
-    written = [report for report in _received(book, data) if isinstance(report, Written)]
-    return written, book.learn(written)
+def _gather(ledger: Ledger, data: bytes) -> tuple[list[WrittenMsg], list[Extent]]:
+    written = [report for report in _received(ledger, data) if isinstance(report, WrittenMsg)]
+    return written, ledger.learn(written)
 
 
-def _planned(ranks: int, items: int) -> Iterator[Planned]:
+def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
     """The ranks of a model whose every tensor is sharded by rows."""
     look = Look((4, 64), (4 * ranks, 64), "bfloat16")
     holdings = [Holding((f"model.layers.{number}.weight",), (0, 0), look) for number in range(items)]
@@ -231,15 +240,15 @@ def _planned(ranks: int, items: int) -> Iterator[Planned]:
     for rank in range(ranks):
         offsets = np.tile(np.array([4 * rank, 0], "<i8"), items).tobytes()
         objects = msgspec.msgpack.encode([f"rng.rank{rank}.{number}" for number in range(_OBJECTS)])
-        yield Planned(1, LocalPlan(plan.names, plan.looks, offsets, objects, plan.skeleton), sums)
+        yield PlanMsg(1, LocalPlan(plan.names, plan.looks, offsets, objects, plan.skeleton), sums)
 
 
-def _written(share_id: bytes, items: int, *, is_first: bool) -> Written:
+def _written(share_id: bytes, items: int, *, is_first: bool) -> WrittenMsg:
     spans = tuple((items * 1500 + 3000 * number, 3000) for number in range(_OBJECTS))
     moved = tuple((number, *span) for number, span in enumerate(spans)) if is_first else ()
     places = np.array([(1500 * number, 1500) for number in range(items)], "<i8").tobytes() if is_first else None
     secs = (0.001234, 0.123456, 1.234567)
-    return Written(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, spans_crc32(spans), places)
+    return WrittenMsg(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, extents_crc32(spans), places)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

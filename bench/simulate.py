@@ -30,13 +30,14 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.in_flight import InFlight
 from aio_ckpt.engine.load import read_tree
-from aio_ckpt.engine.pending_save import PendingSave, SaveCall, Site
+from aio_ckpt.engine.pending_save import EngineContext, PendingSave, SaveCall
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
-from aio_ckpt.ranks.membership import Peers, SaveRound
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
@@ -149,14 +150,14 @@ class World:
         self.disk = Directory()
         self.storage = SimStorage(self.threads, rng, chances, self.disk, _ROOT)
         config = EngineConfig(workers=workers, max_in_flight=rng.randrange(1, 4), stall_timeout_secs=_STALL_SECS)
-        self.site = self._site(self.storage, self.threads, config)
+        self.ctx = self._ctx(self.storage, self.threads, config)
         self.portal = SimPortal("simulated", 1)
         self.lifetime = CountingLifetime(self.threads)
         self.cache = PlanCache(rank=0, world_size=1)
         self.encoder = ObjectEncoder(trusted=False)
         self.attempts: list[Attempt] = []
 
-    def _site(self, storage: SimStorage, threads: SimThreads, config: EngineConfig) -> Site:
+    def _ctx(self, storage: SimStorage, threads: SimThreads, config: EngineConfig) -> EngineContext:
         owner = Owner(
             session="s",
             host="h",
@@ -167,12 +168,12 @@ class World:
             started_ticks=0,
             heartbeat_unix=0.0,
         )
-        return Site(
+        return EngineContext(
             root=_ROOT,
             names=StepNames(config.step_dir),
             owner=owner,
             storage=storage,
-            peers=Peers(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
+            members=Membership(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
             executor=threads,
             config=config,
         )
@@ -183,7 +184,7 @@ class World:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
             self.portal.attach(self.loop, group, self.threads)
-            in_flight = InFlight(self.site, self.portal, on_settled=lambda step, error: None, adopt=lambda plan: None)
+            in_flight = InFlight(self.ctx, self.portal, on_settled=lambda step, error: None, adopt=lambda plan: None)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := in_flight.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
@@ -208,7 +209,7 @@ class World:
         while not in_flight.steps.are_known:
             try:
                 with anyio.fail_after(_STALL_SECS):
-                    found = await commit.discover(self.storage, _ROOT, self.site.names)
+                    found = await commit.discover(self.storage, _ROOT, self.ctx.names)
             except (OSError, TimeoutError):
                 continue
             in_flight.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
@@ -235,7 +236,7 @@ class World:
             image,
             step=step,
             number=call,
-            agreement=SaveRound(self.site.peers, self.site.executor, topic="save"),
+            agreement=SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
             requested=flat.names,
             waited_secs=0.0,
             plan_secs=0.0,
@@ -279,14 +280,14 @@ class World:
         possible = {a.state["number"]: a for a in self.attempts if a.may_be_visible}
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
         storage = SimStorage(calm, random.Random(0), Chances(), disk, _ROOT)
-        site = self._site(storage, calm, self.site.config)
-        found = {checkpoint.step for checkpoint in await commit.discover(storage, _ROOT, site.names)}
+        ctx = self._ctx(storage, calm, self.ctx.config)
+        found = {checkpoint.step for checkpoint in await commit.discover(storage, _ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
             )
         for step in sorted(found):
-            state: Any = await read_tree(site, step, None)
+            state: Any = await read_tree(ctx, step, None)
             attempt = possible.get(state["number"])
             if attempt is None or attempt.save.step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")

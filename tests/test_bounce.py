@@ -33,7 +33,7 @@ def engine(tmp_path: Path) -> Iterator[CheckpointEngine]:
 def test_the_next_load_reads_through_the_same_memory_until_a_save_or_the_end_releases_it(
     engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = engine._site.ring
+    ring = engine._ctx.ring
     assert not ring.kept_bytes
     load(engine, zeros())
     kept = ring.kept_bytes

@@ -19,8 +19,9 @@ from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
-from aio_ckpt.ranks.heartbeat import BEATS
-from aio_ckpt.ranks.messages import Beat, Patience, Verdict, absence, call_of
+from aio_ckpt.ranks.failure_detector import LivenessTimer, lost_peer
+from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.messages import Decision, Heartbeat, call_of
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 
 STALL_SECS = 20.0
@@ -33,11 +34,11 @@ def three() -> Iterator[Ranks]:
         yield running
 
 
-async def in_order(messages: tuple[bytes, ...]) -> Verdict:
-    return Verdict(common=b"|".join(messages))
+async def in_order(messages: tuple[bytes, ...]) -> Decision:
+    return Decision(common=b"|".join(messages))
 
 
-async def never(messages: tuple[bytes, ...]) -> Verdict:
+async def never(messages: tuple[bytes, ...]) -> Decision:
     raise AssertionError(f"decided on {messages}")
 
 
@@ -58,7 +59,7 @@ async def opened(name: str) -> AsyncIterator[StoreCoordinator]:
 def decide_together(rank: int, count: int, name: str) -> tuple[bytes, int, int]:
     async def main() -> tuple[bytes, int, int]:
         async with opened(name) as coordinator:
-            common = await coordinator.agree("a", b"m%d" % rank, in_order, stage="agree")
+            common = await coordinator.exchange("a", b"m%d" % rank, in_order, stage="agree")
             return common, coordinator.messages_sent, coordinator.bytes_sent
 
     return asyncio.run(main())
@@ -69,12 +70,12 @@ def test_the_leader_decides_on_the_message_of_every_rank_and_all_hear_it(three: 
 
 
 def tell_each(rank: int, count: int) -> list[bytes]:
-    async def apart(messages: tuple[bytes, ...]) -> Verdict:
-        return Verdict(each=tuple(b"for " + message for message in messages))
+    async def apart(messages: tuple[bytes, ...]) -> Decision:
+        return Decision(each=tuple(b"for " + message for message in messages))
 
     async def main() -> list[bytes]:
         async with opened("each") as coordinator:
-            return [await coordinator.agree(f"{n}", b"%d.%d" % (n, rank), apart, stage="agree") for n in range(40)]
+            return [await coordinator.exchange(f"{n}", b"%d.%d" % (n, rank), apart, stage="agree") for n in range(40)]
 
     return asyncio.run(main())
 
@@ -95,7 +96,7 @@ def open_two(rank: int, count: int) -> list[bytes]:
     async def main() -> list[bytes]:
         async with opened("root a") as one, opened("root b") as other, opened("root a") as again:
             works = [
-                coordinator.agree("t", b"%d%d" % (rank, n), in_order, stage="agree")
+                coordinator.exchange("t", b"%d%d" % (rank, n), in_order, stage="agree")
                 for n, coordinator in enumerate((one, other, again))
             ]
             return await asyncio.gather(*works)
@@ -113,8 +114,8 @@ def test_one_process_decides_alone() -> None:
         coordinator = SoloCoordinator()
         await coordinator.open("x", stall_secs=1)
         await coordinator.beat()
-        await coordinator.abandon("u", ValueError(), stage="agree")
-        return await coordinator.agree("t", b"mine", in_order, stage="agree")
+        await coordinator.abort("u", ValueError(), stage="agree")
+        return await coordinator.exchange("t", b"mine", in_order, stage="agree")
 
     assert isinstance(default_coordinator(), SoloCoordinator)
     assert asyncio.run(main()) == b"mine"
@@ -138,16 +139,16 @@ def fail_at(rank: int, count: int, failing: int) -> tuple[int, str, str]:
         async with opened(f"fail {failing}") as coordinator:
             if rank == failing:
                 error = OSError(28, "No space left on device")
-                await coordinator.abandon("t", error, stage="write")
+                await coordinator.abort("t", error, stage="write")
             try:
                 if rank != failing:
-                    await coordinator.agree("t", b"", never, stage="agree")
+                    await coordinator.exchange("t", b"", never, stage="agree")
             except PeerFailedError as peer:
                 found = peer.rank, peer.stage, str(peer)
             else:
                 assert rank == failing
                 found = rank, "write", "No space"
-            assert await coordinator.agree("u", b"%d" % rank, in_order, stage="agree") == b"0|1|2"
+            assert await coordinator.exchange("u", b"%d" % rank, in_order, stage="agree") == b"0|1|2"
             return found
 
     return asyncio.run(main())
@@ -163,13 +164,13 @@ def test_what_one_rank_failed_with_is_raised_by_the_others_and_the_next_agreemen
 
 
 def decide_badly(rank: int, count: int) -> str:
-    async def full(messages: tuple[bytes, ...]) -> Verdict:
+    async def full(messages: tuple[bytes, ...]) -> Decision:
         raise OSError(28, "No space left on device")
 
     async def main() -> str:
         async with opened("bad") as coordinator:
             try:
-                await coordinator.agree("t", b"", full, stage="commit")
+                await coordinator.exchange("t", b"", full, stage="commit")
             except (PeerFailedError, OSError) as error:
                 return f"{type(error).__name__} {getattr(error, 'rank', '-')} {getattr(error, 'stage', '-')} {error}"
             return "agreed"
@@ -189,13 +190,13 @@ def test_a_leader_that_fails_raises_its_own_error_and_the_others_name_it(three: 
 def wait_in_vain(rank: int, count: int, absent: int) -> tuple[float, int, str]:
     async def main() -> tuple[float, int, str]:
         async with opened(f"absent {absent}") as coordinator:
-            await coordinator.agree("met", b"", in_order, stage="agree")
+            await coordinator.exchange("met", b"", in_order, stage="agree")
             if rank == absent:
                 return 0.0, rank, ""
             began = time.monotonic()
             with pytest.raises(PeerFailedError) as raised:
                 coordinator.stall_secs = SHORT_SECS
-                await coordinator.agree("t", b"", never, stage="agree")
+                await coordinator.exchange("t", b"", never, stage="agree")
             return time.monotonic() - began, raised.value.rank, str(raised.value)
 
     return asyncio.run(main())
@@ -218,7 +219,7 @@ def be_slow(rank: int, count: int) -> bytes:
                     await asyncio.sleep(SHORT_SECS / 4)
                     await coordinator.beat()
             coordinator.stall_secs = SHORT_SECS
-            return await coordinator.agree("t", b"", in_order, stage="agree")
+            return await coordinator.exchange("t", b"", in_order, stage="agree")
 
     return asyncio.run(main())
 
@@ -230,14 +231,14 @@ def test_a_rank_that_is_slow_but_alive_is_waited_for(three: Ranks) -> None:
 def stop_amid(rank: int, count: int) -> str:
     async def main() -> str:
         async with opened("stopped") as coordinator:
-            await coordinator.agree("met", b"", in_order, stage="agree")
+            await coordinator.exchange("met", b"", in_order, stage="agree")
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             with pytest.raises(PeerFailedError) as raised:
                 coordinator.stall_secs = SHORT_SECS
-                await coordinator.agree("t", b"", never, stage="agree")
+                await coordinator.exchange("t", b"", never, stage="agree")
             assert raised.value.rank == 1
-            return (await coordinator.agree("u", b"", in_order, stage="agree")).decode()
+            return (await coordinator.exchange("u", b"", in_order, stage="agree")).decode()
 
     return asyncio.run(main())
 
@@ -261,13 +262,13 @@ def _state(pid: int | None) -> str:
 def lose_leader(rank: int, count: int) -> tuple[float, str]:
     async def main() -> tuple[float, str]:
         async with opened("dead") as coordinator:
-            await coordinator.agree("met", b"", in_order, stage="agree")
+            await coordinator.exchange("met", b"", in_order, stage="agree")
             if rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match="rank 0 gave no sign"):
                 coordinator.stall_secs = SHORT_SECS
-                await coordinator.agree("t", b"", never, stage="agree")
+                await coordinator.exchange("t", b"", never, stage="agree")
             return time.monotonic() - began, ""
 
     return asyncio.run(main())
@@ -295,27 +296,27 @@ async def two_here(stall_secs: float) -> AsyncIterator[tuple[StoreCoordinator, S
     both = [StoreCoordinator(store, rank=rank, world_size=2) for rank in range(2)]
     try:
         await meet(both, stall_secs)
-        await asyncio.gather(*(coordinator.agree("met", b"", in_order, stage="open") for coordinator in both))
+        await asyncio.gather(*(coordinator.exchange("met", b"", in_order, stage="open") for coordinator in both))
         yield both[0], both[1]
     finally:
         for coordinator in both:
             coordinator.close()
 
 
-async def then_second(messages: tuple[bytes, ...]) -> Verdict:
-    return Verdict(each=(b"a", b"b"), then="second")
+async def then_second(messages: tuple[bytes, ...]) -> Decision:
+    return Decision(each=(b"a", b"b"), then="second")
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
 def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows(leaving: int) -> None:
     async def main() -> tuple[float, str]:
         async with two_here(STALL_SECS) as both:
-            first = (each.agree("first", b"", then_second, stage="agree") for each in both)
+            first = (each.exchange("first", b"", then_second, stage="agree") for each in both)
             assert await asyncio.gather(*first) == [b"a", b"b"]
             began = time.monotonic()
             # It has not heard the word: what it gives up is "first".
-            leaves = both[leaving].abandon("first", OSError(28, "No space left on device"), stage="write")
-            stays = both[1 - leaving].agree("second", b"", never, stage="agree")
+            leaves = both[leaving].abort("first", OSError(28, "No space left on device"), stage="write")
+            stays = both[1 - leaving].exchange("second", b"", never, stage="agree")
             told, error = await asyncio.gather(leaves, stays, return_exceptions=True)
             assert isinstance(told, PeerFailedError)
             assert isinstance(error, PeerFailedError)
@@ -323,13 +324,13 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
             return time.monotonic() - began, str(error)
 
     secs, text = asyncio.run(main())
-    assert secs < STALL_SECS / BEATS
+    assert secs < STALL_SECS / HEARTBEATS_A_STALL
     assert "No space" in text
 
 
 async def given_up(coordinator: StoreCoordinator, topic: str) -> asyncio.Task[PeerFailedError | None]:
     """It has sent that it gives ``topic`` up, and waits for the leader's word."""
-    task = asyncio.create_task(coordinator.abandon(topic, ValueError("bad"), stage="agree"))
+    task = asyncio.create_task(coordinator.abort(topic, ValueError("bad"), stage="agree"))
     with anyio.fail_after(STALL_SECS):
         while topic not in coordinator._waits:
             await anyio.sleep(0.001)
@@ -347,7 +348,7 @@ def test_a_rank_leaves_once_it_has_heard_of_what_it_gives_up() -> None:
             heard.add_done_callback(lambda _: order.append("heard"))
             left.add_done_callback(lambda _: order.append("left"))
             with pytest.raises(PeerFailedError, match="bad"):
-                await leader.agree("t", b"", never, stage="agree")
+                await leader.exchange("t", b"", never, stage="agree")
             await asyncio.gather(heard, left, leader.leave())
             told = heard.result()
             assert told is not None
@@ -369,16 +370,16 @@ def test_a_rank_that_has_left_waits_for_no_word(monkeypatch: pytest.MonkeyPatch)
             assert await heard is None
             return time.monotonic() - began
 
-    assert asyncio.run(main()) < STALL_SECS / BEATS
+    assert asyncio.run(main()) < STALL_SECS / HEARTBEATS_A_STALL
 
 
 def test_a_word_that_is_out_is_never_taken_back() -> None:
     async def main() -> None:
         async with two_here(STALL_SECS) as (leader, other):
-            sent = other.agree("t", b"1", in_order, stage="agree")
+            sent = other.exchange("t", b"1", in_order, stage="agree")
             heard = asyncio.create_task(sent)
-            assert await leader.agree("t", b"0", in_order, stage="agree") == b"0|1"
-            assert await leader.abandon("t", ValueError("late"), stage="agree") is None
+            assert await leader.exchange("t", b"0", in_order, stage="agree") == b"0|1"
+            assert await leader.abort("t", ValueError("late"), stage="agree") is None
             assert await heard == b"0|1"
             assert await other.failure("t") is None
 
@@ -392,10 +393,10 @@ class HeldStoreCoordinator(StoreCoordinator):
         super().__init__(store, rank=rank, world_size=world_size)
         self.reached, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def _tell(self, topic: str, verdict: Verdict) -> None:
+    async def _tell(self, topic: str, decision: Decision) -> None:
         self.reached.set()
         await self.gate.wait()
-        await super()._tell(topic, verdict)
+        await super()._tell(topic, decision)
 
 
 def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
@@ -407,13 +408,13 @@ def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
 
         async def lead() -> None:
             with scope:
-                await leader.consult("t", b"0", in_order, stage="agree")
+                await leader.exchange("t", b"0", in_order, stage="agree", abort_on_error=False)
 
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(lead)
                 group.start_soon(_open_when_cancelled, leader, scope)
-                return await other.consult("t", b"1", in_order, stage="agree")
+                return await other.exchange("t", b"1", in_order, stage="agree", abort_on_error=False)
         finally:
             leader.close()
             other.close()
@@ -432,9 +433,9 @@ def test_a_cancelled_agreement_is_told_in_words() -> None:
     async def main() -> str:
         async with two_here(STALL_SECS) as (leader, other):
             with anyio.move_on_after(0):
-                await leader.agree("t", b"", never, stage="agree")
+                await leader.exchange("t", b"", never, stage="agree")
             with pytest.raises(PeerFailedError) as raised:
-                await other.agree("t", b"", never, stage="agree")
+                await other.exchange("t", b"", never, stage="agree")
             return str(raised.value)
 
     assert asyncio.run(main()) == "rank 0 failed in t: CancelledError: the call was cancelled"
@@ -446,8 +447,8 @@ def test_doubt_crosses_the_ranks(failing: int) -> None:
         async with two_here(STALL_SECS) as both:
             error = WriteError(5, "Input/output error", "root")
             error.in_doubt = True
-            leaves = both[failing].abandon("t", error, stage="commit")
-            stays = both[1 - failing].agree("t", b"", never, stage="agree")
+            leaves = both[failing].abort("t", error, stage="commit")
+            stays = both[1 - failing].exchange("t", b"", never, stage="agree")
             for found in await asyncio.gather(leaves, stays, return_exceptions=True):
                 assert isinstance(found, PeerFailedError)
                 assert found.in_doubt
@@ -490,7 +491,7 @@ def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int,
             began = time.monotonic()
             with pytest.raises(PeerFailedError) as raised:
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await both[waiting].agree("save 5, anew planned", b"", never, stage="agree")
+                    await both[waiting].exchange("save 5, anew planned", b"", never, stage="agree")
             beating.cancel()
             return time.monotonic() - began, raised.value
 
@@ -505,10 +506,10 @@ def test_a_later_call_that_ended_first_hurries_nobody() -> None:
         async with two_here(SHORT_SECS) as (leader, other):
             for topic in ("save 6", "save 4", "load 5, turn 2", "the preemption"):
                 other.end_call(topic)
-            waiting = asyncio.create_task(leader.agree("save 5", b"0", in_order, stage="agree"))
+            waiting = asyncio.create_task(leader.exchange("save 5", b"0", in_order, stage="agree"))
             with anyio.move_on_after(1.25 * SHORT_SECS):  # the time that passes is what is tested
                 await keep_beating(other)
-            _, found = await asyncio.gather(other.agree("save 5", b"1", in_order, stage="agree"), waiting)
+            _, found = await asyncio.gather(other.exchange("save 5", b"1", in_order, stage="agree"), waiting)
             return found
 
     assert asyncio.run(main()) == b"0|1"
@@ -518,12 +519,12 @@ def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -
     async def main() -> list[object]:
         async with two_here(SHORT_SECS) as (leader, other):
             leader.end_call("rollback 5")  # which the other refused, and so numbers its next save 5
-            ahead = asyncio.create_task(leader.agree("save 6", b"", in_order, stage="agree"))
+            ahead = asyncio.create_task(leader.exchange("save 6", b"", in_order, stage="agree"))
             with pytest.raises(PeerFailedError, match="rank 0 does not come to save 5, it is elsewhere"):
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await other.agree("save 5", b"", in_order, stage="agree")
+                    await other.exchange("save 5", b"", in_order, stage="agree")
             # From here on they are together again.
-            return list(await asyncio.gather(ahead, other.agree("save 6", b"", in_order, stage="agree")))
+            return list(await asyncio.gather(ahead, other.exchange("save 6", b"", in_order, stage="agree")))
 
     assert asyncio.run(main()) == [b"|", b"|"]
 
@@ -539,8 +540,8 @@ def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int,
             both[1 - waiting].begin_call(there)
             began = time.monotonic()
             works = [
-                both[waiting].agree(here, b"", in_order, stage="agree"),
-                both[1 - waiting].agree(there, b"", in_order, stage="agree"),
+                both[waiting].exchange(here, b"", in_order, stage="agree"),
+                both[1 - waiting].exchange(there, b"", in_order, stage="agree"),
             ]
             async with asyncio.timeout(3 * SHORT_SECS):
                 errors = await asyncio.gather(*works, return_exceptions=True)
@@ -559,7 +560,7 @@ def test_a_rank_that_rolls_back_where_another_saves_is_found_out_too() -> None:
             works = []
             for coordinator, topic in zip(both, ("rollback 4", "save 4"), strict=True):
                 coordinator.begin_call(topic)
-                works.append(coordinator.agree(topic, b"", in_order, stage="agree"))
+                works.append(coordinator.exchange(topic, b"", in_order, stage="agree"))
             async with asyncio.timeout(3 * SHORT_SECS):
                 return [str(error) for error in await asyncio.gather(*works, return_exceptions=True)]
 
@@ -575,11 +576,11 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
             leader.begin_call("save 2")
             other.begin_call("load 1")
             both[rank].begin_call(begun)  # it is on its way there, in another thread
-            saving = asyncio.create_task(leader.agree("save 2", b"0", in_order, stage="agree"))
-            loading = asyncio.create_task(other.agree("load 1, turn 1", b"1", in_order, stage="load"))
+            saving = asyncio.create_task(leader.exchange("save 2", b"0", in_order, stage="agree"))
+            loading = asyncio.create_task(other.exchange("load 1, turn 1", b"1", in_order, stage="load"))
             await asyncio.wait([loading, saving], timeout=2 * SHORT_SECS)  # the time that passes is what is tested
-            found = other.agree("save 2", b"1", in_order, stage="agree")
-            met = leader.agree("load 1, turn 1", b"0", in_order, stage="load")
+            found = other.exchange("save 2", b"1", in_order, stage="agree")
+            met = leader.exchange("load 1, turn 1", b"0", in_order, stage="load")
             return b" ".join(await asyncio.gather(loading, saving, found, met))
 
     assert asyncio.run(main()) == b"0|1 0|1 0|1 0|1"
@@ -588,11 +589,11 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
 @pytest.mark.parametrize(("over", "moves"), [(False, True), (True, True), (True, False)])
 def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool, moves: bool) -> None:
     """It was skipped here, say, and that other rank never heard of it. An old sign of life tells of an old wait."""
-    own = Beat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
-    patience = Patience(1e-6, "load 1, turn 1", "load")
+    own = Heartbeat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
+    timer = LivenessTimer(1e-6, "load 1, turn 1", "load")
     for beat in range(3):  # at every look, and each time with another sign of life
-        there = msgspec.msgpack.encode(Beat(beat if moves else 1, begun={"save": 3}, waits=("rollback 3",)))
-        found = absence([1], [there], patience, own=own, unmet="")
+        there = msgspec.msgpack.encode(Heartbeat(beat if moves else 1, begun={"save": 3}, waits=("rollback 3",)))
+        found = lost_peer([1], [there], timer, own=own, unmet="")
     assert (found is not None and "waits in rollback 3 for this one" in str(found.error)) is (over and moves)
 
 
@@ -605,7 +606,7 @@ def test_many_calls_of_one_kind_leave_what_ended_of_another_told() -> None:
             beating = asyncio.create_task(keep_beating(leader))
             with pytest.raises(PeerFailedError, match="that call has ended there"):
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await other.agree("load 1, turn 1", b"", never, stage="load")
+                    await other.exchange("load 1, turn 1", b"", never, stage="load")
             beating.cancel()
 
     asyncio.run(main())
@@ -615,11 +616,11 @@ def test_many_calls_of_one_kind_leave_what_ended_of_another_told() -> None:
 def test_a_rank_that_has_closed_is_not_waited_for(closing: int) -> None:
     async def main() -> float:
         async with two_here(SHORT_SECS) as both:
-            with anyio.move_on_after(SHORT_SECS / BEATS):  # the leader waits for the others to leave, too
+            with anyio.move_on_after(SHORT_SECS / HEARTBEATS_A_STALL):  # the leader waits for the others to leave, too
                 await both[closing].leave()
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match=f"rank {closing} does not come to t, it has closed its engine"):
-                await both[1 - closing].agree("t", b"", never, stage="agree")
+                await both[1 - closing].exchange("t", b"", never, stage="agree")
             return time.monotonic() - began
 
     assert asyncio.run(main()) < SHORT_SECS
@@ -630,14 +631,14 @@ def test_a_leader_that_was_waited_for_in_vain_is_not_waited_for_again() -> None:
         async with two_here(SHORT_SECS) as (_, other):
             began = time.monotonic()
             with pytest.raises(PeerFailedError, match="rank 0 gave no sign of life") as raised:
-                await other.agree("t", b"", never, stage="agree")
+                await other.exchange("t", b"", never, stage="agree")
             lost = time.monotonic()
-            assert await other.abandon("t", raised.value, stage="agree") is None
+            assert await other.abort("t", raised.value, stage="agree") is None
             return lost - began, time.monotonic() - lost
 
     waited, left = asyncio.run(main())
     assert waited >= SHORT_SECS
-    assert left < SHORT_SECS / BEATS
+    assert left < SHORT_SECS / HEARTBEATS_A_STALL
 
 
 # -- the store --------------------------------------------------------------------------------------
@@ -648,7 +649,7 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
         coordinator = StoreCoordinator(client, rank=1, world_size=2)
-        coordinator.enlist("x", stall_secs=STALL_SECS)
+        coordinator.register("x", stall_secs=STALL_SECS)
         try:
             del server
             with pytest.raises(PeerFailedError, match="store of the ranks cannot be reached"):
@@ -665,7 +666,7 @@ def test_a_closed_coordinator_says_so() -> None:
             leader.close()
             leader.close()
             with pytest.raises(EngineClosedError):
-                await leader.agree("t", b"", never, stage="agree")
+                await leader.exchange("t", b"", never, stage="agree")
 
     asyncio.run(main())
 
@@ -674,8 +675,8 @@ def test_a_store_that_does_not_answer_is_given_up_at_the_deadline() -> None:
     async def main() -> None:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         coordinator = StoreCoordinator(server, rank=1, world_size=2)
-        coordinator.enlist("x", stall_secs=0.1)
-        connection, gate = coordinator._connection, threading.Event()
+        coordinator.register("x", stall_secs=0.1)
+        connection, gate = coordinator._client, threading.Event()
         assert connection is not None
         connection.begin(lambda: gate.wait(STALL_SECS), wait_secs=0)
         with pytest.raises(StallError, match="not answering within"):

@@ -509,7 +509,7 @@ def test_what_could_not_be_removed_at_once_is_removed_later(root: Path, behind: 
             engine.close_blocking()
         else:
             engine.save(weights(2)).result(TIMEOUT)
-            wait(engine._keeper.passes, TIMEOUT)
+            wait(engine._root_session.passes, TIMEOUT)
         assert listing(root) == (["step_000000001"] if behind == "a later commit" else [])
 
 
@@ -526,7 +526,7 @@ def test_what_was_replaced_and_could_not_be_removed_is_removed_behind_a_later_co
         engine.save(weights(2), step=1, overwrite=True).result(TIMEOUT)
         assert len(listing(root)) == 2
         engine.save(weights(3), step=2).result(TIMEOUT)
-        wait(engine._keeper.passes, TIMEOUT)
+        wait(engine._root_session.passes, TIMEOUT)
         assert listing(root) == ["step_000000001", "step_000000002"]
         assert value(engine, 1) == 2
 

@@ -166,7 +166,7 @@ def test_a_save_that_waits_for_room_when_the_engine_is_closed_is_refused(root: P
         gate.wait_reached()
         waiting = pool.submit(engine.save, weights(2))
         deadline = time.monotonic() + TIMEOUT
-        while not engine._saver.in_flight._changed._waiters:  # it must be asleep, or there is nothing to wake
+        while not engine._frontend.in_flight._changed._waiters:  # it must be asleep, or there is nothing to wake
             assert time.monotonic() < deadline
         closing = pool.submit(engine.close_blocking)
         with pytest.raises(EngineClosedError):
@@ -204,7 +204,7 @@ def test_a_save_that_was_reading_its_state_when_another_thread_closed_is_refused
         assert state.reached.wait(TIMEOUT)
         closing = pool.submit(engine.close_blocking)
         deadline = time.monotonic() + TIMEOUT
-        while not engine._saver.in_flight._is_closing:
+        while not engine._frontend.in_flight._is_closing:
             assert time.monotonic() < deadline
         state.gate.set()
         with pytest.raises(EngineClosedError):
@@ -237,7 +237,7 @@ def test_an_engine_that_is_closed_while_it_becomes_the_writer_lets_the_root_go(
 
     def closed_behind(self: steps.KnownSteps, read: Any) -> None:
         learn(self, read)
-        if engine._engine._site.quarantine.is_writer:  # it has the lock
+        if engine._engine._ctx.quarantine.is_writer:  # it has the lock
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(engine.terminate).result(TIMEOUT)
 
@@ -348,7 +348,7 @@ def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> 
     with SyncCheckpointEngine(root) as engine:
         left = root / ".pending-of-this-engine"
         left.mkdir()
-        engine._engine._site.left_behind.add(left, lambda: True)
+        engine._engine._ctx.left_behind.add(left, lambda: True)
     assert listing(root) == []
 
 
@@ -375,8 +375,8 @@ def test_an_engine_whose_device_is_dead_releases_all_that_it_can(root: Path, mon
     engine.guard(optimizer)
     engine.save({"p": parameter}).result(TIMEOUT)
     inner = engine._engine
-    inner._saver.in_flight.guards._marks = (DeadMark(),)
-    (arena,) = inner._saver.lifetime._arenas
+    inner._frontend.in_flight.guards._marks = (DeadMark(),)
+    (arena,) = inner._frontend.lifetime._arenas
     arena.is_registered = True
     monkeypatch.setattr(device, "unregister_host_memory", refuse)
     with pytest.raises(RuntimeError, match="device-side assert"):

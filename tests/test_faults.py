@@ -126,9 +126,9 @@ class CancelsLast(SoloCoordinator):
 
     engine: CheckpointEngine
 
-    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str, **options: bool) -> bytes:
         self.accepted = cancel_now(self.engine)
-        return await super().consult(topic, message, decide, stage=stage)
+        return await super().exchange(topic, message, decide, stage=stage, **options)
 
 
 def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aio_ckpt.memory import host_copy as moves
-from aio_ckpt.memory.host_copy import Moves, PreparedMoves, copy_all, unreadable
+from aio_ckpt.memory.host_copy import Moves, copy_all, unreadable
 
 
 @pytest.fixture(params=["at once", "one by one"])
@@ -44,9 +44,6 @@ def test_each_stretch_lands_where_it_belongs_and_nothing_else_is_touched(way: st
     base = 1 << 20  # offsets count from an address before the target
     made = as_moves([(start + base, source.ctypes.data + offset, nbytes) for start, offset, nbytes in rows])
     copy_all(target.ctypes.data - base, made)
-    assert np.array_equal(target, wanted)
-    target[:] = 0
-    PreparedMoves.of(made).copy(target.ctypes.data - base)
     assert np.array_equal(target, wanted)
 
 
@@ -86,36 +83,6 @@ def test_it_is_not_refused_to_this_process_unless_a_sandbox_is_in_the_way() -> N
     assert target[0] == 7
 
 
-@pytest.mark.parametrize("count", [1, 511, 512, 513, 1500])
-def test_sources_that_nearly_follow_each_other_are_read_as_one(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
-    inner = moves._readv
-
-    def counted(pid: int, targets: int, n_targets: int, sources: int, n_sources: int, flags: int) -> int:
-        calls.append((n_targets, n_sources))
-        return inner(pid, targets, n_targets, sources, n_sources, flags)
-
-    if moves._is_refused():
-        pytest.skip("process_vm_readv is refused here")
-    monkeypatch.setattr(moves, "_readv", counted)
-    rng = np.random.default_rng(count)
-    source = rng.integers(1, 256, 4096 * count, dtype=np.uint8)
-    gaps = rng.choice([0, 1, 64, 700, 2048], count)
-    stops = np.cumsum(100 + gaps) - gaps
-    order = rng.permutation(count)
-    target, wanted = (np.zeros(100 * count, dtype=np.uint8) for _ in range(2))
-    for place, number in enumerate(order):
-        wanted[100 * place : 100 * place + 100] = source[stops[number] - 100 : stops[number]]
-    rows = [
-        (target.ctypes.data + 100 * place, source.ctypes.data + int(stops[n]) - 100, 100)
-        for place, n in enumerate(order)
-    ]
-    PreparedMoves.of(as_moves(rows)).copy(0)
-    assert np.array_equal(target, wanted)
-    assert len(calls) == -(-count // 512)
-    assert all(n_targets <= 1024 and n_sources == 1 for n_targets, n_sources in calls)
-
-
 def test_sources_that_overlap_or_lie_apart_are_read_each_for_itself() -> None:
     source = np.arange(1, 9001, dtype=np.uint16).view(np.uint8)
     spans = [(0, 100), (50, 100), (50, 100), (2199, 10), (4258, 10), (4268, 5), (120, 1)]
@@ -127,5 +94,5 @@ def test_sources_that_overlap_or_lie_apart_are_read_each_for_itself() -> None:
         (target.ctypes.data + start, source.ctypes.data + offset, n)
         for start, (offset, n) in zip(targets, spans, strict=True)
     ]
-    PreparedMoves.of(as_moves(rows)).copy(0)
+    copy_all(0, as_moves(rows))
     assert np.array_equal(target, wanted)

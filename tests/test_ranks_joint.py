@@ -22,8 +22,8 @@ from test_ranks_failing import ActingStorage, engine_over
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.engine import group_load as joint
-from aio_ckpt.engine.fallback import Walk, candidates
-from aio_ckpt.engine.group_load import _Order, _Own
+from aio_ckpt.engine.fallback import FallbackSearch, candidates
+from aio_ckpt.engine.group_load import LoadMember, _Order
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, MismatchError, PeerFailedError, ReadError
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.read import load as read
@@ -138,7 +138,7 @@ def give_up(rank: int, count: int, root: Path, leaving: int, when: str) -> tuple
                 dist.barrier()
             gate.open()
         else:
-            coordinator = engine._site.peers.coordinator
+            coordinator = engine._ctx.members.coordinator
             assert isinstance(coordinator, StoreCoordinator)
             sent = coordinator.messages_sent
             load = submit(engine, state_of(0), given_up)
@@ -264,7 +264,7 @@ def later(gate: Gate, act: Callable[..., Any]) -> Any:
 
 def is_matched(engine: CheckpointEngine) -> bool:
     """Whether this rank waits for the templates of the others."""
-    coordinator = engine._site.peers.coordinator
+    coordinator = engine._ctx.members.coordinator
     assert isinstance(coordinator, StoreCoordinator)
     return any(topic.endswith(", turn 2") for topic in coordinator._waits)
 
@@ -486,7 +486,7 @@ def test_an_error_behind_a_fallback_says_what_was_tried_before(two: Ranks, tmp_p
 @pytest.mark.parametrize("is_modified", [False, True])
 def test_errors_of_any_type_say_whether_the_template_was_filled(is_modified: bool) -> None:
     for error in (MemoryError("none left"), OSError(5, "broken"), AioCkptError("ours")):
-        Walk(site=cast("Any", None), is_modified=is_modified).complete(error)
+        FallbackSearch(site=cast("Any", None), is_modified=is_modified).complete(error)
         assert told(error)[1] == is_modified
 
 
@@ -512,7 +512,7 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
     beside: int | None, told: int | None, newest: int | None
 ) -> None:
     peers = SimpleNamespace(newest=3)
-    own: _Own[Any] = _Own(cast("Any", SimpleNamespace(peers=peers)), cast("Any", None), cast("Any", None))
+    own: LoadMember[Any] = LoadMember(cast("Any", SimpleNamespace(peers=peers)), cast("Any", None), cast("Any", None))
     peers.newest = beside or peers.newest
     own._learn_newest(_Order("done", newest=told))
     assert peers.newest == newest

@@ -31,7 +31,7 @@ def state_at(step: int) -> dict[str, Any]:
 
 def coordinator_of(engine: CheckpointEngine | SyncCheckpointEngine) -> StoreCoordinator:
     inner = engine if isinstance(engine, CheckpointEngine) else engine._engine
-    coordinator = inner._site.peers.coordinator
+    coordinator = inner._ctx.members.coordinator
     assert isinstance(coordinator, StoreCoordinator)
     return coordinator
 
@@ -159,7 +159,7 @@ def fail_on_the_leader(rank: int, count: int, root: Path, stage: str) -> list[st
         options: dict[str, Any] = {"metrics": {"loss": "x"}} if stage == "capture" and rank == 0 else {}
         with pytest.raises((AioCkptError, OSError)):
             engine.save(state_at(2), step=2, **options).result(SECS)
-        pending = pending_path(root, engine._site.peers.owner, 2)
+        pending = pending_path(root, engine._ctx.members.owner, 2)
         if rank == 1:
             engine.terminate()
             pending.mkdir()  # as by one of its threads that was stuck in the system until now

@@ -17,7 +17,7 @@ from test_ranks_failing import ActingStorage, no_space, told
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.messages import Verdict, Word
+from aio_ckpt.ranks.messages import Decision, Reply
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 
@@ -36,21 +36,21 @@ class HeldCoordinator(StoreCoordinator):
         super().__init__(store, rank=dist.get_rank(), world_size=dist.get_world_size())
         self.gate = Gate()
 
-    async def _tell(self, topic: str, verdict: Verdict) -> None:
+    async def _tell(self, topic: str, decision: Decision) -> None:
         if topic == self.topic:
             await self.gate.wait()
-        await super()._tell(topic, verdict)
+        await super()._tell(topic, decision)
 
-    async def _await_word(self, topic: str, stage: str) -> Word:
+    async def _await_word(self, topic: str, stage: str) -> Reply:
         word = await super()._await_word(topic, stage)
         if topic == self.topic:
             await self.gate.wait()
         return word
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         if self.is_mute:
             raise PeerFailedError("the store of the ranks cannot be reached", rank=0, stage="agree")
-        return await super().abandon(topic, error, stage=stage)
+        return await super().abort(topic, error, stage=stage)
 
 
 @contextlib.contextmanager
@@ -170,14 +170,14 @@ def test_the_deadline_of_the_leader_is_named_as_what_ended_the_save(two: Ranks, 
 
 def render_slowly(rank: int, count: int, root: Path) -> tuple[str, int | None, str]:
     with held_engine(root, SHORT_SECS) as (engine, _, _):
-        book = engine._site.peers.book
-        template = book.template
+        ledger = engine._ctx.members.ledger
+        template = ledger.template
 
         def slow(written: Any) -> Any:
             time.sleep(1.5 * SHORT_SECS)  # the time that passes is what is tested
             return template(written)
 
-        book.template = slow  # type: ignore[method-assign]
+        ledger.template = slow  # type: ignore[method-assign]
         found = told(engine.save(state_of(1), step=1).exception(SECS))
         dist.barrier()
     return found

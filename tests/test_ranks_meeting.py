@@ -20,7 +20,7 @@ from rank_processes import Ranks, engine_on, ranks
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
-from aio_ckpt.ranks.messages import Verdict
+from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.ranks.rendezvous import companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
@@ -221,18 +221,18 @@ def save_in_groups(rank: int, count: int, root: Path) -> tuple[int, str]:
 async def meet_under_one_name(group: dist.ProcessGroup, rank: int) -> str:
     """As on two hosts with a disk each, at the same path."""
 
-    async def in_order(messages: tuple[bytes, ...]) -> Verdict:
-        return Verdict(common=b" ".join(messages))
+    async def in_order(messages: tuple[bytes, ...]) -> Decision:
+        return Decision(common=b" ".join(messages))
 
     coordinator = StoreCoordinator.of_group(group)
     if rank in (1, 2):
         dist.barrier()  # the first of one group and the last of the other come first
-    coordinator.enlist("/local/checkpoints", stall_secs=SECS)
+    coordinator.register("/local/checkpoints", stall_secs=SECS)
     if rank in (0, 3):
         dist.barrier()
     await coordinator.open("/local/checkpoints", stall_secs=SECS)
     try:
-        return (await coordinator.agree("t", b"%d" % rank, in_order, stage="agree")).decode()
+        return (await coordinator.exchange("t", b"%d" % rank, in_order, stage="agree")).decode()
     finally:
         await coordinator.leave()
         coordinator.close()
@@ -275,12 +275,12 @@ class GoingCoordinator(StoreCoordinator):
 
 
 async def agree_once(coordinator: StoreCoordinator) -> None:
-    async def nothing(_: tuple[bytes, ...]) -> Verdict:
-        return Verdict()
+    async def nothing(_: tuple[bytes, ...]) -> Decision:
+        return Decision()
 
     try:
         await coordinator.open("x", stall_secs=SHORT_SECS)
-        await coordinator.agree("t", b"", nothing, stage="agree")
+        await coordinator.exchange("t", b"", nothing, stage="agree")
     finally:
         with anyio.CancelScope(shield=True):
             await coordinator.leave()

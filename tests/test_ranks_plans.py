@@ -127,9 +127,9 @@ def test_replicas_are_written_once_and_spread_over_the_ranks(four: Ranks, tmp_pa
 def count_messages(rank: int, count: int, root: Path) -> list[tuple[int, int]]:
     found = []
     with acting_engine(root, SECS) as (engine, _):
-        coordinator = engine._site.peers.coordinator
+        coordinator = engine._ctx.members.coordinator
         assert isinstance(coordinator, StoreCoordinator)
-        engine._site.peers.opened.result(SECS)
+        engine._ctx.members.opened.result(SECS)
         for step in range(1, 7):
             before = coordinator.messages_sent, coordinator.bytes_sent
             state = {

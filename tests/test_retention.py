@@ -213,7 +213,7 @@ def test_many_saves_in_a_row_leave_what_the_policy_says(root: Path) -> None:
         gate.wait_reached()
         for step in (3, 4, 5, 6):
             engine.save(weights(step), step).result(TIMEOUT)
-        assert len(engine._keeper.passes) <= 3
+        assert len(engine._root_session.passes) <= 3
         gate.open()
     assert committed(root) == [6]
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_deleted_fails_no_save_is_told_and_tried_again(
         storage.fail("rename", "step_000000001", WriteError(errno.EACCES, "not yours", "x"))
         with caplog.at_level(logging.WARNING, "aio_ckpt"):
             engine.save(weights(2), 2).result(TIMEOUT)
-            engine._keeper.passes[-1].result(TIMEOUT)
+            engine._root_session.passes[-1].result(TIMEOUT)
             assert list(engine.undeleted_steps) == [1]
             assert "not yours" in engine.undeleted_steps[1]
             engine.save(weights(3), 3).result(TIMEOUT)
@@ -249,7 +249,7 @@ def test_a_deletion_that_stops_midway_leaves_trash_that_is_never_listed(root: Pa
         name = "root" if where == "sync_dir" else ".trash-step_000000001"
         storage.fail(where, name, WriteError(errno.EIO, "broken", "x"))
         gate.open()
-        engine._keeper.passes[-1].result(TIMEOUT)
+        engine._root_session.passes[-1].result(TIMEOUT)
         assert list(engine.undeleted_steps) == [1]
         assert engine.steps() == [2]
         if where == "remove_tree":
@@ -319,7 +319,7 @@ def test_what_becomes_one_of_the_best_while_a_pass_deletes_stays(root: Path) -> 
         gate.wait_reached()  # 2 is next
         engine.save(weights(30), 3, overwrite=True, metrics={"loss": 0.95}).result(TIMEOUT)
         gate.open()
-        for done in engine._keeper.passes:
+        for done in engine._root_session.passes:
             done.result(TIMEOUT)
         assert 2 in engine.steps(), "4 and 2 are the best now"
 
@@ -332,13 +332,13 @@ def test_no_pass_looks_while_a_commit_may_yet_be_taken_back(root: Path) -> None:
         saving = engine.save(weights(3), 3)
         made_durable.wait_reached()  # 3 is visible
         storage.fail("sync_dir", "root", WriteError(errno.EIO, "broken", "x"))
-        engine._keeper.delete_expired(2)
-        renames, deadline = engine._site.quarantine.renames, time.monotonic() + TIMEOUT
+        engine._root_session.delete_expired(2)
+        renames, deadline = engine._ctx.quarantine.renames, time.monotonic() + TIMEOUT
         while not renames.statistics().tasks_waiting:  # the pass; without the lock it would list 3
             assert time.monotonic() < deadline
         made_durable.open()
         assert isinstance(saving.exception(TIMEOUT), WriteError)
-        for done in engine._keeper.passes:
+        for done in engine._root_session.passes:
             done.result(TIMEOUT)
         assert engine.steps() == [1, 2]
 
@@ -396,8 +396,8 @@ def test_a_damaged_step_that_could_not_be_set_aside_is_none_of_the_kept(root: Pa
 def test_a_save_that_ends_while_the_engine_closes_settles_all_the_same(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, _):
         engine.save(weights(1), 1).result(TIMEOUT)
-    engine._saver._after(1, None)
-    assert engine._keeper.passes == ()
+    engine._frontend._after(1, None)
+    assert engine._root_session.passes == ()
 
 
 def test_steps_that_expired_no_longer_stand_in_the_way(root: Path) -> None:
@@ -437,9 +437,9 @@ def test_nothing_is_remembered_of_each_step(root: Path) -> None:
         counts = []
         for step in range(1, 31):
             engine.save(weights(step), metrics={"loss": -step}).result(TIMEOUT)
-            for done in inner._keeper.passes:
+            for done in inner._root_session.passes:
                 done.result(TIMEOUT)
-            counts.append(sizes(inner, inner._saver.in_flight, inner._keeper, inner._keeper._retention))
+            counts.append(sizes(inner, inner._frontend.in_flight, inner._root_session, inner._root_session._retention))
     assert counts[-1] == counts[9]
 
 
@@ -649,7 +649,7 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
             if point == "rename":
                 other.protect(1)
                 reached.open()
-                engine._keeper.passes[-1].result(TIMEOUT)
+                engine._root_session.passes[-1].result(TIMEOUT)
                 assert engine.steps() == [1, 2]
             else:
                 late = storage.hold("sync_dir", "root")
@@ -658,7 +658,7 @@ def test_a_step_protected_while_it_is_being_deleted_stays_or_the_caller_is_told(
                 with pytest.raises(CheckpointNotFoundError):
                     other.protect(1)
                 late.open()
-                engine._keeper.passes[-1].result(TIMEOUT)
+                engine._root_session.passes[-1].result(TIMEOUT)
                 assert engine.steps() == [2]
                 assert listing(root) == ["step_000000002"]
 
@@ -680,10 +680,10 @@ def test_a_protected_step_that_could_not_be_put_back_is_put_back_by_the_next_pas
         reached = protect_in_the_moment_of_expiry(engine, storage, other)
         storage.fail("rename", ".trash-step_000000001", WriteError(errno.EIO, "broken", "x"))
         reached.open()
-        engine._keeper.passes[-1].result(TIMEOUT)
+        engine._root_session.passes[-1].result(TIMEOUT)
         assert engine.steps() == [2]
         engine.save(weights(3), 3).result(TIMEOUT)
-        engine._keeper.passes[-1].result(TIMEOUT)
+        engine._root_session.passes[-1].result(TIMEOUT)
         assert engine.steps() == [1, 3]
 
 
@@ -711,7 +711,7 @@ def test_a_mark_that_was_there_stays_when_another_asks_while_the_step_is_being_d
         with pytest.raises(CheckpointNotFoundError):
             other.protect(1)
         back.open()
-        engine._keeper.passes[-1].result(TIMEOUT)
+        engine._root_session.passes[-1].result(TIMEOUT)
         assert (engine.steps(), engine.protected_steps()) == ([1, 2], [1])
 
 
@@ -739,11 +739,11 @@ def test_a_deletion_whose_rename_could_not_be_made_durable_is_told_and_tried_aga
         reached.wait_reached()
         storage.fail("sync_dir", "root", WriteError(errno.EIO, "Input/output error"))
         reached.open()
-        engine._keeper.passes[-1].result(TIMEOUT)
+        engine._root_session.passes[-1].result(TIMEOUT)
         assert list(engine.undeleted_steps) == [1]
         assert ".trash-step_000000001" in listing(root)
         engine.save(weights(3), 3).result(TIMEOUT)
-        for done in engine._keeper.passes:
+        for done in engine._root_session.passes:
             done.result(TIMEOUT)
         assert (listing(root), engine.undeleted_steps) == (["step_000000003"], {})
 

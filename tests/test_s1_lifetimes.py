@@ -95,7 +95,7 @@ def save_beside_a_thread_that_is_left_behind(engine: CheckpointEngine, storage: 
     assert engine.lifetime.leases == 1
     second = engine.save(state_of(2.0), step=2)
     assert second.result(TIMEOUT) is not None
-    wait(engine._keeper.passes, TIMEOUT)
+    wait(engine._root_session.passes, TIMEOUT)
     assert len(pending_in(engine.root)) == 1
     assert gate.held == held
     assert engine.lifetime.leases == 1
@@ -105,7 +105,7 @@ def save_beside_a_thread_that_is_left_behind(engine: CheckpointEngine, storage: 
     assert engine.steps() == [2]
     third = engine.save(state_of(3.0), step=3)
     assert third.result(TIMEOUT) is not None
-    wait(engine._keeper.passes, TIMEOUT)
+    wait(engine._root_session.passes, TIMEOUT)
     assert pending_in(engine.root) == []
 
 
@@ -272,7 +272,7 @@ def test_a_released_buffer_is_poisoned_and_the_poison_reaches_no_file(tmp_path: 
     with watched_engine(tmp_path, storage) as engine:
         for step in range(1, 5):
             assert engine.save(state_of(float(step)), step=step).result(TIMEOUT) is not None
-            (arena,) = engine._saver.lifetime._idle
+            (arena,) = engine._frontend.lifetime._idle
             assert bool((arena.tensor == POISON).all())
     assert storage.torn == []
     for step in range(1, 5):

@@ -81,9 +81,9 @@ class RecordingCoordinator(SoloCoordinator):
     def __init__(self) -> None:
         self.exchanges: list[tuple[str, str]] = []
 
-    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str, **options: bool) -> bytes:
         self.exchanges.append((topic, threading.current_thread().name))
-        return await super().consult(topic, message, decide, stage=stage)
+        return await super().exchange(topic, message, decide, stage=stage, **options)
 
 
 def test_a_save_beside_one_that_is_being_written_gets_a_segment_of_its_own(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_without_room_for_a_second_segment_the_save_waits_and_agrees_on_nothing_
         watched_engine(tmp_path, storage, coordinator, staging="shm", max_in_flight=2, budget_bytes=24 * MIB) as engine,
         ThreadPoolExecutor(1) as trainer,
     ):
-        lent = engine._saver.lifetime._changed = WatchedCondition(engine._saver.lifetime._lock)
+        lent = engine._frontend.lifetime._changed = WatchedCondition(engine._frontend.lifetime._lock)
         engine.save(state, step=1)
         gate.wait_held(4)
         torch._foreach_add_(list(state.values()), 1.0)

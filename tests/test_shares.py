@@ -15,7 +15,7 @@ from property_examples import examples
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
 from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
 from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look, one_of_equals
-from aio_ckpt.ranks.save_ledger import Book, Planned, Written, spans_crc32
+from aio_ckpt.ranks.save_ledger import Ledger, PlanMsg, WrittenMsg, extents_crc32
 
 Key = tuple[str, tuple[int, ...]]
 Plan = tuple[list[Holding], tuple[str, ...]]
@@ -288,16 +288,18 @@ def test_what_equal_ranks_tell_is_kept_once() -> None:
 def test_sums_of_another_number_of_items_are_an_error(sums: bytes) -> None:
     """A rank's sums are four bytes an item."""
     with pytest.raises(PeerFailedError, match="bytes of sums"):
-        Book(2).assign([Planned(1, GOOD, b"1234"), Planned(1, GOOD, sums)])
+        Ledger(2).assign([PlanMsg(1, GOOD, b"1234"), PlanMsg(1, GOOD, sums)])
 
 
 @pytest.mark.parametrize("moved", [(1, 5, 6), (-1, 5, 6), (0, -5, 6), (0, 5, -6)])
 def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, int]) -> None:
     """A rank that tells of an object that it does not write, or of a place before its file, makes the save fail."""
-    book, places = Book(1), struct.pack("<2q", 0, 900)
-    (word,) = book.assign([Planned(1, GOOD, b"")])
+    ledger, places = Ledger(1), struct.pack("<2q", 0, 900)
+    (word,) = ledger.assign([PlanMsg(1, GOOD, b"")])
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
-        book.learn([Written(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), spans_crc32([moved[1:]]), places)])
+        ledger.learn(
+            [WrittenMsg(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), extents_crc32([moved[1:]]), places)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -305,13 +307,13 @@ def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, in
 )
 def test_places_that_no_data_file_has_are_an_error(places: bytes) -> None:
     """A rank that tells more, fewer or other places than its share has makes the save fail, and no metadata."""
-    book = Book(1)
-    (word,) = book.assign([Planned(1, GOOD, b"")])
+    ledger = Ledger(1)
+    (word,) = ledger.assign([PlanMsg(1, GOOD, b"")])
 
-    def written(told: bytes) -> Written:
+    def written(told: bytes) -> WrittenMsg:
         spans = [(5, 6)]
-        return Written(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), ((0, 5, 6),), spans_crc32(spans), told)
+        return WrittenMsg(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), ((0, 5, 6),), extents_crc32(spans), told)
 
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
-        book.learn([written(places)])
-    assert book.learn([written(struct.pack("<2q", 0, 900))]) == [(5, 6)]
+        ledger.learn([written(places)])
+    assert ledger.learn([written(struct.pack("<2q", 0, 900))]) == [(5, 6)]

@@ -22,11 +22,11 @@ from aio_ckpt.commit.manifests import (
     render_root,
     written_names,
 )
-from aio_ckpt.engine.pending_save import PendingSave, Site, save_id_of
+from aio_ckpt.engine.pending_save import EngineContext, PendingSave, save_id_of
 from aio_ckpt.errors import StallError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, rank_manifest_name
 from aio_ckpt.plan.planner import Plan, narrow
-from aio_ckpt.ranks.save_ledger import Planned, Written, spans_crc32
+from aio_ckpt.ranks.save_ledger import PlanMsg, WrittenMsg, extents_crc32
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.snapshot.compact import item_sums, narrowed_image, narrowed_objects
@@ -35,32 +35,32 @@ from aio_ckpt.write.result import WriteResult, check_complete
 __all__ = ["conclude", "narrow_save"]
 
 
-async def narrow_save(site: Site, save: PendingSave) -> None:
+async def narrow_save(ctx: EngineContext, save: PendingSave) -> None:
     """A miss: everything is captured; agree on who writes what, and close the image up over what others write."""
     save.stage = "agree"
     save.begin("waiting for its capture")
     whole, local = save.plan, save.plan.local
     assert local is not None  # several ranks
     for chunk in save.image.chunks:
-        await save.progress.wait(chunk.index, site.executor)
-    sums = await run_blocking(site.executor, item_sums, save.image, whole.layout)
+        await save.progress.wait(chunk.index, ctx.executor)
+    sums = await run_blocking(ctx.executor, item_sums, save.image, whole.layout)
     save.begin("waiting for the plans of the other ranks")
     with save.progress.paused():
-        word = await save.round.assign(Planned(save.step, local, sums))
+        word = await save.round.assign(PlanMsg(save.step, local, sums))
     share = word.share
     assert share is not None  # a rank that planned anew has nothing to keep
-    save.plan = await run_blocking(site.executor, narrow, whole, share, word.share_id)
+    save.plan = await run_blocking(ctx.executor, narrow, whole, share, word.share_id)
     save.objects = narrowed_objects(save.objects, whole.object_names, frozenset(save.plan.object_names))
     region = len(save.objects.region)
     save.image = await run_blocking(
-        site.executor, narrowed_image, save.image, whole.layout, share, save.plan.layout, region
+        ctx.executor, narrowed_image, save.image, whole.layout, share, save.plan.layout, region
     )
     save.adopt(save.plan)
     save.stage = "write"
 
 
 async def conclude(
-    site: Site,
+    ctx: EngineContext,
     save: PendingSave,
     pending: Path,
     final: Path,
@@ -72,39 +72,39 @@ async def conclude(
     written = written_names(save.plan, entries, result)
     check_complete(frozenset(save.requested), written | save.plan.elsewhere if save.plan.elsewhere else written)
     save.begin("writing the rank's manifest")
-    peers, save_id = site.peers, save_id_of(site, save)
-    rank, world_size = peers.coordinator.rank, peers.coordinator.world_size
+    members, save_id = ctx.members, save_id_of(ctx, save)
+    rank, world_size = members.coordinator.rank, members.coordinator.world_size
     manifest = render_rank(
         save.plan, entries, result, step=save.step, save_id=save_id, rank=rank, world_size=world_size
     )
-    await site.storage.write_file(pending / rank_manifest_name(rank), manifest)
+    await ctx.storage.write_file(pending / rank_manifest_name(rank), manifest)
     save.progress.touch()
     save.stage = "agree"
     save.begin("waiting for the other ranks")
     spans = object_spans(save.plan, save.objects)
     share_id, is_alone = save.plan.share_id, all(settled.done() for settled in save.earlier)
-    report = Written(
+    report = WrittenMsg(
         save.step,
         share_id,
         len(manifest),
         isal_zlib.crc32(manifest),
         (save.blocked_secs, save.staged_secs, save.written_secs),
-        peers.sent.moved(share_id, spans, is_alone=is_alone) if peers.are_several else (),
-        spans_crc32(spans),
-        _places(save.plan) if peers.are_several and peers.sent.is_new(share_id) else None,
+        members.sent.moved(share_id, spans, is_alone=is_alone) if members.are_several else (),
+        extents_crc32(spans),
+        _places(save.plan) if members.are_several and members.sent.is_new(share_id) else None,
     )
 
-    async def publish(all_written: Sequence[Written]) -> None:
-        await _publish(site, save, pending, final, metadata, all_written)
+    async def publish(all_written: Sequence[WrittenMsg]) -> None:
+        await _publish(ctx, save, pending, final, metadata, all_written)
 
-    save.is_handed_over = not peers.is_leader
+    save.is_handed_over = not members.is_leader
     with save.progress.paused():
         word = await save.round.conclude(report, publish)
         save.is_committing = True
         await _earlier(save)
-    if peers.are_several:
-        peers.sent.confirm(share_id, spans)
-    return word.slowest if peers.are_several else {}
+    if members.are_several:
+        members.sent.confirm(share_id, spans)
+    return word.slowest if members.are_several else {}
 
 
 def _places(plan: Plan) -> bytes:
@@ -120,52 +120,52 @@ async def _earlier(save: PendingSave) -> None:
 
 
 async def _publish(
-    site: Site,
+    ctx: EngineContext,
     save: PendingSave,
     pending: Path,
     final: Path,
     metadata: MetadataFile | None,
-    written: Sequence[Written],
+    written: Sequence[WrittenMsg],
 ) -> None:
     """The leader: everything is durable but the names; make it one checkpoint, visible."""
     save.progress.resume()
     save.begin("waiting for the commit of the save before")
     await _earlier(save)
-    save_id = save_id_of(site, save)
+    save_id = save_id_of(ctx, save)
     ranks = [FileEntry(rank_manifest_name(rank), found.nbytes, found.crc32) for rank, found in enumerate(written)]
     if metadata is None:
         save.begin("rendering .metadata")
-        spans = site.peers.book.learn(written)
+        spans = ctx.members.ledger.learn(written)
         with save.progress.paused():  # seconds for 10,000 ranks, in which no storage is asked for anything
-            template = await run_blocking(site.executor, site.peers.book.template, written)
+            template = await run_blocking(ctx.executor, ctx.members.ledger.template, written)
         metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
-        await site.storage.write_file(pending / METADATA_FILE, *metadata.parts)
+        await ctx.storage.write_file(pending / METADATA_FILE, *metadata.parts)
     save.progress.touch()
     save.agreed_secs = save.elapsed()
     root_manifest = render_root(
         metadata, ranks, step=save.step, save_id=save_id, created_unix=time.time(), metrics=save.call.metrics
     )
-    await _commit(site, save, pending, final, root_manifest)
+    await _commit(ctx, save, pending, final, root_manifest)
 
 
-async def _commit(site: Site, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
+async def _commit(ctx: EngineContext, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
     save.stage = "commit"
     save.begin("making its directory durable")
-    await commit.seal(site.storage, pending, root_manifest)
+    await commit.seal(ctx.storage, pending, root_manifest)
     save.sealed_secs = save.elapsed()
     save.begin("waiting while other checkpoints are renamed")
-    async with site.quarantine.renames:
+    async with ctx.quarantine.renames:
         await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
         save.is_committing = True
         save.begin("making it visible (rename, fsync)")
         # Shielded: a rename that was begun is finished or undone.
-        with anyio.move_on_after(site.config.stall_timeout_secs, shield=True) as scope:
-            left = await commit.publish(site.storage, pending=pending, final=final, overwrite=save.call.overwrite)
+        with anyio.move_on_after(ctx.config.stall_timeout_secs, shield=True) as scope:
+            left = await commit.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
             for directory in left:
-                site.left_behind.add(directory, lambda: True)
+                ctx.left_behind.add(directory, lambda: True)
     if scope.cancelled_caught:
         stalled = StallError(
-            f"the commit of step {save.step} did not end within {site.config.stall_timeout_secs} s: {site.root} is "
+            f"the commit of step {save.step} did not end within {ctx.config.stall_timeout_secs} s: {ctx.root} is "
             "stalled; the step may still become visible, whole, when it recovers"
         )
         stalled.in_doubt = True

@@ -18,16 +18,16 @@ from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig, check_kind
 from aio_ckpt.engine.load import load_state, read_tree, selection
-from aio_ckpt.engine.pending_save import SaveCall, Site
-from aio_ckpt.engine.root import RootKeeper, make_root
-from aio_ckpt.engine.save_call import Saver
-from aio_ckpt.engine.shutdown import Closing, second_to
+from aio_ckpt.engine.pending_save import EngineContext, SaveCall
+from aio_ckpt.engine.root import RootSession, make_root
+from aio_ckpt.engine.save_call import SaveFrontend
+from aio_ckpt.engine.shutdown import Shutdown, second_to
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
-from aio_ckpt.ranks.membership import Peers
-from aio_ckpt.ranks.preemption import Notice
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue.commit import open_segments, tell_rescuable
@@ -87,34 +87,34 @@ class CheckpointEngine:
         log_untried_torch()
         with self._portal.opening():
             rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
-            peers = Peers(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
-            self._notice = Notice(peers, self._portal)
-            self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._notice.is_on)
-            self._site = Site(
+            members = Membership(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
+            self._preemption = AgreedPreemption(members, self._portal)
+            self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
+            self._ctx = EngineContext(
                 root=self.root,
                 names=StepNames(config.step_dir),
                 owner=owner,
                 storage=storage or LocalStorage(self._portal.executor, config.direct_io),
-                peers=peers,
+                members=members,
                 executor=self._portal.executor,
                 config=config,
                 segments=segments,
                 kept=kept,
                 throttle=self._throttle,
             )
-            self._keeper = RootKeeper(self._site, self._portal, must_wait=lambda: self._notice.is_on)
-            self._saver = Saver(
-                self._site, self._portal, self._keeper, is_urgent=self._notice.look, on_committed=self._expire
+            self._root_session = RootSession(self._ctx, self._portal, must_wait=lambda: self._preemption.is_on)
+            self._frontend = SaveFrontend(
+                self._ctx, self._portal, self._root_session, is_urgent=self._preemption.poll, on_committed=self._expire
             )
-            self._closing = Closing(
-                self._saver.in_flight,
-                background=lambda: [*self._keeper.last_passes(), *self._saver.dropping],
+            self._shutdown = Shutdown(
+                self._frontend.in_flight,
+                background=lambda: [*self._root_session.last_passes(), *self._frontend.dropping],
                 release=self._shut_down,
             )
             tell_rescuable(
-                self._site.storage,
+                self._ctx.storage,
                 self.root,
-                self._site.names,
+                self._ctx.names,
                 owner,
                 self._portal,
                 segments=segments,
@@ -123,7 +123,7 @@ class CheckpointEngine:
                 limit_secs=config.stall_timeout_secs,
             )
             self._portal.at_exit(self._drain)
-            self._saver.meet()
+            self._frontend.meet()
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class CheckpointEngine:
         """
         step = commit.whole_number(step)
         call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
-        return self._saver.save(state, step, call)
+        return self._frontend.save(state, step, call)
 
     def prepare(self, state: object) -> Milestone[None]:
         """Do ahead what makes a first save slow: take the root's lock, plan, map and register staging memory.
@@ -178,7 +178,7 @@ class CheckpointEngine:
             Exception: what :meth:`save` would raise of this state or root. Memory that cannot be had
                 (BudgetExceededError) is raised by what is returned, and again by the save.
         """
-        return self._saver.prepare(state)
+        return self._frontend.prepare(state)
 
     def guard(self, guarded: object) -> None:
         """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
@@ -188,37 +188,37 @@ class CheckpointEngine:
         Raises:
             ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
         """
-        self._saver.in_flight.guards.add(guarded)
+        self._frontend.in_flight.guards.add(guarded)
 
     async def ready(self) -> None:
         """Return when ``save()`` would not have to wait for an earlier save."""
-        while (settled := self._saver.in_flight.settled_before_room) is not None:
+        while (settled := self._frontend.in_flight.settled_before_room) is not None:
             await asyncio.wrap_future(follow(settled))
 
     def wait_ready(self) -> None:
         """:meth:`ready` for a caller without a loop."""
         self._portal.check_thread("ready()")
-        while (settled := self._saver.in_flight.settled_before_room) is not None:
+        while (settled := self._frontend.in_flight.settled_before_room) is not None:
             settled.result()
 
     def clear_cache(self) -> None:
         """Forget the cached plan and give its gather buffers back: the next save plans anew."""
-        self._saver.clear_cache()
+        self._frontend.clear_cache()
 
     @property
     def plan_hits(self) -> int:
         """Saves, and calls of :meth:`prepare`, that reused the cached layout."""
-        return self._saver.cache.hits
+        return self._frontend.cache.hits
 
     @property
     def plan_misses(self) -> int:
         """Saves, and calls of :meth:`prepare`, that planned anew."""
-        return self._saver.cache.misses
+        return self._frontend.cache.misses
 
     @property
     def lifetime(self) -> LifetimeStats:
         """Arenas and leases held now."""
-        return self._saver.lifetime.stats
+        return self._frontend.lifetime.stats
 
     # -- loading --------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class CheckpointEngine:
     ) -> Future[LoadReport]:
         """:meth:`load` for a caller without a loop: its future. Once ``given_up`` is done it ends early."""
         self._portal.check_thread("load()")
-        return self._portal.submit(load_state, self._site, state, step, options, given_up or Future())
+        return self._portal.submit(load_state, self._ctx, state, step, options, given_up or Future())
 
     async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
         """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
@@ -282,11 +282,11 @@ class CheckpointEngine:
         """:meth:`read` for a caller without a loop: its future."""
         self._portal.check_thread("read()")
         step = None if step is None else commit.check_step_number(step)
-        return self._portal.submit(read_tree, self._site, step, selection(only))
+        return self._portal.submit(read_tree, self._ctx, step, selection(only))
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
-        return self._keeper.steps()
+        return self._root_session.steps()
 
     def latest_step(self) -> int | None:
         """Newest committed step, or None."""
@@ -303,7 +303,7 @@ class CheckpointEngine:
             RootError: the root is not writable, or another writer holds it.
             PeerFailedError, StallError: as :meth:`load`.
         """
-        return self._saver.rollback(step)
+        return self._frontend.rollback(step)
 
     def protect(self, step: int) -> None:
         """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
@@ -311,20 +311,20 @@ class CheckpointEngine:
         Raises:
             CheckpointNotFoundError: ``step`` is not committed (any more).
         """
-        self._keeper.protect(step)
+        self._root_session.protect(step)
 
     def unprotect(self, step: int) -> None:
         """Let ``step`` expire again, at the next commit; nothing if it was not protected."""
-        self._keeper.unprotect(step)
+        self._root_session.unprotect(step)
 
     def protected_steps(self) -> list[int]:
         """Steps that are protected, ascending."""
-        return self._keeper.protected_steps()
+        return self._root_session.protected_steps()
 
     @property
     def undeleted_steps(self) -> Mapping[int, str]:
         """Expired steps that could not be deleted after the last commit, and why; tried again after the next."""
-        return self._keeper.undeleted
+        return self._root_session.undeleted
 
     # -- ending ---------------------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class CheckpointEngine:
 
         The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
         are called too, after the flag was set; what the system does by default (to end the process) no longer
-        happens. Closing the engine, and a fork in the child, restores what was there before.
+        happens. Shutdown the engine, and a fork in the child, restores what was there before.
 
         Raises:
             WrongThreadError: not called on the main thread.
@@ -342,8 +342,8 @@ class CheckpointEngine:
         """
         if self._portal.is_closed:
             raise EngineClosedError("the engine was closed: open a new one")
-        self._notice.local.install(signals)
-        self._notice.watch()
+        self._preemption.local.install(signals)
+        self._preemption.watch()
 
     @property
     def preempted(self) -> bool:
@@ -353,7 +353,7 @@ class CheckpointEngine:
         ``save()`` waits for room even where ``when_busy`` would skip or raise. With many ranks a signal to one of them
         turns it true on all, at the same look: each has to look as often as the others (a ``save()`` is a look too).
         """
-        return self._notice.look()
+        return self._preemption.poll()
 
     async def __aenter__(self) -> Self:
         return self
@@ -361,16 +361,16 @@ class CheckpointEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        await self._closing.leave(error)
+        await self._shutdown.leave(error)
         return False
 
     async def close(self) -> None:
         """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
-        await self._closing.finish()
+        await self._shutdown.finish()
 
     def close_blocking(self) -> None:
         """:meth:`close` for a caller without a loop."""
-        self._closing.finish_blocking()
+        self._shutdown.finish_blocking()
 
     def close_after(self, error: BaseException | None) -> None:
         """:meth:`close_blocking` at the end of a block that ended with ``error``, which comes first."""
@@ -379,26 +379,26 @@ class CheckpointEngine:
 
     def terminate(self) -> None:
         """Abandon pending saves and release everything; nothing of them becomes visible."""
-        self._closing.abandon(self.config.stall_timeout_secs)
+        self._shutdown.abandon(self.config.stall_timeout_secs)
 
     def _expire(self, step: int) -> None:
         """``step`` was committed: older ones may expire."""
-        if not self._notice.is_on:
-            self._keeper.delete_expired(step)
+        if not self._preemption.is_on:
+            self._root_session.delete_expired(step)
 
     def _drain(self) -> None:
         """At interpreter exit: nothing trains any more."""
         self._throttle.lift()
-        self._closing.drain(self.config.drain_timeout_secs)
+        self._shutdown.drain(self.config.drain_timeout_secs)
 
     def _shut_down(self) -> None:
-        coordinator = self._site.peers.coordinator
+        coordinator = self._ctx.members.coordinator
         with contextlib.ExitStack() as steps:  # the last comes first; each, whatever the others raise
-            steps.callback(self._notice.local.restore)
-            steps.callback(self._keeper.release)
-            steps.callback(self._saver.lifetime.close)
+            steps.callback(self._preemption.local.restore)
+            steps.callback(self._root_session.release)
+            steps.callback(self._frontend.lifetime.close)
             steps.callback(coordinator.close)
             steps.callback(self._portal.close, STOP_SECS)
             steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
             steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
-            steps.callback(self._saver.let_go)
+            steps.callback(self._frontend.let_go)

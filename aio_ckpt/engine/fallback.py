@@ -1,4 +1,4 @@
-"""Walk: from the newest checkpoint back past those that do not verify, each read twice before it is passed by."""
+"""The search for a checkpoint that verifies: from the newest back, each read twice before it is passed by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.quarantine import Condemned
-from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -22,7 +22,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.reports import SkippedCheckpoint
 
-__all__ = ["ChangedError", "Damage", "Use", "Walk", "candidates", "newest_good", "too_many_changes"]
+__all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "candidates", "newest_good", "too_many_changes"]
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[commit.Committed, bool], Awaitable[T]]
@@ -31,37 +31,37 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
-    site: Site, step: int | None, use: Use[T], *, fallback: bool
+    ctx: EngineContext, step: int | None, use: Use[T], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
-    Only damage and a format that is not known here walk back: an I/O error or a template that does not match is raised
+    Only damage and a format that is not known here falls back: an I/O error or a template that does not match is raised
     as it is. What a writer deleted or
     replaced meanwhile proves nothing: then the root is looked at anew. What was proven damaged is set aside once an
     older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
     not take the root for an empty one.
     """
-    walk = Walk(site=site)
+    search = FallbackSearch(ctx=ctx)
     for _ in range(commit.MAX_LOOKS):
-        walk.damaged.clear()
+        search.damaged.clear()
         try:
-            for candidate in await candidates(site, step):
+            for candidate in await candidates(ctx, step):
                 try:
-                    value = await walk.use(candidate, use)
+                    value = await search.use(candidate, use)
                 except (CorruptCheckpointError, FormatVersionError):
                     if step is not None or not fallback:
                         raise
                 else:
-                    return candidate, await walk.settle(), value
+                    return candidate, await search.settle(), value
         except ChangedError as error:
             _log.info("%s was deleted or replaced while it was read: looking again", error)
         except Exception as error:
-            walk.complete(error)
+            search.complete(error)
             raise
         else:
-            raise walk.failure()
-    failure = too_many_changes(walk.site.root)
-    failure.target_modified = walk.is_modified
+            raise search.failure()
+    failure = too_many_changes(search.ctx.root)
+    failure.target_modified = search.is_modified
     raise failure
 
 
@@ -90,10 +90,10 @@ class Damage:
 
 
 @dataclass(slots=True, kw_only=True)
-class Walk:
-    """A walk from the newest checkpoint back."""
+class FallbackSearch:
+    """A search from the newest checkpoint back."""
 
-    site: Site
+    ctx: EngineContext
     """Where."""
     damaged: list[Damage] = field(default_factory=list)
     """Passed by so far, newest first."""
@@ -128,24 +128,24 @@ class Walk:
             value = await use(candidate, again)
         except (CorruptCheckpointError, FormatVersionError, CheckpointNotFoundError, ReadError) as error:
             self.is_modified = self.is_modified or error.target_modified
-            if not await commit.is_unchanged(self.site.storage, candidate):
+            if not await commit.is_unchanged(self.ctx.storage, candidate):
                 raise ChangedError(str(candidate.path)) from error
             raise
         # Without sums nothing else tells the manifest of one save from the data of the one that replaced it.
-        if self.site.config.verify == "never" and not await commit.is_unchanged(self.site.storage, candidate):
+        if self.ctx.config.verify == "never" and not await commit.is_unchanged(self.ctx.storage, candidate):
             self.is_modified = True
             raise ChangedError(str(candidate.path))
         return value
 
     async def settle(self) -> tuple[SkippedCheckpoint, ...]:
         """An older one was good: condemn what was proven; what was passed by, for the report."""
-        site = self.site
+        ctx = self.ctx
         proven = (
             Condemned(checkpoint=found.checkpoint, error=found.error)
             for found in self.damaged
             if found.is_proven and isinstance(found.error, CorruptCheckpointError)
         )
-        moved = await site.quarantine.condemn(site.storage, site.root, proven, site.config.stall_timeout_secs)
+        moved = await ctx.quarantine.condemn(ctx.storage, ctx.root, proven, ctx.config.stall_timeout_secs)
         for found in self.damaged:
             reason = "cannot be read here" if isinstance(found.error, FormatVersionError) else "does not verify"
             _log.error("skipped step %d, which %s: %s", found.checkpoint.step, reason, found.error)
@@ -160,7 +160,7 @@ class Walk:
         )
 
     def complete(self, error: Exception) -> None:
-        """``error`` ends the walk: let it say whether the template was touched, and what was passed by before it."""
+        """``error`` ends the search: let it say whether the template was touched, and what was passed by before it."""
         if self.is_modified:
             tell_modified(error)
         if not isinstance(error, CorruptCheckpointError | FormatVersionError):  # which tells itself what it is about
@@ -170,25 +170,25 @@ class Walk:
     def failure(self) -> CorruptCheckpointError | FormatVersionError:
         """None is good: FormatVersionError if the only fault of all is that their format is not known here."""
         each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
-        text = f"no checkpoint under {self.site.root} verifies, and nothing was moved: {each}"
+        text = f"no checkpoint under {self.ctx.root} verifies, and nothing was moved: {each}"
         is_unknown = all(isinstance(found.error, FormatVersionError) for found in self.damaged)
         error = FormatVersionError(text) if is_unknown else CorruptCheckpointError(text)
         error.target_modified = self.is_modified
         return error
 
 
-async def candidates(site: Site, step: int | None) -> list[commit.Committed]:
+async def candidates(ctx: EngineContext, step: int | None) -> list[commit.Committed]:
     """Newest first: what is committed, and what was before it lost its ``.metadata``.
 
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    committed, torn = await commit.discover_all(site.storage, site.root, site.names)
+    committed, torn = await commit.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
     chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
     if not chosen:
         wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         is_older = step is not None and bool(steps) and step < steps[-1]
         hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
-        raise CheckpointNotFoundError(f"{wanted} under {site.root}; committed steps: {steps}{hint}")
+        raise CheckpointNotFoundError(f"{wanted} under {ctx.root}; committed steps: {steps}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)

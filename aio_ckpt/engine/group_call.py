@@ -12,13 +12,14 @@ import msgspec
 from aio_ckpt.commit.owner import pending_path
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.engine.in_flight import CALL_STAGE
-from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
-from aio_ckpt.ranks.membership import Peers, SaveRound
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Portal
 
-__all__ = ["JointCall", "await_met", "tell"]
+__all__ = ["GroupCall", "await_met", "tell"]
 
 Room: TypeAlias = tuple[bool, int]
 """Whether the leader has room at a call, and the last call before the oldest that is pending there."""
@@ -27,20 +28,20 @@ _ROOMS: msgspec.msgpack.Decoder[Room] = msgspec.msgpack.Decoder(Room)
 _NOT_SKIPPED: Room = (True, 0)
 
 
-class JointCall:
+class GroupCall:
     """One call of ``save()`` on every rank.
 
     Invariant: whatever ends it here, no other rank waits for this one in it, and this one for no word that never
     comes: the others are told why, unless the leader has said, or says yet, that all skip the call.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, number: int, claim: Callable[[], object]) -> None:
+    def __init__(self, ctx: EngineContext, portal: Portal, *, number: int, claim: Callable[[], object]) -> None:
         """``claim`` takes the step of a call that is not skipped."""
-        self._site = site
+        self._ctx = ctx
         self._number = number
-        self.agreement = SaveRound(site.peers, site.executor, topic=f"save {number}")
+        self.agreement = SaveRound(ctx.members, ctx.executor, topic=f"save {number}")
         """What is agreed on once it is a pending save."""
-        self._peers = site.peers
+        self._members = ctx.members
         self._portal = portal
         self._topic = f"room {number}"
         self._claim = claim
@@ -50,7 +51,7 @@ class JointCall:
 
     def expect_room(self) -> None:
         """The leader will say whether it has room."""
-        self._room = None if self._peers.are_several else _NOT_SKIPPED
+        self._room = None if self._members.are_several else _NOT_SKIPPED
 
     def room(self, own: Room, deadline: Deadline) -> Room:
         """The leader's room at this call, which is ``own`` there.
@@ -59,7 +60,7 @@ class JointCall:
             StallError: it does not say by the deadline.
             PeerFailedError: it refused the call, or is gone.
         """
-        limit_secs = deadline.left_secs(2 * self._peers.stall_secs)
+        limit_secs = deadline.left_secs(2 * self._members.stall_secs)
         self._own = own
         try:
             return self._portal.call(self._announce, timeout=limit_secs, what="save()")
@@ -68,19 +69,19 @@ class JointCall:
             raise
 
     async def _announce(self) -> Room:
-        word = await self._peers.announce(self._topic, msgspec.msgpack.encode(self._own))
+        word = await self._members.broadcast(self._topic, msgspec.msgpack.encode(self._own))
         self._room = _ROOMS.decode(word)
         if not self._room[0]:  # on no rank anything comes of it
-            self._peers.coordinator.end_call(f"save {self._number}")
+            self._members.coordinator.end_call(f"save {self._number}")
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> None:
         """``save()`` is about to raise: the other ranks must not wait for this one."""
-        if not self._peers.are_several:
+        if not self._members.are_several:
             return
-        told = _told(self._peers, error)
+        told = _told(self._members, error)
         if self._room is None:
             with contextlib.suppress(EngineClosedError):
                 self._portal.submit(self._refuse_unheard, told, on_done=lambda _: self._count())
@@ -92,7 +93,7 @@ class JointCall:
     def wait_counted(self, deadline: Deadline) -> None:
         """Until it is known whether a call that was refused has taken its step, which the next one builds on."""
         if self._room is None:
-            wait([self._is_counted], deadline.left_secs(min(2 * self._peers.stall_secs, MAX_SECS)))
+            wait([self._is_counted], deadline.left_secs(min(2 * self._members.stall_secs, MAX_SECS)))
             deadline.check(None, "waiting to hear of the call before")
 
     async def _refuse_unheard(self, told: PeerFailedError) -> None:
@@ -105,19 +106,19 @@ class JointCall:
     async def _end(self, told: PeerFailedError) -> None:
         """The call is over on this rank; the others may have begun to write."""
         await self.agreement.end(told)
-        if self._peers.is_leader and self.agreement.is_failed and not self.agreement.is_entered:
-            pending = pending_path(self._site.root, self._peers.owner, self._number)
-            self._site.left_behind.add(pending, lambda: True)
+        if self._members.is_leader and self.agreement.is_failed and not self.agreement.is_entered:
+            pending = pending_path(self._ctx.root, self._members.owner, self._number)
+            self._ctx.left_behind.add(pending, lambda: True)
 
     async def _hear_late(self, told: PeerFailedError) -> None:
         """What became of the call on the leader; there, say it."""
-        peers = self._peers
+        members = self._members
         self._room = _NOT_SKIPPED
         with contextlib.suppress(AioCkptError):  # the leader refused it, too, or they never meet
-            await peers.met()
-            if not peers.is_leader:
+            await members.met()
+            if not members.is_leader:
                 await self._announce()
-            elif await peers.coordinator.abandon(self._topic, told, stage=CALL_STAGE) is None:  # its word was out
+            elif await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None:  # its word was out
                 self._room = self._own
 
     def _take_step(self) -> None:
@@ -129,29 +130,29 @@ class JointCall:
             self._is_counted.set_result(None)
 
 
-def tell(portal: Portal, peers: Peers, agreement: SaveRound, error: BaseException) -> None:
+def tell(portal: Portal, members: Membership, agreement: SaveRound, error: BaseException) -> None:
     """A call fails here with ``error``: leave what it agrees on, so that the others hear of it."""
-    if peers.are_several:
+    if members.are_several:
         with contextlib.suppress(EngineClosedError):
-            portal.submit(agreement.end, _told(peers, error))
+            portal.submit(agreement.end, _told(members, error))
 
 
-def _told(peers: Peers, error: BaseException) -> PeerFailedError:
+def _told(members: Membership, error: BaseException) -> PeerFailedError:
     if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
         return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE)
-    return PeerFailedError(f"{type(error).__name__}: {error}", rank=peers.coordinator.rank, stage=CALL_STAGE)
+    return PeerFailedError(f"{type(error).__name__}: {error}", rank=members.coordinator.rank, stage=CALL_STAGE)
 
 
-def await_met(peers: Peers, deadline: Deadline) -> None:
+def await_met(members: Membership, deadline: Deadline) -> None:
     """Block until all ranks have opened their engines.
 
     Raises:
         StallError: they did not in time.
-        PeerFailedError, RootError: see :meth:`Peers.meet`.
+        PeerFailedError, RootError: see :meth:`Membership.meet`.
     """
     try:
-        peers.opened.exception(deadline.left_secs(min(2 * peers.stall_secs, MAX_SECS)))
+        members.opened.exception(deadline.left_secs(min(2 * members.stall_secs, MAX_SECS)))
     except TimeoutError:
         deadline.check(None, "waiting for the other ranks to open their engines")
         raise StallError("the other ranks did not open their engines in time") from None
-    peers.opened.result()
+    members.opened.result()

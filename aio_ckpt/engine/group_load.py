@@ -1,4 +1,4 @@
-"""Joint loads: all ranks load the same checkpoint, and walk back together past one that any of them found bad."""
+"""Joint loads: all ranks load the same checkpoint, and fall back together past one that any of them found bad."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import anyio
 import msgspec
 
 from aio_ckpt.commit import publish as commit
-from aio_ckpt.engine.fallback import ChangedError, Damage, Walk, candidates, too_many_changes
-from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, candidates, too_many_changes
+from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -21,14 +21,14 @@ from aio_ckpt.errors import (
     PeerFailedError,
     SaveCancelledError,
 )
-from aio_ckpt.ranks.heartbeat import BEATS
-from aio_ckpt.ranks.messages import Verdict
+from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.ranks.store_coordinator import Coordinator
 from aio_ckpt.read.match import OnMatched
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.futures import first_cause
 
-__all__ = ["JointUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
+__all__ = ["GroupUse", "Loaded", "newest_good_for_all", "refuse_for_all"]
 
 _log = logging.getLogger("aio_ckpt")
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
-JointUse: TypeAlias = Callable[[commit.Committed, bool, OnMatched], Awaitable[L]]
+GroupUse: TypeAlias = Callable[[commit.Committed, bool, OnMatched], Awaitable[L]]
 """As :data:`aio_ckpt.engine.fallback.Use`; what it reads fits all ranks once the third argument has returned."""
 
 
@@ -102,7 +102,7 @@ _ORDERS = msgspec.msgpack.Decoder(_Order)
 
 
 async def newest_good_for_all(
-    site: Site, name: str, step: int | None, use: JointUse[L], *, fallback: bool
+    ctx: EngineContext, name: str, step: int | None, use: GroupUse[L], *, fallback: bool
 ) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.engine.fallback.newest_good`, for the same call on every rank, which all call ``name``.
 
@@ -113,9 +113,9 @@ async def newest_good_for_all(
         PeerFailedError: another rank could not load for a reason that is no damage, was called with another step or
             ``fallback``, or is gone.
     """
-    coordinator, stall_secs = site.peers.coordinator, site.config.stall_timeout_secs
-    turns = _Turns(coordinator, name, _Leading(site, step, fallback=fallback))
-    own = _Own(site, use, turns)
+    coordinator, stall_secs = ctx.members.coordinator, ctx.config.stall_timeout_secs
+    turns = LoadRound(coordinator, name, LoadLeader(ctx, step, fallback=fallback))
+    own = LoadMember(ctx, use, turns)
     try:
         order = await turns.tell(_Outcome("none yet", asked=(step, fallback)))
         while not order.is_last:
@@ -131,15 +131,15 @@ async def newest_good_for_all(
     except BaseException as error:
         await _tell(coordinator, turns.unheard, error, stall_secs)
         if isinstance(error, Exception):
-            own.walk.complete(error)
+            own.search.complete(error)
         raise
     finally:
         coordinator.end_call(name)  # whoever still waits for this rank hears that it is elsewhere
 
 
-async def refuse_for_all(site: Site, name: str, error: BaseException) -> None:
+async def refuse_for_all(ctx: EngineContext, name: str, error: BaseException) -> None:
     """This rank takes no part in the load called ``name``, so that none does."""
-    await _tell(site.peers.coordinator, (_topic(name, 1),), error, site.config.stall_timeout_secs)
+    await _tell(ctx.members.coordinator, (_topic(name, 1),), error, ctx.config.stall_timeout_secs)
 
 
 def _topic(name: str, turn: int) -> str:
@@ -154,10 +154,10 @@ class _OtherOrderError(Exception):
         self.order = order
 
 
-class _Turns:
+class LoadRound:
     """What the ranks of one load tell each other: turn by turn each its outcome, and the leader what comes next."""
 
-    def __init__(self, coordinator: Coordinator, name: str, leading: _Leading) -> None:
+    def __init__(self, coordinator: Coordinator, name: str, leading: LoadLeader) -> None:
         self._coordinator = coordinator
         self._name = name
         self._leading = leading
@@ -170,18 +170,18 @@ class _Turns:
         topic, following = _topic(self._name, self._turn), _topic(self._name, self._turn + 1)
         self.unheard = [topic, following]
         message = msgspec.msgpack.encode(outcome)
-        order = _ORDERS.decode(await self._coordinator.agree(topic, message, self._leading.decide, stage="load"))
+        order = _ORDERS.decode(await self._coordinator.exchange(topic, message, self._leading.decide, stage="load"))
         self._turn += 1
         self.unheard = [] if order.is_last else [following]
         return order
 
 
-class _Own(Generic[L]):
+class LoadMember(Generic[L]):
     """This rank's side: it does what all are told."""
 
-    def __init__(self, site: Site, use: JointUse[L], turns: _Turns) -> None:
-        self.walk = Walk(site=site)
-        self._newest_before = site.peers.newest
+    def __init__(self, ctx: EngineContext, use: GroupUse[L], turns: LoadRound) -> None:
+        self.search = FallbackSearch(ctx=ctx)
+        self._newest_before = ctx.members.newest
         self._use = use
         self._turns = turns
         self._outcome = _Outcome("none yet")
@@ -203,7 +203,7 @@ class _Own(Generic[L]):
                 raise
             self._error = error
             is_unknown = isinstance(error, FormatVersionError)
-            self._outcome = _Outcome("damaged", str(error), self.walk.damaged[-1].is_proven, is_unknown)
+            self._outcome = _Outcome("damaged", str(error), self.search.damaged[-1].is_proven, is_unknown)
         except ChangedError as error:
             self._outcome = _Outcome("changed", str(error))
         return self._outcome
@@ -212,13 +212,13 @@ class _Own(Generic[L]):
         self._candidate = self._loaded = None
         self._outcome = _Outcome("none yet")
         try:
-            self._candidate = (await candidates(self.walk.site, step))[0]
+            self._candidate = (await candidates(self.search.ctx, step))[0]
         except CheckpointNotFoundError as error:  # retention was faster
             raise ChangedError(str(error)) from error
-        self._loaded = await self.walk.use(
+        self._loaded = await self.search.use(
             self._candidate, lambda candidate, again: self._use(candidate, again, self._matched)
         )
-        self.walk.is_modified = True
+        self.search.is_modified = True
         return _Outcome("read", self._loaded.identity)
 
     async def _matched(self, identity: str) -> None:
@@ -238,32 +238,32 @@ class _Own(Generic[L]):
     def take_blame(self, order: _Order) -> None:
         """What another rank found wrong is wrong for this one, too."""
         if order.is_new_look:
-            self.walk.damaged.clear()
+            self.search.damaged.clear()
         elif order.blame is not None and self._outcome.kind != "damaged" and self._candidate is not None:
             kind = FormatVersionError if order.blame.is_unknown else CorruptCheckpointError
             error = kind(order.blame.text)
             found = Damage(checkpoint=self._candidate, error=error, is_proven=order.blame.is_proven)
-            self.walk.damaged.append(found)
+            self.search.damaged.append(found)
 
     async def end(self, order: _Order) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
         """What was loaded; raises why nothing was."""
         if order.kind == "done" and self._candidate is not None and self._loaded is not None:
             self._learn_newest(order)
-            return self._candidate, await self.walk.settle(), self._loaded
+            return self._candidate, await self.search.settle(), self._loaded
         raise _ERRORS[order.kind](order.text) from self._error
 
     def _learn_newest(self, order: _Order) -> None:
         """As the leader saw it; a save that was committed beside this load may be newer than its look."""
-        peers = self.walk.site.peers
-        beside = peers.newest if peers.newest != self._newest_before else None
-        peers.newest = max((step for step in (order.newest, beside) if step is not None), default=None)
+        members = self.search.ctx.members
+        beside = members.newest if members.newest != self._newest_before else None
+        members.newest = max((step for step in (order.newest, beside) if step is not None), default=None)
 
 
-class _Leading:
+class LoadLeader:
     """The leader's side: which checkpoint next."""
 
-    def __init__(self, site: Site, step: int | None, *, fallback: bool) -> None:
-        self._site = site
+    def __init__(self, ctx: EngineContext, step: int | None, *, fallback: bool) -> None:
+        self._ctx = ctx
         self._step = step
         self._falls_back = fallback and step is None
         self._left: list[int] = []
@@ -274,10 +274,10 @@ class _Leading:
         self._all_unknown = True
         """Whether no candidate was found damaged: those passed by were written by a newer torch or aio_ckpt."""
 
-    async def decide(self, messages: tuple[bytes, ...]) -> Verdict:
+    async def decide(self, messages: tuple[bytes, ...]) -> Decision:
         """From what became of the last one on every rank."""
         outcomes = [_OUTCOMES.decode(message) for message in messages]
-        return Verdict(common=msgspec.msgpack.encode(await self._order(outcomes)))
+        return Decision(common=msgspec.msgpack.encode(await self._order(outcomes)))
 
     async def _order(self, outcomes: Sequence[_Outcome]) -> _Order:
         kinds = {outcome.kind for outcome in outcomes}
@@ -296,30 +296,30 @@ class _Leading:
         if blame.is_proven:
             self._proven.add(self._tried)
         if not self._falls_back:
-            text = f"{self._found[-1]}, under {self._site.root}"
+            text = f"{self._found[-1]}, under {self._ctx.root}"
             return _Order("unknown" if bad.is_unknown else "damaged", text=text, blame=blame)
         if not self._left:
             each = "; ".join(self._found)
-            text = f"no checkpoint under {self._site.root} verifies, and nothing was moved: {each}"
+            text = f"no checkpoint under {self._ctx.root} verifies, and nothing was moved: {each}"
             return _Order("unknown" if self._all_unknown else "damaged", text=text, blame=blame)
         return self._next(_Order("load", blame=blame))
 
     async def _newest(self) -> int | None:
         """The newest committed step, less what was proven damaged; what was known before if the root can't be read."""
-        site = self._site
+        ctx = self._ctx
         try:
-            committed = await site.quarantine.committed(site.storage, site.root, site.names)
+            committed = await ctx.quarantine.committed(ctx.storage, ctx.root, ctx.names)
         except AioCkptError as error:  # all have what they wanted
-            _log.warning("%s could not be looked at behind a load: %s", site.root, error)
-            return None if site.peers.newest in self._proven else site.peers.newest
+            _log.warning("%s could not be looked at behind a load: %s", ctx.root, error)
+            return None if ctx.members.newest in self._proven else ctx.members.newest
         return max({checkpoint.step for checkpoint in committed} - self._proven, default=None)
 
     async def _look(self) -> _Order:
         self._looks += 1
         if self._looks > commit.MAX_LOOKS:
-            return _Order("not found", text=str(too_many_changes(self._site.root)))
+            return _Order("not found", text=str(too_many_changes(self._ctx.root)))
         try:
-            found = await candidates(self._site, self._step)
+            found = await candidates(self._ctx, self._step)
         except CheckpointNotFoundError as error:
             return _Order("not found", text=str(error))
         self._found.clear()
@@ -356,7 +356,7 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
 
     async def beat() -> None:
         while True:
-            await anyio.sleep(stall_secs / BEATS)
+            await anyio.sleep(stall_secs / HEARTBEATS_A_STALL)
             await coordinator.beat()
 
     result: list[T] = []
@@ -380,8 +380,8 @@ async def _tell(coordinator: Coordinator, topics: Sequence[str], error: BaseExce
                 if await coordinator.failure(topic) is not None:
                     return  # all hear of it there
                 # It is told at once. Whether it was heard in time spares the second topic, and nothing else.
-                with anyio.move_on_after(stall_secs / BEATS):
-                    is_heard = await coordinator.abandon(topic, cause, stage="load")
+                with anyio.move_on_after(stall_secs / HEARTBEATS_A_STALL):
+                    is_heard = await coordinator.abort(topic, cause, stage="load")
                     if is_heard and not is_leader:  # the leader's own may have come after a word that some have heard
                         return
         except AioCkptError as untold:  # the others learn it by their deadlines

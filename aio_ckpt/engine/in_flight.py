@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.engine.pending_save import PendingSave, SaveCall, Site
+from aio_ckpt.engine.pending_save import EngineContext, PendingSave, SaveCall
 from aio_ckpt.engine.pipeline import keep_trace, run_save
 from aio_ckpt.engine.steps import KnownSteps
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError, tell_stage
 from aio_ckpt.plan.planner import Plan, PlannedSave
-from aio_ckpt.ranks.membership import SaveRound
+from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
@@ -47,7 +47,7 @@ class InFlight:
 
     def __init__(
         self,
-        site: Site,
+        ctx: EngineContext,
         portal: Portal,
         *,
         on_settled: Callable[[int, BaseException | None], None],
@@ -55,14 +55,14 @@ class InFlight:
     ) -> None:
         """``on_settled`` is told of each outcome before the save leaves the table, ``adopt`` of each agreed plan."""
         self._adopt = adopt
-        self._site = site
+        self._ctx = ctx
         self._portal = portal
         self._on_settled = on_settled
-        self._copiers = Copiers(shadows=Shadows(site.config.device_copy_bytes))
+        self._copiers = Copiers(shadows=Shadows(ctx.config.device_copy_bytes))
         self.guards = Guards()
-        self._max = site.config.max_in_flight
-        self.steps = KnownSteps(site.quarantine, max_in_flight=self._max, are_several=site.peers.are_several)
-        self._on_failure = site.config.on_failure
+        self._max = ctx.config.max_in_flight
+        self.steps = KnownSteps(ctx.quarantine, max_in_flight=self._max, are_several=ctx.members.are_several)
+        self._on_failure = ctx.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
         self._lock = Lock()
@@ -167,7 +167,7 @@ class InFlight:
         """Make a pending save, which has the lease from now on; :meth:`start` enters it in the table and runs it."""
 
         def cancel() -> bool:
-            return self._portal.call(save.cancel, timeout=self._site.config.stall_timeout_secs, what="cancel()")
+            return self._portal.call(save.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
 
         def fence(stream: object) -> None:
             for mark in save.marks:
@@ -207,7 +207,7 @@ class InFlight:
     def next_number(self) -> int:
         """The number of a call of ``save()``: the same on every rank for the same call."""
         self._calls += 1
-        self._site.peers.coordinator.begin_call(f"save {self._calls}")
+        self._ctx.members.coordinator.begin_call(f"save {self._calls}")
         return self._calls
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
@@ -220,8 +220,8 @@ class InFlight:
 
         def begin() -> None:
             nonlocal is_running
-            site = replace(self._site, storage=save.call.trace.storage(self._site.storage))
-            self._portal.submit(run_save, site, save, on_done=lambda done: self._settle(save, done))
+            ctx = replace(self._ctx, storage=save.call.trace.storage(self._ctx.storage))
+            self._portal.submit(run_save, ctx, save, on_done=lambda done: self._settle(save, done))
             is_running = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:
@@ -252,7 +252,7 @@ class InFlight:
                 guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
                 on_captured=captured,
                 on_issued=issued,
-                stall_timeout_secs=self._site.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
+                stall_timeout_secs=self._ctx.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
                 trace=save.call.trace,
             )
             self._finish(save, work, is_staged=is_staged)
@@ -280,7 +280,7 @@ class InFlight:
 
     def _give_up(self, save: PendingSave, error: BaseException) -> None:
         """``save()`` is about to raise ``error``: the save ends with it first, however far it has come."""
-        timeout_secs = self._site.config.stall_timeout_secs
+        timeout_secs = self._ctx.config.stall_timeout_secs
         # Ctrl-C is raised by save() and only there: the pipeline and later saves hear of a cancelled save.
         interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
         cause = error if isinstance(error, Exception) else interrupted
@@ -299,7 +299,7 @@ class InFlight:
         save.progress.fail(cause)
         if not save.has_begun:
             save.image.lease.close()
-            await keep_trace(self._site, save, cause)
+            await keep_trace(self._ctx, save, cause)
             self._settle(save, failed(cause))
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:

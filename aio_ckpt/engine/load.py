@@ -1,4 +1,4 @@
-"""Restore: choose the checkpoint, and walk back past those that do not verify."""
+"""Restore: choose the checkpoint, and fall back past those that do not verify."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aio_ckpt.commit.publish import Committed, check_step_number
 from aio_ckpt.config import check_flag
 from aio_ckpt.engine.fallback import newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
-from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import AioCkptError, ConfigError, shown
 from aio_ckpt.read.load import LoadOutcome, load_checkpoint, read_state
 from aio_ckpt.read.match import OnMatched, at_once
@@ -35,7 +35,7 @@ class LoadOptions:
     allow_missing: bool
     """Leave template names that the checkpoint lacks."""
     fallback: bool
-    """Without a step: walk back past what does not verify."""
+    """Without a step: fall back past what does not verify."""
 
     def __post_init__(self) -> None:
         for name in ("strict", "allow_missing", "fallback"):
@@ -43,7 +43,7 @@ class LoadOptions:
 
 
 async def load_state(
-    site: Site, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
+    ctx: EngineContext, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
 ) -> LoadReport:
     """Fill ``state`` from ``step``, or from the newest checkpoint that verifies; no longer once ``given_up`` is done.
 
@@ -53,30 +53,30 @@ async def load_state(
     Raises:
         StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
     """
-    return await unless_given_up(given_up, lambda: _load(site, state, step, options))
+    return await unless_given_up(given_up, lambda: _load(ctx, state, step, options))
 
 
-async def _load(site: Site, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
-    peers = site.peers
-    name = peers.next_load()  # before anything that may refuse this call here alone: the next call is the others' next
+async def _load(ctx: EngineContext, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
+    members = ctx.members
+    name = members.next_load()  # first: a call that is refused here alone still counts, as on the others
     try:
         wanted = None if step is None else check_step_number(step)
         checked = LoadOptions(**options)
-        await peers.met()
+        await members.met()
     except BaseException as error:
-        await _refuse(site, name, error)
+        await _refuse(ctx, name, error)
         raise
-    fill = functools.partial(_fill, site, state, checked)
+    fill = functools.partial(_fill, ctx, state, checked)
 
     async def fill_and_put_back(candidate: Committed, again: bool) -> _Filled:
         filled = await fill(candidate, again, at_once)
         await filled.put_back()
         return filled
 
-    if peers.are_several:
-        chosen, skipped, filled = await newest_good_for_all(site, name, wanted, fill, fallback=checked.fallback)
+    if members.are_several:
+        chosen, skipped, filled = await newest_good_for_all(ctx, name, wanted, fill, fallback=checked.fallback)
     else:
-        chosen, skipped, filled = await newest_good(site, wanted, fill_and_put_back, fallback=checked.fallback)
+        chosen, skipped, filled = await newest_good(ctx, wanted, fill_and_put_back, fallback=checked.fallback)
     return LoadReport(
         step=chosen.step,
         path=chosen.path,
@@ -88,14 +88,14 @@ async def _load(site: Site, state: object, step: object, options: Mapping[str, b
     )
 
 
-async def _refuse(site: Site, name: str, error: BaseException) -> None:
+async def _refuse(ctx: EngineContext, name: str, error: BaseException) -> None:
     """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
-    if not site.peers.are_several:
+    if not ctx.members.are_several:
         return
     with anyio.CancelScope(shield=True):
         with contextlib.suppress(AioCkptError):
-            await site.peers.met()
-            await refuse_for_all(site, name, error)
+            await ctx.members.met()
+            await refuse_for_all(ctx, name, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,27 +118,27 @@ class _Filled:
 
 
 async def _fill(
-    site: Site, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: OnMatched
+    ctx: EngineContext, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: OnMatched
 ) -> _Filled:
     outcome = await load_checkpoint(
-        site.storage,
+        ctx.storage,
         candidate.path,
         state,
         step=candidate.step,
-        rank=site.peers.coordinator.rank,
-        world_size=site.peers.coordinator.world_size,
-        ranks_on_host=site.peers.on_host,
-        executor=site.executor,
-        ring=site.ring,
-        readers=site.config.workers,
+        rank=ctx.members.coordinator.rank,
+        world_size=ctx.members.coordinator.world_size,
+        ranks_on_host=ctx.members.on_host,
+        executor=ctx.executor,
+        ring=ctx.ring,
+        readers=ctx.config.workers,
         in_place=not again,
-        verify=site.config.verify == "load",
+        verify=ctx.config.verify == "load",
         strict=options.strict,
         allow_missing=options.allow_missing,
-        trusted=site.config.trusted_objects,
+        trusted=ctx.config.trusted_objects,
         on_matched=on_matched,
     )
-    return _Filled(outcome=outcome, executor=site.executor)
+    return _Filled(outcome=outcome, executor=ctx.executor)
 
 
 def selection(only: Any) -> list[str] | None:
@@ -161,23 +161,23 @@ def selection(only: Any) -> list[str] | None:
     return names
 
 
-async def read_tree(site: Site, step: int | None, only: Collection[str] | None) -> object:
+async def read_tree(ctx: EngineContext, step: int | None, only: Collection[str] | None) -> object:
     """The nested state of ``step``, or of the newest checkpoint that verifies."""
 
     async def read(candidate: Committed, _: bool) -> object:
         return await read_state(
-            site.storage,
+            ctx.storage,
             candidate.path,
             step=candidate.step,
             only=only,
-            rank=site.peers.coordinator.rank,
-            world_size=site.peers.coordinator.world_size,
-            executor=site.executor,
-            ring=site.ring,
-            readers=site.config.workers,
-            verify=site.config.verify == "load",
-            trusted=site.config.trusted_objects,
+            rank=ctx.members.coordinator.rank,
+            world_size=ctx.members.coordinator.world_size,
+            executor=ctx.executor,
+            ring=ctx.ring,
+            readers=ctx.config.workers,
+            verify=ctx.config.verify == "load",
+            trusted=ctx.config.trusted_objects,
         )
 
-    _, _, state = await newest_good(site, step, read, fallback=True)
+    _, _, state = await newest_good(ctx, step, read, fallback=True)
     return state

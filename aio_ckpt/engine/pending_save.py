@@ -21,7 +21,8 @@ from aio_ckpt.format.names import StepNames
 from aio_ckpt.memory.copies import Mark
 from aio_ckpt.memory.read_buffers import BounceRing
 from aio_ckpt.plan.planner import Plan
-from aio_ckpt.ranks.membership import Peers, SaveRound
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue.segment import KeptSnapshots, SegmentDirectory
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import Threads
@@ -34,11 +35,11 @@ from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile
 
-__all__ = ["PendingSave", "SaveCall", "Site", "pending_of", "save_id_of"]
+__all__ = ["EngineContext", "PendingSave", "SaveCall", "pending_of", "save_id_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class EngineContext:
     """What all saves of one engine share."""
 
     root: Path
@@ -49,7 +50,7 @@ class Site:
     """Who writes."""
     storage: Storage
     """Where to."""
-    peers: Peers
+    members: Membership
     """The ranks."""
     executor: Executor
     """The engine's I/O threads."""
@@ -126,7 +127,7 @@ class SaveCall:
 class PendingSave:
     """One save between ``save()`` and its settlement.
 
-    Written by the caller's thread until it is submitted, then by the loop's; ``blocked_secs`` and ``staged_secs``
+    WrittenMsg by the caller's thread until it is submitted, then by the loop's; ``blocked_secs`` and ``staged_secs``
     by whoever measures them.
     """
 
@@ -216,9 +217,9 @@ class PendingSave:
         return True
 
 
-def pending_of(site: Site, save: PendingSave) -> Path:
-    return owner.pending_path(site.root, site.peers.owner, save.number)
+def pending_of(ctx: EngineContext, save: PendingSave) -> Path:
+    return owner.pending_path(ctx.root, ctx.members.owner, save.number)
 
 
-def save_id_of(site: Site, save: PendingSave) -> str:
-    return f"{site.peers.owner.session}-{save.number}"
+def save_id_of(ctx: EngineContext, save: PendingSave) -> str:
+    return f"{ctx.members.owner.session}-{save.number}"

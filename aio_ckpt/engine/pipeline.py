@@ -15,10 +15,10 @@ from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import MetadataFile, object_spans, render_metadata_file
 from aio_ckpt.config import MAX_SECS
 from aio_ckpt.engine.commit_stage import conclude, narrow_save
-from aio_ckpt.engine.pending_save import PendingSave, Site, pending_of, save_id_of
+from aio_ckpt.engine.pending_save import EngineContext, PendingSave, pending_of, save_id_of
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
 from aio_ckpt.format.manifests import METADATA_FILE, data_file_name
-from aio_ckpt.ranks.heartbeat import BEATS
+from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
 from aio_ckpt.reports import SaveReport, StageTimings
 from aio_ckpt.rescue.snapshot_record import seal_of, seal_when_captured
 from aio_ckpt.runtime.deadline import Deadline
@@ -34,7 +34,7 @@ _TELL_SECS = 1.0
 """How much later than its deadline a save may end: a leader that lives answers in milliseconds."""
 
 
-async def run_save(site: Site, save: PendingSave) -> SaveReport:
+async def run_save(ctx: EngineContext, save: PendingSave) -> SaveReport:
     """Take a captured (or still being captured) save to the disk.
 
     Raises:
@@ -46,10 +46,10 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
     if save.settled.done():
         raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
     save.has_begun = True
-    site.ring.let_go()  # whoever saves has loaded
+    ctx.ring.let_go()  # whoever saves has loaded
     try:
         with watch_submissions(save.threads.add):
-            report = await _watched(site, save)
+            report = await _watched(ctx, save)
     except BaseException as error:
         cause = first_cause(error)
         tell_stage(cause, save.stage)
@@ -58,22 +58,22 @@ async def run_save(site: Site, save: PendingSave) -> SaveReport:
             if save.is_visible and isinstance(cause, AioCkptError):
                 cause.in_doubt = True
             is_failed = save.round.is_failed and not save.is_visible
-            pending = pending_of(site, save) if is_failed else None
+            pending = pending_of(ctx, save) if is_failed else None
             await undo.settle_failure(
-                site.storage,
+                ctx.storage,
                 pending,
                 save.image,
                 save.threads,
                 step=save.step,
                 cause=cause,
-                left_behind=site.left_behind,
-                are_several=site.peers.are_several,
+                left_behind=ctx.left_behind,
+                are_several=ctx.members.are_several,
             )
-            await keep_trace(site, save, cause)
+            await keep_trace(ctx, save, cause)
         if cause is error:
             raise
         raise cause from cause.__cause__
-    await keep_trace(site, save, None)
+    await keep_trace(ctx, save, None)
     return report
 
 
@@ -82,14 +82,14 @@ def _tell_secs(deadline: Deadline) -> float | None:
     return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
 
 
-async def keep_trace(site: Site, save: PendingSave, error: BaseException | None) -> None:
+async def keep_trace(ctx: EngineContext, save: PendingSave, error: BaseException | None) -> None:
     """The save has ended, with ``error`` or well: write the trace that its caller asked for."""
     about = {"step": save.step, "plan_hit": save.plan_hit, "image_bytes": save.image.chunks[-1].stop}
-    origin, rank = save.call.started, site.peers.coordinator.rank
-    await save.call.trace.keep(site.executor, origin=origin, rank=rank, about=about, error=error)
+    origin, rank = save.call.started, ctx.members.coordinator.rank
+    await save.call.trace.keep(ctx.executor, origin=origin, rank=rank, about=about, error=error)
 
 
-async def _watched(site: Site, save: PendingSave) -> SaveReport:
+async def _watched(ctx: EngineContext, save: PendingSave) -> SaveReport:
     report: SaveReport | None = None
     with anyio.CancelScope() as scope:
         save.scope = scope
@@ -97,14 +97,14 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
             scope.cancel()
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(_watch, site, save)
-                if site.peers.is_leader:
-                    alive_secs = site.config.stale_after_secs
-                    group.start_soon(owner.keep_alive, site.storage, pending_of(site, save), alive_secs)
-                if site.peers.are_several:
-                    group.start_soon(_beat, site, save)
+                group.start_soon(_watch, ctx, save)
+                if ctx.members.is_leader:
+                    alive_secs = ctx.config.stale_after_secs
+                    group.start_soon(owner.keep_alive, ctx.storage, pending_of(ctx, save), alive_secs)
+                if ctx.members.are_several:
+                    group.start_soon(_beat, ctx, save)
                 try:
-                    report = await _stages(site, save)
+                    report = await _stages(ctx, save)
                 finally:
                     save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
                 group.cancel_scope.cancel()
@@ -118,55 +118,55 @@ async def _watched(site: Site, save: PendingSave) -> SaveReport:
     return report
 
 
-async def _watch(site: Site, save: PendingSave) -> None:
+async def _watch(ctx: EngineContext, save: PendingSave) -> None:
     """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
-    limit = site.config.stall_timeout_secs
+    limit = ctx.config.stall_timeout_secs
     while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
         save.call.deadline.check(save.step, save.doing)
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
-                f"the save of step {save.step} (rank {site.peers.coordinator.rank}) made no progress for {limit} s: "
-                f"storage under {site.root} is stalled, it was {save.doing}"
+                f"the save of step {save.step} (rank {ctx.members.coordinator.rank}) made no progress for {limit} s: "
+                f"storage under {ctx.root} is stalled, it was {save.doing}"
             )
         with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):
             await save.progress.raise_failure()
 
 
-async def _beat(site: Site, save: PendingSave) -> None:
+async def _beat(ctx: EngineContext, save: PendingSave) -> None:
     """Let the other ranks wait for a rank that is slow but moves."""
     last = save.progress.last
     while True:
-        await anyio.sleep(site.config.stall_timeout_secs / BEATS)
+        await anyio.sleep(ctx.config.stall_timeout_secs / HEARTBEATS_A_STALL)
         if save.progress.last != last or save.progress.is_paused:
             last = save.progress.last
             try:
-                await site.peers.coordinator.beat()
+                await ctx.members.coordinator.beat()
             except AioCkptError:
                 if not save.is_committing:  # else the others cannot be told, which undoes nothing
                     raise
 
 
-async def _stages(site: Site, save: PendingSave) -> SaveReport:
-    storage, pending = site.storage, pending_of(site, save)
-    final = site.root / site.names.name(save.step)
+async def _stages(ctx: EngineContext, save: PendingSave) -> SaveReport:
+    storage, pending = ctx.storage, pending_of(ctx, save)
+    final = ctx.root / ctx.names.name(save.step)
     save.begin("making its directory")
-    await _make_pending(site, pending)
-    if site.peers.are_several and not save.plan.share_id:
-        await narrow_save(site, save)
-    metadata = _own_metadata(site, save, final)
+    await _make_pending(ctx, pending)
+    if ctx.members.are_several and not save.plan.share_id:
+        await narrow_save(ctx, save)
+    metadata = _own_metadata(ctx, save, final)
     async with anyio.create_task_group() as beside:
-        if site.peers.is_leader:
-            beside.start_soon(owner.write_owner, storage, pending, site.owner)
+        if ctx.members.is_leader:
+            beside.start_soon(owner.write_owner, storage, pending, ctx.owner)
         if metadata is not None:
             beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
             if save.image.lease.arena.segment is not None:
-                beside.start_soon(_seal, site, save, final, b"".join(metadata.parts))
-        result = await _write(site, save, pending)
+                beside.start_soon(_seal, ctx, save, final, b"".join(metadata.parts))
+        result = await _write(ctx, save, pending)
         save.begin("writing its .metadata")
         save.image.lease.close()
     save.synced_secs = save.elapsed()
-    slowest = await conclude(site, save, pending, final, metadata, result)
+    slowest = await conclude(ctx, save, pending, final, metadata, result)
     save.begin("ending")
     return SaveReport(
         step=save.step,
@@ -191,42 +191,42 @@ async def _stages(site: Site, save: PendingSave) -> SaveReport:
     )
 
 
-async def _make_pending(site: Site, pending: Path) -> None:
+async def _make_pending(ctx: EngineContext, pending: Path) -> None:
     try:
-        await site.storage.make_dir(pending)
+        await ctx.storage.make_dir(pending)
     except WriteError as error:
-        if error.errno != errno.EEXIST or not site.peers.are_several:  # another rank was first
+        if error.errno != errno.EEXIST or not ctx.members.are_several:  # another rank was first
             raise
 
 
-def _own_metadata(site: Site, save: PendingSave, final: Path) -> MetadataFile | None:
+def _own_metadata(ctx: EngineContext, save: PendingSave, final: Path) -> MetadataFile | None:
     """``.metadata``, where it depends on no other rank."""
     if save.plan.metadata is None:
         return None
     spans = object_spans(save.plan, save.objects)
-    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(site, save))
+    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(ctx, save))
 
 
-async def _seal(site: Site, save: PendingSave, final: Path, metadata: bytes) -> None:
+async def _seal(ctx: EngineContext, save: PendingSave, final: Path, metadata: bytes) -> None:
     """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
     if not save.image.is_whole:
         _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
         return
     save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
-    ranks, save_id, call = site.peers.coordinator, save_id_of(site, save), save.call
-    replaces = await read_save_id(site.storage, final) if call.overwrite else ""
+    ranks, save_id, call = ctx.members.coordinator, save_id_of(ctx, save), save.call
+    replaces = await read_save_id(ctx.storage, final) if call.overwrite else ""
     seal = seal_of(
         ranks.rank, ranks.world_size, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata
     )
-    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, site.executor)
+    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, ctx.executor)
 
 
-async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
+async def _write(ctx: EngineContext, save: PendingSave, pending: Path) -> WriteResult:
     arena, layout = save.image.lease.arena, save.plan.layout
     renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
     preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
     arena.rendered = None
-    path = pending / data_file_name(site.peers.coordinator.rank)
+    path = pending / data_file_name(ctx.members.coordinator.rank)
     image_bytes = save.image.chunks[-1].stop
     is_hurried = save.call.deadline.secs is not None
 
@@ -234,15 +234,15 @@ async def _write(site: Site, save: PendingSave, pending: Path) -> WriteResult:
         save.written_secs = save.elapsed()
         save.progress.touch()
 
-    workers = site.config.workers
+    workers = ctx.config.workers
     result = await write_image(
         save.image,
         preparer,
-        new_file(site.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
-        site.executor,
+        new_file(ctx.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
+        ctx.executor,
         workers=workers,
-        captured=lambda index: save.progress.wait(index, site.executor),
-        admit=functools.partial(site.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
+        captured=lambda index: save.progress.wait(index, ctx.executor),
+        admit=functools.partial(ctx.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
         on_written=on_written,
         trace=save.call.trace,
     )

@@ -17,7 +17,7 @@ import anyio
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit import retention
 from aio_ckpt.commit.owner import clear_leftovers
-from aio_ckpt.engine.pending_save import Site
+from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue.commit import forget_segments, reclaim
@@ -26,7 +26,7 @@ from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.storage.local import checked_path, make_dirs
 from aio_ckpt.storage.lock import RootLock
 
-__all__ = ["RootKeeper", "make_root"]
+__all__ = ["RootSession", "make_root"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -49,7 +49,7 @@ def make_root(root: str | os.PathLike[str]) -> Path:
     return path
 
 
-class RootKeeper:
+class RootSession:
     """The root of one engine. Every call blocks its caller, for ``stall_timeout_secs`` at most.
 
     Invariant: nothing under the root is renamed, cleared or deleted without its lock, which is held from the first
@@ -57,20 +57,20 @@ class RootKeeper:
     protection is no such change: any process may set it.
     """
 
-    def __init__(self, site: Site, portal: Portal, *, must_wait: Callable[[], bool]) -> None:
+    def __init__(self, ctx: EngineContext, portal: Portal, *, must_wait: Callable[[], bool]) -> None:
         """Nothing is deleted while ``must_wait()`` says so."""
-        self._site = site
+        self._ctx = ctx
         self._portal = portal
         self._must_wait = must_wait
-        config = site.config
+        config = ctx.config
         policy = retention.Policy(keep_last=config.keep_last, keep_every=config.keep_every, keep_best=config.keep_best)
         self._retention = retention.Retention(
-            site.storage,
-            site.root,
-            site.names,
+            ctx.storage,
+            ctx.root,
+            ctx.names,
             policy,
-            committed=lambda: site.quarantine.committed(site.storage, site.root, site.names),
-            renames=site.quarantine.renames,
+            committed=lambda: ctx.quarantine.committed(ctx.storage, ctx.root, ctx.names),
+            renames=ctx.quarantine.renames,
             must_wait=must_wait,
         )
         self._passes: list[Future[None]] = []
@@ -89,14 +89,14 @@ class RootKeeper:
         """
         if self._lock is not None:
             self._lock.renew()
-            if self._site.quarantine.is_waiting:  # in the place of what is to be saved
+            if self._ctx.quarantine.is_waiting:  # in the place of what is to be saved
                 self._set_aside(deadline)
             return
         self._check_open()
-        site, lock = self._site, None
+        ctx, lock = self._ctx, None
         try:
-            lock = site.storage.lock(site.root / LOCK_FILE)
-            site.quarantine.is_writer = True
+            lock = ctx.storage.lock(ctx.root / LOCK_FILE)
+            ctx.quarantine.is_writer = True
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._reclaim, what="clearing segments of dead writers", deadline=deadline)
@@ -106,7 +106,7 @@ class RootKeeper:
         except BaseException as error:
             tell_stage(error, "open")
             self._lock = None
-            site.quarantine.is_writer = False
+            ctx.quarantine.is_writer = False
             if lock is not None:
                 lock.release()
             raise
@@ -116,9 +116,9 @@ class RootKeeper:
     def release(self) -> None:
         """Let the lock go. Idempotent."""
         lock, self._lock = self._lock, None
-        self._site.quarantine.is_writer = False
+        self._ctx.quarantine.is_writer = False
         if lock is not None:
-            forget_segments(self._site.root, self._site.kept)
+            forget_segments(self._ctx.root, self._ctx.kept)
             lock.release()
 
     def _check_open(self) -> None:
@@ -126,37 +126,37 @@ class RootKeeper:
             raise EngineClosedError("the engine was closed: open a new one")
 
     def _set_aside(self, deadline: Deadline) -> None:
-        site, what = self._site, "setting damaged checkpoints aside"
-        limit_secs = site.config.stall_timeout_secs
-        self._call(site.quarantine.enforce, site.storage, site.root, limit_secs, what=what, deadline=deadline)
+        ctx, what = self._ctx, "setting damaged checkpoints aside"
+        limit_secs = ctx.config.stall_timeout_secs
+        self._call(ctx.quarantine.enforce, ctx.storage, ctx.root, limit_secs, what=what, deadline=deadline)
 
     async def _clear(self) -> list[str]:
-        site = self._site
+        ctx = self._ctx
         return await clear_leftovers(
-            site.storage, site.root, site.names, here=site.owner, stale_after_secs=site.config.stale_after_secs
+            ctx.storage, ctx.root, ctx.names, here=ctx.owner, stale_after_secs=ctx.config.stale_after_secs
         )
 
     async def _reclaim(self) -> None:
-        site = self._site
+        ctx = self._ctx
         await reclaim(
-            site.storage,
-            site.executor,
-            site.root,
-            site.names,
-            site.owner,
-            segments=site.segments,
-            kept=site.kept,
-            stale_after_secs=site.config.stale_after_secs,
+            ctx.storage,
+            ctx.executor,
+            ctx.root,
+            ctx.names,
+            ctx.owner,
+            segments=ctx.segments,
+            kept=ctx.kept,
+            stale_after_secs=ctx.config.stale_after_secs,
         )
 
     # -- steps ----------------------------------------------------------------------------------------
 
     def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
         """Committed steps, ascending, less those that are to be set aside; read by the deadline of a save."""
-        site = self._site
-        arguments = site.storage, site.root, site.names
+        ctx = self._ctx
+        arguments = ctx.storage, ctx.root, ctx.names
         try:
-            found = self._call(site.quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
+            found = self._call(ctx.quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
         except Exception as error:
             tell_stage(error, "open")
             raise
@@ -170,15 +170,15 @@ class RootKeeper:
             StallError: steps are still being deleted.
         """
         # What a pass has listed as expired may be ``step``: gone after all later ones were abandoned.
-        if wait(self._passes, self._site.config.stall_timeout_secs).not_done:
-            raise StallError(f"rollback({step}): the deletion of expired steps under {self._site.root} does not end")
+        if wait(self._passes, self._ctx.config.stall_timeout_secs).not_done:
+            raise StallError(f"rollback({step}): the deletion of expired steps under {self._ctx.root} does not end")
         return self._call(self._abandon_after, step, what="rollback()")
 
     async def _abandon_after(self, step: int) -> list[int]:
-        site = self._site
-        async with site.quarantine.renames:
-            abandoned = await commit.abandon_after(site.storage, site.root, site.names, step, str(time.time_ns()))
-        await retention.unprotect_after(site.storage, site.root, step)
+        ctx = self._ctx
+        async with ctx.quarantine.renames:
+            abandoned = await commit.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
+        await retention.unprotect_after(ctx.storage, ctx.root, step)
         return abandoned
 
     # -- retention ------------------------------------------------------------------------------------
@@ -189,17 +189,17 @@ class RootKeeper:
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
         """
-        site = self._site
-        self._call(retention.protect, site.storage, site.root, site.names, step, what="protect()")
+        ctx = self._ctx
+        self._call(retention.protect, ctx.storage, ctx.root, ctx.names, step, what="protect()")
 
     def unprotect(self, step: int) -> None:
         """Take the mark away."""
-        self._call(retention.unprotect, self._site.storage, self._site.root, step, what="unprotect()")
+        self._call(retention.unprotect, self._ctx.storage, self._ctx.root, step, what="unprotect()")
 
     def protected_steps(self) -> list[int]:
         """Marked steps, ascending."""
-        site = self._site
-        return sorted(self._call(retention.protected_steps, site.storage, site.root, what="protected_steps()"))
+        ctx = self._ctx
+        return sorted(self._call(retention.protected_steps, ctx.storage, ctx.root, what="protected_steps()"))
 
     @property
     def undeleted(self) -> Mapping[int, str]:
@@ -213,7 +213,7 @@ class RootKeeper:
         """
         self._passes = [done for done in self._passes if not done.done()]
         expires = self._retention.is_enabled and self._lock is not None
-        if expires or len(self._site.left_behind):
+        if expires or len(self._ctx.left_behind):
             self._begin_pass(good if expires else None)
 
     @property
@@ -223,7 +223,7 @@ class RootKeeper:
 
     def last_passes(self) -> tuple[Future[None], ...]:
         """The same, with one more for what failed saves left: the engine is closing."""
-        if len(self._site.left_behind) and not self._must_wait():
+        if len(self._ctx.left_behind) and not self._must_wait():
             self._begin_pass(None)
         return self.passes
 
@@ -232,13 +232,13 @@ class RootKeeper:
             self._passes.append(self._portal.submit(self._delete, good))
 
     async def _delete(self, good: int | None) -> None:
-        limit = self._site.config.stall_timeout_secs
+        limit = self._ctx.config.stall_timeout_secs
         with anyio.move_on_after(limit) as scope:
-            await self._site.left_behind.clear(self._site.storage)
+            await self._ctx.left_behind.clear(self._ctx.storage)
             if good is not None:
                 await self._retention.enforce(good)
         if scope.cancelled_caught:
-            _log.warning("%s: deleting expired steps did not end within %s s", self._site.root, limit)
+            _log.warning("%s: deleting expired steps did not end within %s s", self._ctx.root, limit)
 
     def _call(
         self,
@@ -247,7 +247,7 @@ class RootKeeper:
         what: str,
         deadline: Deadline = NO_DEADLINE,
     ) -> T:
-        timeout_secs = deadline.left_secs(self._site.config.stall_timeout_secs)
+        timeout_secs = deadline.left_secs(self._ctx.config.stall_timeout_secs)
         try:
             return self._portal.call(async_fn, *args, timeout=timeout_secs, what=what)
         except StallError:

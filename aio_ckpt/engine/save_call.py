@@ -18,16 +18,16 @@ import msgspec
 
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.config import MAX_SECS, BusyPolicy
-from aio_ckpt.engine.group_call import JointCall, await_met, tell
+from aio_ckpt.engine.group_call import GroupCall, await_met, tell
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
-from aio_ckpt.engine.pending_save import SaveCall, Site
-from aio_ckpt.engine.root import RootKeeper
+from aio_ckpt.engine.pending_save import EngineContext, SaveCall
+from aio_ckpt.engine.root import RootSession
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThreadError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
-from aio_ckpt.ranks.membership import SaveRound
-from aio_ckpt.ranks.save_ledger import Planned
+from aio_ckpt.ranks.save_ledger import PlanMsg
+from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
@@ -37,12 +37,12 @@ from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.object_cache import ObjectBytes, ObjectEncoder
 from aio_ckpt.ticket import Milestone, SaveTicket
 
-__all__ = ["Saver"]
+__all__ = ["SaveFrontend"]
 
 _log = logging.getLogger("aio_ckpt")
 
 
-class Saver:
+class SaveFrontend:
     """What the saves of one engine share on the caller's side.
 
     Invariant: one call at a time plans, leases and captures; who waits for it waits for the lock.
@@ -50,58 +50,58 @@ class Saver:
 
     def __init__(
         self,
-        site: Site,
+        ctx: EngineContext,
         portal: Portal,
-        keeper: RootKeeper,
+        root_session: RootSession,
         *,
         is_urgent: Callable[[], bool],
         on_committed: Callable[[int], None],
     ) -> None:
         """``is_urgent``: there may be no other save to make up for one that is skipped."""
-        config = site.config
-        self._site = site
+        config = ctx.config
+        self._ctx = ctx
         self._portal = portal
-        self._keeper = keeper
+        self._root_session = root_session
         self._is_urgent = is_urgent
         self._on_committed = on_committed
-        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=site.peers.on_host)
+        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=ctx.members.on_host)
         self.lifetime = LifetimeManager(
-            budget_bytes=budget_bytes, executor=site.executor, debug=config.debug, segments=site.segments
+            budget_bytes=budget_bytes, executor=ctx.executor, debug=config.debug, segments=ctx.segments
         )
         """Arenas."""
         self.cache = PlanCache(
-            rank=site.peers.coordinator.rank,
-            world_size=site.peers.coordinator.world_size,
+            rank=ctx.members.coordinator.rank,
+            world_size=ctx.members.coordinator.world_size,
             gather_bytes=config.gather_bytes,
         )
         """The plan of the last save."""
-        self.in_flight = InFlight(site, portal, on_settled=self._after, adopt=self.cache.adopt)
+        self.in_flight = InFlight(ctx, portal, on_settled=self._after, adopt=self.cache.adopt)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self.dropping: list[Future[None]] = []
         """Given-up snapshots of dead trainers, on their way out."""
-        self._refused: JointCall | None = None
+        self._refused: GroupCall | None = None
         self._lock = Lock()
 
     def meet(self) -> None:
         """Begin to wait for the other ranks, in the background."""
-        site, peers = self._site, self._site.peers
+        ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
-            found = await site.quarantine.committed(site.storage, site.root, site.names)
+            found = await ctx.quarantine.committed(ctx.storage, ctx.root, ctx.names)
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:
-            await peers.meet(site.storage, site.root, read_steps)
+            await members.meet(ctx.storage, ctx.root, read_steps)
 
-        if peers.are_several:
+        if members.are_several:
             try:
-                peers.coordinator.enlist(str(site.root), stall_secs=peers.stall_secs)
+                members.coordinator.register(str(ctx.root), stall_secs=members.stall_secs)
             except RuntimeError as error:  # no thread could be had
-                peers.opened.set_exception(error)
+                members.opened.set_exception(error)
             else:
-                peers.opened = self._portal.submit(meet)
+                members.opened = self._portal.submit(meet)
 
     def save(self, state: object, step: int | None, call: SaveCall) -> SaveTicket:
         """See ``CheckpointEngine.save``."""
@@ -110,14 +110,14 @@ class Saver:
         with call.trace.span("save()", CALLER), self._lock:
             number, refused, self._refused = self.in_flight.next_number(), self._refused, None
             claim = functools.partial(self.in_flight.claim_step, number, step)
-            joint = JointCall(self._site, self._portal, number=number, claim=claim)
+            joint = GroupCall(self._ctx, self._portal, number=number, claim=claim)
             try:
-                if call.refuse is not None and not self._site.peers.are_several:
+                if call.refuse is not None and not self._ctx.members.are_several:
                     call = call.refuse()
-                when_busy = "wait" if self._is_urgent() else self._site.config.when_busy
+                when_busy = "wait" if self._is_urgent() else self._ctx.config.when_busy
                 if when_busy != "wait":
                     joint.expect_room()
-                await_met(self._site.peers, call.deadline)
+                await_met(self._ctx.members, call.deadline)
                 if refused is not None:
                     refused.wait_counted(call.deadline)
                 return self._save(state, step, call, number, when_busy, joint)
@@ -127,7 +127,7 @@ class Saver:
                 raise
 
     def _save(
-        self, state: object, step: int | None, call: SaveCall, number: int, when_busy: BusyPolicy, joint: JointCall
+        self, state: object, step: int | None, call: SaveCall, number: int, when_busy: BusyPolicy, joint: GroupCall
     ) -> SaveTicket:
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
         # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
@@ -139,7 +139,7 @@ class Saver:
                 in_flight.steps.learn(functools.partial(self._known_steps, deadline))
         if call.refuse is not None:  # behind the wait, which ends alike on all ranks: this call is refused on all
             call = call.refuse()
-        read_steps = functools.partial(self._keeper.steps, deadline)
+        read_steps = functools.partial(self._root_session.steps, deadline)
         if step is not None:
             in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
         if waited_secs is None:
@@ -152,8 +152,8 @@ class Saver:
         with trace.span("encode objects", CALLER):
             objects = self._encoder.encode(planned.objects)
         with trace.span("open the root", CALLER):
-            if self._site.peers.is_leader:
-                self._keeper.become_writer(in_flight.steps.learn, deadline)
+            if self._ctx.members.is_leader:
+                self._root_session.become_writer(in_flight.steps.learn, deadline)
             claimed = in_flight.claim_step(number, step)
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
@@ -176,7 +176,7 @@ class Saver:
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
             )
-            if planned.plan_hit or not self._site.peers.are_several:  # else less of it is written from now on
+            if planned.plan_hit or not self._ctx.members.are_several:  # else less of it is written from now on
                 self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
             with trace.span("capture", CALLER):
                 in_flight.start(save, planned)
@@ -186,17 +186,17 @@ class Saver:
         return save.ticket
 
     def _make_room(
-        self, step: int | None, number: int, when_busy: BusyPolicy, joint: JointCall, deadline: Deadline
+        self, step: int | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
     ) -> float | None:
         """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with.
 
         Of many ranks each comes to the same end at the same call: it looks at nothing that another may not know yet.
         """
         in_flight = self.in_flight
-        if not self._site.peers.are_several:
+        if not self._ctx.members.are_several:
             in_flight.raise_unreported(MAX_CALLS)
             return in_flight.wait_for_room(step, when_busy, deadline)
-        began, has_room, through = time.perf_counter(), True, number - self._site.config.max_in_flight
+        began, has_room, through = time.perf_counter(), True, number - self._ctx.config.max_in_flight
         if when_busy != "wait":  # if the leader has room, all have, or will have within the time of a message
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)
@@ -211,12 +211,12 @@ class Saver:
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
         """Steps that count: those on the disk, as the leader sees it."""
-        peers = self._site.peers
-        if peers.is_leader:
-            return self._keeper.steps(deadline)
-        told = [] if peers.newest is None else [peers.newest]
+        members = self._ctx.members
+        if members.is_leader:
+            return self._root_session.steps(deadline)
+        told = [] if members.newest is None else [members.newest]
         # Elsewhere the disk may be seen late (NFS): looked at only where it may show what was never told.
-        return [*told, *self._keeper.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
+        return [*told, *self._root_session.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
 
     def _check_not_inside(self, what: str) -> None:
         """Raise WrongThreadError inside another call on the same thread, which a wait could never outlast."""
@@ -239,8 +239,8 @@ class Saver:
             planned = self.cache.resolve(flat)
             objects = self._encoder.encode(planned.objects)
             spec = self._spec(planned.plan, objects)
-            if self._site.peers.is_leader:
-                self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+            if self._ctx.members.is_leader:
+                self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
             self.in_flight.prepare_buffers(planned.plan)
             mapped = self.lifetime.map_ahead(spec, arenas=1)
         return _milestone_of(mapped, self._portal)
@@ -250,43 +250,45 @@ class Saver:
         self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
-            if self._site.peers.are_several:
+            if self._ctx.members.are_several:
                 gone = self._roll_back_together(step, self.in_flight.next_number())
             else:
                 step = commit.check_step_number(step)
                 if self.in_flight.pending:
                     raise BusyError(_busy(step, "saves"))
                 gone = self._roll_back(step)
-            self._site.kept.drop(f"rollback({step}) went back behind it", after=step)
+            self._ctx.kept.drop(f"rollback({step}) went back behind it", after=step)
             return gone
 
     def _roll_back(self, step: int) -> list[int]:
-        self._keeper.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+        self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
         self.in_flight.steps.forget()  # one that fails midway has renamed some
-        return self._keeper.rollback(step)
+        return self._root_session.rollback(step)
 
     def _roll_back_together(self, step: int, number: int) -> list[int]:
         """All agree that they may, then the leader goes back and the others wait for it."""
-        peers, asked, done = self._site.peers, f"rollback {number}", f"rollback {number}, agreed"
-        timeout_secs, topic = 2 * peers.stall_secs, asked
+        members, asked, done = self._ctx.members, f"rollback {number}", f"rollback {number}, agreed"
+        timeout_secs, topic = 2 * members.stall_secs, asked
         try:
-            await_met(peers, NO_DEADLINE)
+            await_met(members, NO_DEADLINE)
             step = commit.check_step_number(step)
             is_busy = bool(self.in_flight.pending)
-            busy = self._portal.call(peers.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()")
+            busy = self._portal.call(
+                members.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()"
+            )
             topic = done
-            gone = self._roll_back(step) if peers.is_leader and not busy else []
-            word = self._portal.call(peers.announce, done, msgspec.msgpack.encode(gone), timeout=timeout_secs)
+            gone = self._roll_back(step) if members.is_leader and not busy else []
+            word = self._portal.call(members.broadcast, done, msgspec.msgpack.encode(gone), timeout=timeout_secs)
         except BaseException as error:
-            tell(self._portal, peers, SaveRound(peers, self._site.executor, topic=topic), error)
-            if topic == asked and peers.is_leader:  # its word may be out, and the others wait for the next
-                tell(self._portal, peers, SaveRound(peers, self._site.executor, topic=done), error)
+            tell(self._portal, members, SaveRound(members, self._ctx.executor, topic=topic), error)
+            if topic == asked and members.is_leader:  # its word may be out, and the others wait for the next
+                tell(self._portal, members, SaveRound(members, self._ctx.executor, topic=done), error)
             raise
         if busy:
             raise BusyError(_busy(step, f"saves of rank {busy}"))
         self.in_flight.steps.forget()
         self.in_flight.steps.may_lack_newest = False
-        peers.newest = step
+        members.newest = step
         return _STEPS.decode(word)
 
     def clear_cache(self) -> None:
@@ -299,7 +301,7 @@ class Saver:
     def let_go(self) -> None:
         """Forget guarded optimizers and the memory of loads and gathers; arenas go later, behind the last thread."""
         self.in_flight.guards.close()
-        self._site.ring.close()
+        self._ctx.ring.close()
         self.in_flight.clear_buffers()
 
     def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:
@@ -307,13 +309,13 @@ class Saver:
         return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
 
     def _flatten(self, state: object) -> tree.FlatState:
-        return tree.flatten(state, rank=self._site.peers.coordinator.rank, trusted=self._site.config.trusted_objects)
+        return tree.flatten(state, rank=self._ctx.members.coordinator.rank, trusted=self._ctx.config.trusted_objects)
 
     def _is_too_large(self, planned: PlannedSave, objects: ObjectBytes) -> bool:
         """Whether a miss of many ranks cannot hold all that this one has until they have agreed who writes what."""
         plan = planned.plan
         image_bytes = plan.layout.tensor_bytes + len(objects.region)
-        is_agreed = bool(plan.share_id) or not self._site.peers.are_several
+        is_agreed = bool(plan.share_id) or not self._ctx.members.are_several
         return not is_agreed and image_bytes > self.lifetime.budget_bytes
 
     def _narrow_first(
@@ -322,7 +324,7 @@ class Saver:
         """Agree while the caller waits, as long as the other ranks take to come to save(); capture only the share."""
         whole = planned.plan
         assert whole.local is not None  # several ranks
-        limit_secs, told = deadline.left_secs(2 * self._site.peers.stall_secs), Planned(step, whole.local, b"")
+        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), PlanMsg(step, whole.local, b"")
         try:
             word = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
         except StallError:
@@ -341,14 +343,14 @@ class Saver:
             planned,
             len(objects.region),
             self.lifetime,
-            timeout_secs=self._site.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+            timeout_secs=self._ctx.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
         )
         return self._staging.take(planned.plan.source, lease)
 
     def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:
         """In the background of this save: the arena that the next one would have to map."""
-        arenas = self._site.config.max_in_flight
+        arenas = self._ctx.config.max_in_flight
         if arenas == 1:
             return
         with contextlib.suppress(EngineClosedError):
@@ -358,22 +360,24 @@ class Saver:
 
     def _give_up_kept(self) -> None:
         """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
-        if self._site.kept.paths:
+        if self._ctx.kept.paths:
             with contextlib.suppress(EngineClosedError):
-                self.dropping = [self._site.executor.submit(self._site.kept.drop, "a later run has committed a step")]
+                self.dropping = [self._ctx.executor.submit(self._ctx.kept.drop, "a later run has committed a step")]
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""
         if error is not None:
             self.cache.clear()
         else:
-            self._site.peers.newest = max(step, self._site.peers.newest or 0)
+            self._ctx.members.newest = max(step, self._ctx.members.newest or 0)
             self._give_up_kept()
             self._on_committed(step)
 
 
 _STEPS = msgspec.msgpack.Decoder(list[int])
-_LOCKING = frozenset(call.__code__ for call in (Saver.save, Saver.prepare, Saver.rollback, Saver.clear_cache))
+_LOCKING = frozenset(
+    call.__code__ for call in (SaveFrontend.save, SaveFrontend.prepare, SaveFrontend.rollback, SaveFrontend.clear_cache)
+)
 
 
 def _milestone_of(work: Future[None] | None, portal: Portal) -> Milestone[None]:

@@ -16,7 +16,7 @@ from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.errors import StallError
 from aio_ckpt.runtime.futures import follow
 
-__all__ = ["Closing", "second_to"]
+__all__ = ["Shutdown", "second_to"]
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -32,7 +32,7 @@ def second_to(error: BaseException | None) -> Iterator[None]:
         _log.exception("a save failed while the trainer was failing")
 
 
-class Closing:
+class Shutdown:
     """The ways to end an engine.
 
     Each begins with no save entering any more and ends with the release of everything, which is idempotent. A

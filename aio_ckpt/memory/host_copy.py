@@ -10,14 +10,12 @@ import ctypes
 import errno
 import functools
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Moves", "PreparedMoves", "copy_all", "memmove", "unreadable"]
+__all__ = ["Moves", "copy_all", "memmove", "unreadable"]
 
 Moves: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
@@ -26,11 +24,6 @@ _Vectors: TypeAlias = npt.NDArray[np.uint64]
 
 _MOST_VECTORS = 1024
 """IOV_MAX of Linux."""
-_MOVES_A_CALL = _MOST_VECTORS // 2
-"""Where each may need a vector for the gap behind it, too."""
-_GAP_BYTES = 2048
-"""So much between two sources is read, too, and dropped: finding out where the pages of another source are costs more.
-Less than a page, it lies in the last page of the one or in the first page of the other, so that it can be read."""
 _REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
 """What a sandbox that filters the call answers."""
 
@@ -72,67 +65,6 @@ def copy_all(base: int, moves: Moves) -> None:
         _copy(targets[part], sources[part])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedMoves:
-    """Moves made ready, those whose sources nearly follow each other to be read as one.
-
-    20,000 pieces of 64 bytes that lie in one heap take 2.2 ms so and 10.4 by :func:`copy_all`, 5,000 of 4 KiB 2.9 and
-    5.0. To make 20,000 ready takes 1.1 ms.
-    """
-
-    moves: Moves
-    """As given."""
-    targets: _Vectors
-    """Offset and length of each, and of each gap between two."""
-    is_gap: npt.NDArray[np.bool_]
-    """Of each target."""
-    sources: _Vectors
-    """Address and length of what is read as one."""
-    calls: tuple[tuple[slice, slice], ...]
-    """Targets and sources of one system call."""
-
-    @classmethod
-    def of(cls, moves: Moves) -> PreparedMoves:
-        """Of these."""
-        order = np.argsort(moves[:, 1], kind="stable")
-        targets, starts, stops = moves[order, ::2], moves[order, 1], moves[order, 1:].sum(axis=1)
-        gaps = (starts[1:] - stops[:-1]).astype(np.int64)
-        is_near = (gaps >= 0) & (gaps <= _GAP_BYTES)
-        is_near[_MOVES_A_CALL - 1 :: _MOVES_A_CALL] = False
-        fillers = np.flatnonzero(is_near & (gaps > 0))
-        gap_rows = fillers + np.arange(1, len(fillers) + 1)
-        targets = np.insert(targets, fillers + 1, 0, axis=0)
-        targets[gap_rows, 1] = gaps[fillers]
-        is_gap = np.zeros(len(targets), dtype=np.bool_)
-        is_gap[gap_rows] = True
-        firsts = np.flatnonzero(np.append(True, ~is_near)[: len(moves)])
-        lasts = np.append(firsts, len(moves))[1:] - 1
-        cuts = np.arange(0, len(moves), _MOVES_A_CALL)
-        return cls(
-            moves=moves,
-            targets=targets,
-            is_gap=is_gap,
-            sources=np.stack([starts[firsts], stops[lasts] - starts[firsts]], axis=1),
-            calls=tuple(
-                zip(
-                    _slices(cuts + np.searchsorted(fillers, cuts), len(targets)),
-                    _slices(np.searchsorted(firsts, cuts), len(firsts)),
-                    strict=True,
-                )
-            ),
-        )
-
-    def copy(self, base: int) -> None:
-        """As :func:`copy_all`."""
-        if _is_refused():
-            copy_all(base, self.moves)
-            return
-        dropped, targets = np.empty(_GAP_BYTES, np.uint8), self.targets.copy()
-        targets[:, 0] += np.where(self.is_gap, np.uint64(dropped.ctypes.data), np.uint64(base % (1 << 64)))
-        for written, read in self.calls:
-            _copy(targets[written], self.sources[read])
-
-
 def unreadable(base: int, moves: Moves) -> int:
     """Which of the moves has a source or target that is no memory of this process (any more); the first if none has."""
     for row in range(len(moves)):
@@ -141,11 +73,6 @@ def unreadable(base: int, moves: Moves) -> int:
         except OSError:
             return row
     return 0
-
-
-def _slices(starts: npt.NDArray[np.int64], end: int) -> Iterator[slice]:
-    """From each to the next."""
-    return map(slice, starts.tolist(), [*starts[1:].tolist(), end])
 
 
 def _copy(targets: _Vectors, sources: _Vectors) -> None:

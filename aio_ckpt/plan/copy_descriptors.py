@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from aio_ckpt.format.manifests import IntArray
-from aio_ckpt.memory.host_copy import Moves, PreparedMoves
+from aio_ckpt.memory.host_copy import Moves
 from aio_ckpt.plan.copy_plan import ChunkRoutes
 from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.values import ImageLayout, Piece
@@ -58,7 +58,7 @@ class CopyDescriptors:
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
-    moves: tuple[PreparedMoves, ...]
+    moves: tuple[Moves, ...]
     """Per chunk, small host tensors: (image offset, source address, bytes)."""
     issues: Mapping[torch.device, Issues]
     """Tensors on CUDA."""
@@ -119,7 +119,7 @@ class Places:
         addresses = np.array(fingerprint, dtype=np.uint64)
         return CopyDescriptors(
             fingerprint,
-            moves=tuple(PreparedMoves.of(rows.moves(addresses)) for rows in self.moved),
+            moves=tuple(rows.moves(addresses) for rows in self.moved),
             issues=self.issues(addresses),
         )
 

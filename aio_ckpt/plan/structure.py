@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter, eq
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,6 @@ from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import as_tensor
-from aio_ckpt.state.same_metadata import Likeness
 from aio_ckpt.state.tensor_memory import extent_bytes, needed_bytes
 from aio_ckpt.state.values import LeafKind
 
@@ -104,8 +103,6 @@ class Structure:
     """Negative bits."""
     shards: dict[int, tuple[object, ...]]
     """Of DTensor leaves: global shape, key of the mesh, placements."""
-    likeness: Likeness = field(compare=False, repr=False)
-    """Proves the six attributes of most states at once."""
 
     @classmethod
     def of(cls, flat: tree.FlatState, leaves: Leaves) -> Structure:
@@ -123,7 +120,6 @@ class Structure:
             conj=list(map(_is_conj, tensors)),
             neg=list(map(_is_neg, tensors)),
             shards=leaves.shards,
-            likeness=Likeness(tensors),
         )
 
     def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
@@ -142,17 +138,12 @@ class Structure:
             and self.types == leaves.types  # the lists have one length from here on
             and self.object_types == [type(value) for _, value in leaves.objects]
             and self.shards == leaves.shards
-            and (
-                self.likeness.is_proven(leaves.tensors)
-                or (
-                    equal(_dtype, self.dtypes)
-                    and equal(_shape, self.shapes)
-                    and equal(_stride, self.strides)
-                    and equal(_device, self.devices)
-                    and equal(_is_conj, self.conj)
-                    and equal(_is_neg, self.neg)
-                )
-            )
+            and equal(_dtype, self.dtypes)
+            and equal(_shape, self.shapes)
+            and equal(_stride, self.strides)
+            and equal(_device, self.devices)
+            and equal(_is_conj, self.conj)
+            and equal(_is_neg, self.neg)
         )
 
     def extent_bytes(self, leaf: int) -> int:

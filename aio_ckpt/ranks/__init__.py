@@ -6,7 +6,7 @@ failed. One rank alone is a group with one member. Stores are used here only. Im
 """
 
 from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator
-from aio_ckpt.ranks.membership import Peers
+from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 
-__all__ = ["Coordinator", "Peers", "SoloCoordinator", "StoreCoordinator"]
+__all__ = ["Coordinator", "Membership", "SoloCoordinator", "StoreCoordinator"]

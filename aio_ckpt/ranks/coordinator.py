@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
 from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.messages import Verdict
+from aio_ckpt.ranks.messages import Decision
 
 __all__ = ["Coordinator", "Decide", "SoloCoordinator"]
 
-Decide = Callable[[tuple[bytes, ...]], Awaitable[Verdict]]
+Decide = Callable[[tuple[bytes, ...]], Awaitable[Decision]]
 """The leader's: from the message of every rank, by rank."""
 
 
@@ -25,7 +25,7 @@ class Coordinator(Protocol):
     leader: int
     """The rank that commits."""
 
-    def enlist(self, name: str, *, stall_secs: float) -> None:
+    def register(self, name: str, *, stall_secs: float) -> None:
         """First, on the thread that makes the engine: each rank's n-th that opens ``name`` meets the others' n-th.
 
         From :meth:`open` on a rank that gives no sign of life for ``stall_secs`` is taken for lost.
@@ -40,8 +40,18 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """Give the leader this rank's message; what it decided for this rank. ``decide`` runs on the leader only.
+    async def exchange(
+        self, topic: str, message: bytes, decide: Decide, *, stage: str, abort_on_error: bool = True
+    ) -> bytes:
+        """Send this rank's message to the leader; return what the leader decided for this rank.
+
+        Args:
+            topic: the same on every rank for the same exchange.
+            message: what this rank tells the leader.
+            decide: runs on the leader only.
+            stage: what the rank is doing, for errors.
+            abort_on_error: False for a caller that calls :meth:`abort` itself, with a cause that it alone knows: then
+                an error or a cancellation on the leader is told to nobody here.
 
         Raises:
             PeerFailedError: a rank failed, or gives no sign of life; names it, its stage and the cause.
@@ -49,18 +59,11 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """:meth:`agree` for a caller that abandons ``topic`` itself, with a cause that it alone knows.
-
-        On the leader an error, or a cancellation, is told to nobody.
-        """
-        ...
-
-    async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
+    async def broadcast(self, topic: str, word: bytes, *, stage: str) -> bytes:
         """What the leader says of ``topic``: its ``word``. It waits for nobody."""
         ...
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it.
 
         Where the leader's word on it is out already, in what follows by that word. Returns what the leader has told of
@@ -108,25 +111,23 @@ class SoloCoordinator:
     world_size = 1
     leader = 0
 
-    def enlist(self, name: str, *, stall_secs: float) -> None:
+    def register(self, name: str, *, stall_secs: float) -> None:
         """Nobody to meet."""
 
     async def open(self, name: str, *, stall_secs: float) -> None:
         """Nobody to meet."""
 
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def exchange(
+        self, topic: str, message: bytes, decide: Decide, *, stage: str, abort_on_error: bool = True
+    ) -> bytes:
         """Decide alone."""
         return (await decide((message,))).of(0)
 
-    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """Decide alone."""
-        return (await decide((message,))).of(0)
-
-    async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
+    async def broadcast(self, topic: str, word: bytes, *, stage: str) -> bytes:
         """Nobody to tell."""
         return word
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """Nobody to tell."""
         return None
 

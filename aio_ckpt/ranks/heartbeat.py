@@ -1,4 +1,4 @@
-"""Presence: how one rank shows the others that it lives, and how long it waits for one that does not."""
+"""Liveness: how one rank shows the others that it lives, and how long it waits for one that does not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import TypeVar
 import anyio
 
 from aio_ckpt.errors import EngineClosedError, PeerFailedError
-from aio_ckpt.ranks.messages import Beat, Patience, absence, call_of, numbering
-from aio_ckpt.ranks.store_client import Connection
-from aio_ckpt.ranks.store_keys import Board
+from aio_ckpt.ranks.failure_detector import LivenessTimer, lost_peer
+from aio_ckpt.ranks.messages import Heartbeat, call_of, numbering
+from aio_ckpt.ranks.store_client import StoreClient
+from aio_ckpt.ranks.store_keys import StoreKeys
 
-__all__ = ["BEATS", "Presence"]
+__all__ = ["HEARTBEATS_A_STALL", "Liveness"]
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ _POLL_SECS_A_RANK = 1e-4
 _POLL_SHARE = 1 / 8
 """Of the wait so far, and of the longest pause: what is there is found an eighth too late, and not twice as late."""
 
-BEATS = 4
+HEARTBEATS_A_STALL = 4
 """Signs of life in ``stall_secs``: one may be late."""
 
 _CALLS_TOLD = 16
@@ -35,8 +36,8 @@ _CALLS_TOLD = 16
 _STALL_SECS = 600.0
 
 
-class Presence:
-    """One rank among those that share a board.
+class Liveness:
+    """One rank among those that share a keys.
 
     Invariant: who waits gives signs of life, and each says what it waits for, what has begun and what has ended; so
     whoever is waited for in vain is found out, also where it lives.
@@ -49,14 +50,14 @@ class Presence:
         self.world_size = world_size
         self.stall_secs = _STALL_SECS
         """How long a rank may give no sign of life."""
-        self._connection: Connection | None = None
-        self._board: Board | None = None
+        self._client: StoreClient | None = None
+        self._keys: StoreKeys | None = None
         self._name = ""
         self._is_met = False
         self._absent: set[int] = set()
         self._silent: set[int] = set()
         """Of those absent, who gave no sign of life."""
-        self._left_behind: dict[int, Beat] = {}
+        self._left_behind: dict[int, Heartbeat] = {}
         """Last sign of life of those that closed their engine."""
         self._beats = 0
         self._begun: dict[str, int] = {}
@@ -68,11 +69,11 @@ class Presence:
     async def beat(self, *, has_left: bool = False) -> None:
         """See :class:`Coordinator`."""
         self._beats += 1
-        await self._ask(functools.partial(self._the_board().beat, self._own_beat(has_left=has_left)))
+        await self._ask(functools.partial(self._the_keys().beat, self._own_beat(has_left=has_left)))
 
-    def _own_beat(self, *, has_left: bool = False) -> Beat:
+    def _own_beat(self, *, has_left: bool = False) -> Heartbeat:
         over = tuple(chain.from_iterable(self._over.values()))
-        return Beat(self._beats, over, has_left, dict(self._begun), tuple(self._waits))
+        return Heartbeat(self._beats, over, has_left, dict(self._begun), tuple(self._waits))
 
     def begin_call(self, topic: str) -> None:
         """See :class:`Coordinator`."""
@@ -92,14 +93,14 @@ class Presence:
         """What ``find`` gives once it gives something; a few times in ``stall_secs`` beat and ``check()``."""
         longest = max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
         begun = time.monotonic()
-        due = begun + self.stall_secs / BEATS
+        due = begun + self.stall_secs / HEARTBEATS_A_STALL
         self._waits.append(topic)
         try:
             while (found := await self._ask(find)) is None:
                 if self._is_leaving:
                     raise EngineClosedError(f"{self._name}: the engine was closed while it waited in {topic}")
                 if time.monotonic() >= due:
-                    due = time.monotonic() + self.stall_secs / BEATS
+                    due = time.monotonic() + self.stall_secs / HEARTBEATS_A_STALL
                     await self.beat()
                     try:
                         await check()
@@ -122,10 +123,10 @@ class Presence:
             return found
         return None
 
-    async def _check_alive(self, ranks: Sequence[int], patience: Patience) -> None:
+    async def _check_alive(self, ranks: Sequence[int], timer: LivenessTimer) -> None:
         """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago, or from elsewhere."""
-        beats = await self._ask(functools.partial(self._the_board().beats, ranks)) if ranks else []
-        absent = absence(ranks, beats, patience, own=self._own_beat(), unmet="" if self._is_met else self._name)
+        beats = await self._ask(functools.partial(self._the_keys().beats, ranks)) if ranks else []
+        absent = lost_peer(ranks, beats, timer, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
             self._absent.add(absent.error.rank)
             if absent.is_silent:
@@ -142,11 +143,11 @@ class Presence:
         return call is not None and beat is not None and beat.begun.get(call[0], 0) < call[1]
 
     async def _ask(self, question: Callable[[], T]) -> T:
-        if self._connection is None:
+        if self._client is None:
             raise EngineClosedError(f"{self._name}: the engine was closed")
-        return await self._connection.ask(question, limit_secs=self.stall_secs)
+        return await self._client.ask(question, limit_secs=self.stall_secs)
 
-    def _the_board(self) -> Board:
-        if self._board is None:
+    def _the_keys(self) -> StoreKeys:
+        if self._keys is None:
             raise EngineClosedError(f"{self._name}: the engine was closed")
-        return self._board
+        return self._keys

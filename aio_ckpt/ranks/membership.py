@@ -1,4 +1,4 @@
-"""Peers: the ranks of one engine, how they meet, and what they agree on in each save."""
+"""The ranks of one engine: how they meet, and what every call of the engine may ask of them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,20 @@ import anyio
 import msgspec
 
 from aio_ckpt.commit.owner import Owner, pending_path
-from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, PlanChangedError, RootError
+from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
-from aio_ckpt.ranks.messages import Verdict
+from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.ranks.save_ledger import (
-    Assigned,
-    Book,
-    Committed,
-    Planned,
-    SentSpans,
-    Written,
-    decode_report,
-    decode_word,
-    slowest_ranks,
+    Ledger,
+    SentExtents,
 )
 from aio_ckpt.ranks.store_coordinator import Coordinator
 from aio_ckpt.runtime.futures import follow
-from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Peers", "SaveRound"]
+__all__ = ["Membership"]
 
 T = TypeVar("T")
-Publish = Callable[[Sequence[Written]], Awaitable[None]]
-"""The leader's: make what every rank has written visible."""
 
 _log = logging.getLogger("aio_ckpt")
 _OPEN = "the opening"
@@ -64,7 +54,7 @@ _HOSTS = msgspec.msgpack.Decoder(tuple[str, bool, dict[str, str]])
 _FAULTS = msgspec.msgpack.Decoder(tuple[str, str])
 
 
-class Peers:
+class Membership:
     """All ranks of one engine, this one included.
 
     Invariant: only the leader renames, clears or deletes anything under the root; every rank writes its own two files
@@ -84,9 +74,9 @@ class Peers:
         """In whose name pending directories are made: the leader's, once all have met."""
         self.newest: int | None = None
         """Newest committed step when all had met; for those who do not lead."""
-        self.book = Book(coordinator.world_size)
+        self.ledger = Ledger(coordinator.world_size)
         """What the leader knows."""
-        self.sent = SentSpans()
+        self.sent = SentExtents()
         """What the leader was told last."""
         self._loads = 0
         self.opened: Future[None] = Future()
@@ -116,10 +106,10 @@ class Peers:
         self.coordinator.begin_call(name)
         return name
 
-    async def announce(self, topic: str, word: bytes) -> bytes:
+    async def broadcast(self, topic: str, word: bytes) -> bytes:
         """What the leader says of ``topic``: there ``word``."""
         try:
-            return await self.coordinator.announce(topic, word, stage="agree")
+            return await self.coordinator.broadcast(topic, word, stage="agree")
         finally:
             self.coordinator.end_call(topic)
 
@@ -130,7 +120,7 @@ class Peers:
             PeerFailedError: not all ranks go back, or not to one step.
         """
 
-        async def decide(messages: tuple[bytes, ...]) -> Verdict:
+        async def decide(messages: tuple[bytes, ...]) -> Decision:
             asked = [_ASKED.decode(message) for message in messages]
             for rank, (other, _) in enumerate(asked):
                 if other != step:
@@ -138,10 +128,10 @@ class Peers:
                         f"rank {rank} calls rollback({other}) where rank {self.coordinator.rank} calls rollback({step})"
                     )
                     raise PeerFailedError(f"{text}: give the same step on every rank", rank=rank, stage="agree")
-            return Verdict(common=", ".join(str(rank) for rank, (_, busy) in enumerate(asked) if busy).encode())
+            return Decision(common=", ".join(str(rank) for rank, (_, busy) in enumerate(asked) if busy).encode())
 
         message = msgspec.msgpack.encode((step, is_busy))
-        return (await self.coordinator.agree(topic, message, decide, stage="agree")).decode()
+        return (await self.coordinator.exchange(topic, message, decide, stage="agree")).decode()
 
     async def met(self) -> None:
         """Return when all have met; raise why they did not."""
@@ -160,25 +150,25 @@ class Peers:
         coordinator = self.coordinator
         mark = pending_path(root, self.owner, 0)
 
-        async def lead(_: tuple[bytes, ...]) -> Verdict:
+        async def lead(_: tuple[bytes, ...]) -> Decision:
             newest = max(await _persistently(read_steps), default=None)
             met = _Met(self.owner, newest, await _mark(storage, mark))
-            return Verdict(common=msgspec.msgpack.encode(met))
+            return Decision(common=msgspec.msgpack.encode(met))
 
-        async def compare(messages: tuple[bytes, ...]) -> Verdict:
+        async def compare(messages: tuple[bytes, ...]) -> Decision:
             told = [_HOSTS.decode(message) for message in messages]
             blind = [f"rank {rank} on {host}" for rank, (host, sees, _) in enumerate(told) if not sees]
             odd = _odd_rules([rules for _, _, rules in told], coordinator.leader)
-            return Verdict(common=msgspec.msgpack.encode((", ".join(blind), odd)))
+            return Decision(common=msgspec.msgpack.encode((", ".join(blind), odd)))
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
-            word = await coordinator.agree(_OPEN, b"", lead, stage="open")
+            word = await coordinator.exchange(_OPEN, b"", lead, stage="open")
             met = _MET.decode(word)
             self.owner, self.newest = met.owner, met.newest
             sees = not met.is_marked or await self._sees(storage, pending_path(root, met.owner, 0))
             message = msgspec.msgpack.encode((socket.gethostname(), sees, self._rules))
-            blind, odd = _FAULTS.decode(await coordinator.agree(_ROOT, message, compare, stage="open"))
+            blind, odd = _FAULTS.decode(await coordinator.exchange(_ROOT, message, compare, stage="open"))
         except BaseException as error:
             error.add_note("the ranks have not met: close their engines and open them anew, on all ranks")
             with anyio.CancelScope(shield=True):
@@ -203,7 +193,7 @@ class Peers:
             return await _persistently(lambda: storage.exists(mark))
         except Exception as error:
             with anyio.CancelScope(shield=True):
-                await self.coordinator.abandon(_ROOT, error, stage="open")
+                await self.coordinator.abort(_ROOT, error, stage="open")
             raise
 
 
@@ -242,131 +232,3 @@ async def _unmark(storage: Storage, path: Path) -> None:
             await storage.remove_tree(path)
     except (AioCkptError, OSError):
         return  # cleared when the process is dead
-
-
-class SaveRound:
-    """One save's agreement: a plan where any rank missed its own, then what all have written."""
-
-    def __init__(self, peers: Peers, executor: Executor, *, topic: str) -> None:
-        self._peers = peers
-        self._executor = executor
-        self._topic = topic
-        self._firsts: Sequence[Planned | Written] = ()
-        self.is_told = False
-        """This rank's last word was given: the leader may commit from now on."""
-        self.is_over = False
-        """The leader's last word was heard, or given."""
-        self.is_entered = False
-        """A pending save has it, and clears up after itself."""
-        self.is_failed = False
-        """It is certain that the save has failed on all ranks, and for good: what it wrote may go."""
-
-    async def assign(self, planned: Planned) -> Assigned:
-        """A miss: what this rank is to write."""
-
-        async def decide(messages: tuple[bytes, ...]) -> Verdict:
-            return await self._replan(_reports(messages))
-
-        word = await self._agree(planned, decide, stage="agree")
-        self._topic = _second(self._topic)
-        if not isinstance(word, Assigned):
-            raise PlanChangedError("the leader committed a save that this rank has not written")
-        return word
-
-    async def conclude(self, written: Written, publish: Publish) -> Committed:
-        """Everything of this rank is durable: once that of all is, the leader publishes it."""
-        word: Assigned | Committed
-        self.is_told = True
-        if self._topic.endswith(_SECOND):
-            word = await self._agree(written, lambda messages: self._commit(messages, publish), stage="agree")
-        else:
-
-            async def decide(messages: tuple[bytes, ...]) -> Verdict:
-                reports = _reports(messages)
-                if all(isinstance(report, Written) for report in reports):
-                    return await self._commit(messages, publish)
-                return await self._replan(reports)
-
-            word = await self._agree(written, decide, stage="agree")
-            if isinstance(word, Assigned):  # another rank planned anew; what this one has written stands
-                self._topic = _second(self._topic)
-                word = await self._agree(None, lambda messages: self._commit(messages, publish), stage="agree")
-        if not isinstance(word, Committed):
-            raise PlanChangedError("the leader planned a save twice")
-        self.is_over = True
-        self._peers.coordinator.end_call(self._topic)
-        return word
-
-    async def end(self, cause: BaseException, *, limit_secs: float | None = None) -> BaseException:
-        """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere.
-
-        What the leader says of it is waited for as long as that lives, ``limit_secs`` at most.
-        """
-        peers = self._peers
-        if self.is_over and peers.are_several:  # committed, and told so: nothing undoes that
-            if isinstance(cause, AioCkptError):
-                cause.in_doubt = True
-            return cause
-        if not peers.are_several:
-            self.is_failed = True
-            return cause
-        first: PeerFailedError | None = None
-        told: PeerFailedError | None = None
-        with anyio.move_on_after(limit_secs, shield=True):
-            try:
-                await peers.met()
-                first = told = await peers.coordinator.failure(self._topic)
-                if told is None:
-                    told = await peers.coordinator.abandon(self._topic, cause, stage="write")
-            except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
-                cause.add_note(f"the other ranks could not be told: {error}")
-        peers.coordinator.end_call(self._topic)  # as the next sign of life says
-        may_commit = self.is_told and not peers.is_leader  # the leader has all that it needs
-        is_in_doubt = may_commit if told is None else told.in_doubt
-        self.is_failed = not is_in_doubt and (peers.is_leader or told is not None)
-        if is_in_doubt and isinstance(cause, AioCkptError):
-            cause.in_doubt = True
-        if first is None or peers.is_leader or isinstance(cause, PeerFailedError):
-            return cause
-        first.__cause__ = cause
-        return first
-
-    async def _agree(
-        self,
-        report: Planned | Written | None,
-        decide: Callable[[tuple[bytes, ...]], Awaitable[Verdict]],
-        *,
-        stage: str,
-    ) -> Assigned | Committed:
-        message = b"" if report is None else msgspec.msgpack.encode(report)
-        # Who fails in here comes to ``end``, which tells the others why: a cancelled await knows only that it was.
-        return decode_word(await self._peers.coordinator.consult(self._topic, message, decide, stage=stage))
-
-    async def _replan(self, reports: Sequence[Planned | Written]) -> Verdict:
-        self._peers.book.check(reports)
-        self._firsts = reports
-        words = await run_blocking(self._executor, self._peers.book.assign, reports)
-        return Verdict(each=tuple(msgspec.msgpack.encode(word) for word in words), then=_second(self._topic))
-
-    async def _commit(self, messages: tuple[bytes, ...], publish: Publish) -> Verdict:
-        written: list[Written] = []
-        for rank, message in enumerate(messages):
-            report = decode_report(message, rank=rank) if message else self._firsts[rank]
-            if not isinstance(report, Written):
-                raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
-            written.append(report)
-        if self._peers.are_several:
-            self._peers.book.check(written)
-        await publish(written)
-        return Verdict(common=msgspec.msgpack.encode(Committed(dict(slowest_ranks(written)))))
-
-
-def _reports(messages: Sequence[bytes]) -> list[Planned | Written]:
-    return [decode_report(message, rank=rank) for rank, message in enumerate(messages)]
-
-
-_SECOND = ", anew planned"
-
-
-def _second(topic: str) -> str:
-    return topic + _SECOND

@@ -1,4 +1,4 @@
-"""Notice of preemption, agreed: a signal to one rank turns ``preempted`` true on all, at the same look."""
+"""AgreedPreemption of preemption, agreed: a signal to one rank turns ``preempted`` true on all, at the same look."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import anyio
 import msgspec
 
 from aio_ckpt.errors import AioCkptError, StallError
-from aio_ckpt.ranks.membership import Peers
-from aio_ckpt.ranks.messages import Verdict
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
 
-__all__ = ["Notice"]
+__all__ = ["AgreedPreemption"]
 
 _log = logging.getLogger("aio_ckpt")
 _LOOKS = msgspec.msgpack.Decoder(int)
@@ -24,19 +24,19 @@ _LOOK_SECS_A_RANK = 1e-4
 """The store is one thread, and all ranks look for the flag all the time."""
 
 
-class Notice:
+class AgreedPreemption:
     """Whether the process is to end, for every rank the same at the same look.
 
-    A look is a call of :meth:`look`: every rank looks as often as the others, at the same places of its program. Once
+    A look is a call of :meth:`poll`: every rank looks as often as the others, at the same places of its program. Once
     a signal came to any rank, each says how often it has looked and looks no further until the leader has named the
     first look that finds the notice: the one after the last that anybody has had. That takes milliseconds, for the
     engines answer, not the trainers.
     """
 
-    def __init__(self, peers: Peers, portal: Portal) -> None:
+    def __init__(self, members: Membership, portal: Portal) -> None:
         self.local = Preemption()
         """Of this process."""
-        self._peers = peers
+        self._members = members
         self._portal = portal
         self._lock = Lock()
         self._looks = 0
@@ -48,45 +48,47 @@ class Notice:
     @property
     def is_on(self) -> bool:
         """Whether a look has found the notice; itself no look."""
-        if not self._peers.are_several:
+        if not self._members.are_several:
             return self.local.has_come
         return self._first is not None and self._looks >= self._first
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Whether the process is to end; stays True.
 
         Raises:
             StallError: another rank does not answer.
         """
-        if not self._peers.are_several:
+        if not self._members.are_several:
             return self.local.has_come
         with self._lock:
             self._looks += 1
             look, is_held = self._looks, self._is_held
         if is_held and self._first is None:
             try:
-                self._decided.result(2 * self._peers.stall_secs)
+                self._decided.result(2 * self._members.stall_secs)
             except TimeoutError:
                 raise StallError("preempted: the other ranks do not answer") from None
         return self._first is not None and look >= self._first
 
     def watch(self) -> None:
         """Begin to look out for signals to other ranks."""
-        if self._peers.are_several and not self._is_watching:
+        if self._members.are_several and not self._is_watching:
             self._is_watching = True
             self._portal.submit(self._watch)
 
     async def _watch(self) -> None:
-        coordinator = self._peers.coordinator
+        coordinator = self._members.coordinator
         pause = max(_LOOK_SECS, _LOOK_SECS_A_RANK * coordinator.world_size)
         try:
-            await self._peers.met()
+            await self._members.met()
             while not (self.local.has_come or await coordinator.is_raised(_FLAG)):  # noqa: ASYNC110 - or in a handler
                 await anyio.sleep(pause)
             await coordinator.raise_flag(_FLAG)
             with self._lock:
                 self._is_held, looks = True, self._looks
-            word = await coordinator.agree("the preemption", msgspec.msgpack.encode(looks), _after_all, stage="agree")
+            word = await coordinator.exchange(
+                "the preemption", msgspec.msgpack.encode(looks), _after_all, stage="agree"
+            )
             self._first = _LOOKS.decode(word)
         except AioCkptError as error:
             _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
@@ -98,6 +100,6 @@ class Notice:
             self._decided.set_result(None)
 
 
-async def _after_all(messages: tuple[bytes, ...]) -> Verdict:
+async def _after_all(messages: tuple[bytes, ...]) -> Decision:
     last = max(_LOOKS.decode(message) for message in messages)
-    return Verdict(common=msgspec.msgpack.encode(last + 1))
+    return Decision(common=msgspec.msgpack.encode(last + 1))

@@ -1,4 +1,4 @@
-"""Lobby: which engine of each rank meets which ones of the others. Nothing here waits."""
+"""Rendezvous: which engine of each rank meets which ones of the others. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from aio_ckpt.ranks.store_keys import Store, found
 
-__all__ = ["Lobby", "companions", "without"]
+__all__ = ["Rendezvous", "companions", "without"]
 
 _QUEUE = "queue"
 
 
-class Lobby:
+class Rendezvous:
     """Where the engines of one root wait for each other, in the order in which each process made them.
 
     A queue in the store of all ranks. The leader's engine takes out those that come with it, and tells each where to

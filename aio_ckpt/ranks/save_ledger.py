@@ -20,20 +20,20 @@ from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.shard_table import Flags, Held, LocalPlan, malformed, one_of_equals
 
 __all__ = [
-    "Assigned",
-    "Book",
-    "Committed",
-    "Planned",
-    "SentSpans",
-    "Span",
-    "Written",
+    "AssignReply",
+    "CommitReply",
+    "Extent",
+    "Ledger",
+    "PlanMsg",
+    "SentExtents",
+    "WrittenMsg",
+    "decode_reply",
     "decode_report",
-    "decode_word",
+    "extents_crc32",
     "slowest_ranks",
-    "spans_crc32",
 ]
 
-Span: TypeAlias = "tuple[int, int]"
+Extent: TypeAlias = "tuple[int, int]"
 """(offset in the data file, length)."""
 
 _SHARES_KEPT = 4
@@ -45,7 +45,7 @@ _log = logging.getLogger("aio_ckpt")
 # -- a rank to the leader ---------------------------------------------------------------------------
 
 
-class Planned(msgspec.Struct, frozen=True, array_like=True, tag="P"):
+class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """A miss: all of this was captured, tell what of it to write."""
 
     step: int
@@ -56,7 +56,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """CRC32 of the raw bytes of each item, little-endian; empty if they are captured only once it is told."""
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True, tag="W"):
+class WrittenMsg(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """The rank's share stands in its data file, its manifest beside it, both durable."""
 
     step: int
@@ -71,16 +71,16 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """``blocked_secs``, ``staged_secs`` and ``written_secs`` of this rank."""
     moved: tuple[tuple[int, int, int], ...]
     """(number, offset, length) of objects that do not stand where they stood in the save before."""
-    spans_crc32: int
+    extents_crc32: int
     """CRC32 over the places of all objects, after ``moved``."""
     places: bytes | None = None
     """The first time that this share is written: offset and length of every item, int64, little-endian."""
 
 
-_REPORTS: msgspec.msgpack.Decoder[Planned | Written] = msgspec.msgpack.Decoder(Planned | Written)
+_REPORTS: msgspec.msgpack.Decoder[PlanMsg | WrittenMsg] = msgspec.msgpack.Decoder(PlanMsg | WrittenMsg)
 
 
-def decode_report(data: bytes, *, rank: int) -> Planned | Written:
+def decode_report(data: bytes, *, rank: int) -> PlanMsg | WrittenMsg:
     """What ``rank`` told.
 
     Raises:
@@ -92,30 +92,30 @@ def decode_report(data: bytes, *, rank: int) -> Planned | Written:
         raise malformed(rank, error) from error
 
 
-class SentSpans:
+class SentExtents:
     """Places of objects that the leader was told in the last save that was committed."""
 
     def __init__(self) -> None:
         self._share_id = b""
-        self._spans: Sequence[Span] = ()
+        self._spans: Sequence[Extent] = ()
 
     def is_new(self, share_id: bytes) -> bool:
         """Whether the leader may not know where the items of this share stand."""
         return share_id != self._share_id
 
-    def moved(self, share_id: bytes, spans: Sequence[Span], *, is_alone: bool) -> tuple[tuple[int, int, int], ...]:
+    def moved(self, share_id: bytes, spans: Sequence[Extent], *, is_alone: bool) -> tuple[tuple[int, int, int], ...]:
         """What to tell of ``spans``: all, unless no other save can have told anything since."""
         known = self._spans if is_alone and share_id == self._share_id else ()
         if len(known) != len(spans):
             return tuple((number, *span) for number, span in enumerate(spans))
         return tuple((number, *span) for number, span in enumerate(spans) if span != known[number])
 
-    def confirm(self, share_id: bytes, spans: Sequence[Span]) -> None:
+    def confirm(self, share_id: bytes, spans: Sequence[Extent]) -> None:
         """The save was committed: the leader knows."""
         self._share_id, self._spans = share_id, spans
 
 
-def spans_crc32(spans: Sequence[Span]) -> int:
+def extents_crc32(spans: Sequence[Extent]) -> int:
     """CRC32 over places."""
     flat = [number for span in spans for number in span]
     return isal_zlib.crc32(struct.pack(f"<{len(flat)}q", *flat))
@@ -124,7 +124,7 @@ def spans_crc32(spans: Sequence[Span]) -> int:
 # -- the leader to a rank ---------------------------------------------------------------------------
 
 
-class Assigned(msgspec.Struct, frozen=True, array_like=True, tag="A"):
+class AssignReply(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """Some rank planned anew: this is what each writes."""
 
     share_id: bytes
@@ -133,17 +133,17 @@ class Assigned(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """None: the rank keeps what it has."""
 
 
-class Committed(msgspec.Struct, frozen=True, array_like=True, tag="C"):
+class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
     """Durable and visible."""
 
     slowest: dict[str, int]
     """Per stage, the rank that took longest."""
 
 
-_WORDS: msgspec.msgpack.Decoder[Assigned | Committed] = msgspec.msgpack.Decoder(Assigned | Committed)
+_WORDS: msgspec.msgpack.Decoder[AssignReply | CommitReply] = msgspec.msgpack.Decoder(AssignReply | CommitReply)
 
 
-def decode_word(data: bytes) -> Assigned | Committed:
+def decode_reply(data: bytes) -> AssignReply | CommitReply:
     """What the leader told."""
     return _WORDS.decode(data)
 
@@ -163,11 +163,11 @@ class _Known:
     """How many tensor items that are."""
     places: bytes = b""
     """Where its items stand; empty until it was written once."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Extent] = field(default_factory=list)
     """Where its objects stand."""
 
 
-class Book:
+class Ledger:
     """What the leader knows of every rank. On the loop's thread; :meth:`template` may run in another.
 
     Invariant: a share is what the rank of that share captured, until the rank plans anew.
@@ -178,7 +178,7 @@ class Book:
         self._shares = 0
         self._rendered: tuple[tuple[bytes, ...], MetadataTemplate] | None = None
 
-    def check(self, reports: Sequence[Planned | Written]) -> None:
+    def check(self, reports: Sequence[PlanMsg | WrittenMsg]) -> None:
         """Raise PeerFailedError unless all ranks save one step, PlanChangedError for a share that is not known."""
         for rank, report in enumerate(reports):
             if report.step != reports[0].step:
@@ -189,10 +189,10 @@ class Book:
                     rank=rank,
                     stage="agree",
                 )
-            if isinstance(report, Written) and report.share_id not in self._ranks[rank]:
+            if isinstance(report, WrittenMsg) and report.share_id not in self._ranks[rank]:
                 raise PlanChangedError(f"rank {rank} wrote what was not agreed; the next save plans anew on all ranks")
 
-    def assign(self, reports: Sequence[Planned | Written]) -> list[Assigned]:
+    def assign(self, reports: Sequence[PlanMsg | WrittenMsg]) -> list[AssignReply]:
         """New shares for the ranks that planned anew; the others keep theirs.
 
         Raises:
@@ -200,7 +200,7 @@ class Book:
         """
         plans, kept, sums = [], {}, {}
         for rank, report in enumerate(reports):
-            if isinstance(report, Planned):
+            if isinstance(report, PlanMsg):
                 plans.append(report.local)
                 if report.sums:
                     sums[rank] = report.sums
@@ -218,11 +218,11 @@ class Book:
         words = []
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
-            if isinstance(report, Written):
-                words.append(Assigned(report.share_id, None))
+            if isinstance(report, WrittenMsg):
+                words.append(AssignReply(report.share_id, None))
                 continue
             self._shares += 1
-            words.append(Assigned(self._shares.to_bytes(4, "little"), share))
+            words.append(AssignReply(self._shares.to_bytes(4, "little"), share))
             self._remember(rank, words[-1].share_id, _Known(local=plans[rank], share=share, items=count))
         return words
 
@@ -232,13 +232,13 @@ class Book:
         while len(shares) > _SHARES_KEPT:
             del shares[next(iter(shares))]
 
-    def learn(self, written: Sequence[Written]) -> list[Span]:
+    def learn(self, written: Sequence[WrittenMsg]) -> list[Extent]:
         """Every rank has written: the places of all objects, in the order of the metadata.
 
         Raises:
             PlanChangedError: a rank wrote something else than its share.
         """
-        spans: list[Span] = []
+        spans: list[Extent] = []
         for rank, report in enumerate(written):
             known = self._ranks[rank].get(report.share_id)
             if known is None:
@@ -253,12 +253,12 @@ class Book:
                 is_whole = is_whole and number < len(known.spans) and min(number, offset, nbytes) >= 0
                 if is_whole:
                     known.spans[number] = (offset, nbytes)
-            if not is_whole or spans_crc32(known.spans) != report.spans_crc32:
+            if not is_whole or extents_crc32(known.spans) != report.extents_crc32:
                 raise PlanChangedError(f"rank {rank} lost count of what stands where; the next save plans anew")
             spans += known.spans
         return spans
 
-    def template(self, written: Sequence[Written]) -> MetadataTemplate:
+    def template(self, written: Sequence[WrittenMsg]) -> MetadataTemplate:
         """``.metadata`` of these shares: rendered once, as long as no rank plans anew.
 
         Raises:
@@ -274,7 +274,7 @@ class Book:
         return self._rendered[1]
 
 
-def slowest_ranks(written: Sequence[Written]) -> Mapping[str, int]:
+def slowest_ranks(written: Sequence[WrittenMsg]) -> Mapping[str, int]:
     """Per stage, the rank that took longest."""
     stages = ("blocked", "staged", "written")
     return {

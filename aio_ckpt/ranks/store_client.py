@@ -1,4 +1,4 @@
-"""Connection: a store of torch.distributed, asked in a thread of its own, with a limit."""
+"""StoreClient: a store of torch.distributed, asked in a thread of its own, with a limit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import anyio
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError
 from aio_ckpt.runtime.portal import Executor, run_blocking, unwatched
 
-__all__ = ["Connection"]
+__all__ = ["StoreClient"]
 
 T = TypeVar("T")
 _CLOSE_SECS = 5.0
 
 
-class Connection:
+class StoreClient:
     """Invariant: whatever touches the store does so in one thread, in the order in which it was asked."""
 
     def __init__(self, name: str, *, host_rank: int) -> None:

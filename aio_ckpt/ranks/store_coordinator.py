@@ -26,13 +26,14 @@ from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
-from aio_ckpt.ranks.heartbeat import Presence
-from aio_ckpt.ranks.messages import WORDS, Failure, Frame, Patience, Verdict, Word, failure_of, pack, unpack
-from aio_ckpt.ranks.rendezvous import Lobby
-from aio_ckpt.ranks.store_client import Connection
-from aio_ckpt.ranks.store_keys import Board, Store
+from aio_ckpt.ranks.failure_detector import LivenessTimer
+from aio_ckpt.ranks.heartbeat import Liveness
+from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of, pack, unpack
+from aio_ckpt.ranks.rendezvous import Rendezvous
+from aio_ckpt.ranks.store_client import StoreClient
+from aio_ckpt.ranks.store_keys import Store, StoreKeys
 
-__all__ = ["Coordinator", "Decide", "SoloCoordinator", "StoreCoordinator", "Verdict", "default_coordinator"]
+__all__ = ["Coordinator", "Decide", "Decision", "SoloCoordinator", "StoreCoordinator", "default_coordinator"]
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ _OPEN = "the opening"
 # -- over a store -----------------------------------------------------------------------------------
 
 
-class StoreCoordinator(Presence):
+class StoreCoordinator(Liveness):
     """Ranks that meet in a store of torch.distributed. One coordinator serves one engine.
 
     Invariant: the store is touched by one thread, through a connection of its own, under a prefix that no other engine
@@ -69,8 +70,8 @@ class StoreCoordinator(Presence):
         self._parent = store
         self._group_store: Store | None = default_store()
         """Kept: its address is the name of the process group until the engine has met the others."""
-        self._enlisted: Future[Store] | None = None
-        self._lobby: Lobby | None = None
+        self._registered: Future[Store] | None = None
+        self._rendezvous: Rendezvous | None = None
         self._giving_up: set[anyio.Event] = set()
         """What this rank gives up and has not yet heard of."""
         self._session = uuid.uuid4().hex[:16]
@@ -97,36 +98,36 @@ class StoreCoordinator(Presence):
 
     # -- opening and ending ---------------------------------------------------------------------------
 
-    def enlist(self, name: str, *, stall_secs: float) -> None:
+    def register(self, name: str, *, stall_secs: float) -> None:
         """See :class:`Coordinator`. It waits for the store, and not for the ranks."""
         self._name, self.stall_secs = name, stall_secs
-        self._connection = Connection(f"aio_ckpt-ranks-{self._session}", host_rank=self.leader)
-        self._enlisted = self._connection.begin(self._enter_lobby, wait_secs=stall_secs)
+        self._client = StoreClient(f"aio_ckpt-ranks-{self._session}", host_rank=self.leader)
+        self._registered = self._client.begin(self._enter_rendezvous, wait_secs=stall_secs)
 
-    def _enter_lobby(self) -> Store:
+    def _enter_rendezvous(self) -> Store:
         text = f"{self.world_size} {self._name}"
         tag = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
         # Before torch 2.7 no store can be cloned; what is asked here never blocks, so that sharing costs little.
         own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
         store = PrefixStore(f"aio_ckpt/{tag}", own)
-        self._board = Board(store, rank=self.rank, world_size=self.world_size)
-        self._lobby = Lobby(store, world_size=self.world_size, name=self._session)
-        self._lobby.enter(self.rank, _world(self._group_store))
+        self._keys = StoreKeys(store, rank=self.rank, world_size=self.world_size)
+        self._rendezvous = Rendezvous(store, world_size=self.world_size, name=self._session)
+        self._rendezvous.enter(self.rank, _world(self._group_store))
         return store
 
     async def open(self, name: str, *, stall_secs: float) -> None:
         """See :class:`Coordinator`."""
-        if self._enlisted is None:
-            self.enlist(name, stall_secs=stall_secs)
-        assert self._connection is not None
-        assert self._enlisted is not None
-        entered = asyncio.wrap_future(self._enlisted)
-        store = await self._connection.limited(entered, limit_secs=self.stall_secs)
+        if self._registered is None:
+            self.register(name, stall_secs=stall_secs)
+        assert self._client is not None
+        assert self._registered is not None
+        entered = asyncio.wrap_future(self._registered)
+        store = await self._client.limited(entered, limit_secs=self.stall_secs)
         try:
             session = await self._meet()
         except BaseException as error:
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError):
-                await self._enter(store, await self._leave_lobby(error))
+                await self._enter(store, await self._leave_rendezvous(error))
                 self._is_leaving = False
                 await self.leave()
             raise
@@ -135,10 +136,10 @@ class StoreCoordinator(Presence):
         await self.beat()
 
     async def _enter(self, store: Store, session: str) -> None:
-        """Out of the lobby; empty: there is nowhere to go."""
-        await self._ask(self._the_board().forget_beat)
-        board = Board(PrefixStore(session, store), rank=self.rank, world_size=self.world_size)
-        self._lobby, self._board = None, board if session else None
+        """Out of the rendezvous; empty: there is nowhere to go."""
+        await self._ask(self._the_keys().forget_beat)
+        keys = StoreKeys(PrefixStore(session, store), rank=self.rank, world_size=self.world_size)
+        self._rendezvous, self._keys = None, keys if session else None
 
     async def _meet(self) -> str:
         session = await (self._receive() if self.rank == self.leader else self._come())
@@ -148,20 +149,20 @@ class StoreCoordinator(Presence):
 
     async def _receive(self) -> str:
         """The leader: once an engine of every rank has come, tell each where to go on."""
-        lobby, patience = self._the_lobby(), Patience(self.stall_secs, _OPEN, "open")
+        rendezvous, timer = self._the_rendezvous(), LivenessTimer(self.stall_secs, _OPEN, "open")
 
         async def check() -> None:
-            here = await self._ask(lobby.here)
-            await self._check_alive([rank for rank in range(self.world_size) if rank not in here], patience)
+            here = await self._ask(rendezvous.here)
+            await self._check_alive([rank for rank in range(self.world_size) if rank not in here], timer)
 
-        party = await self._look(functools.partial(self._while_in_group, lobby.claim), check, _OPEN)
-        await self._answer(party, Word(self._session.encode()))
+        party = await self._look(functools.partial(self._while_in_group, rendezvous.claim), check, _OPEN)
+        await self._answer(party, Reply(self._session.encode()))
         return self._session
 
     async def _come(self) -> str:
-        check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, _OPEN, "open"))
-        find = functools.partial(self._while_in_group, self._the_lobby().answered)
-        word = WORDS.decode(await self._look(find, check, _OPEN))
+        check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, _OPEN, "open"))
+        find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
+        word = REPLIES.decode(await self._look(find, check, _OPEN))
         if word.failure is not None:
             raise word.failure.error(_OPEN, self.rank)
         return word.common.decode()
@@ -177,23 +178,23 @@ class StoreCoordinator(Presence):
         """Whether this rank is in another default group than when the engine was made."""
         return self._group_store is not None and default_store() not in (None, self._group_store)
 
-    async def _answer(self, party: Mapping[int, str], word: Word) -> None:
+    async def _answer(self, party: Mapping[int, str], word: Reply) -> None:
         names = [name for rank, name in party.items() if rank != self.rank]
-        await self._ask(functools.partial(self._the_lobby().answer, names, msgspec.msgpack.encode(word)))
+        await self._ask(functools.partial(self._the_rendezvous().answer, names, msgspec.msgpack.encode(word)))
 
-    async def _leave_lobby(self, error: BaseException) -> str:
+    async def _leave_rendezvous(self, error: BaseException) -> str:
         """Give the opening up. Empty, or where the others go on all the same: they must find that this rank left."""
-        lobby = self._the_lobby()
+        rendezvous = self._the_rendezvous()
         if self.rank == self.leader:
-            dismiss = functools.partial(lobby.dismiss, withdraws_alone=self._is_regrouped())
+            dismiss = functools.partial(rendezvous.dismiss, withdraws_alone=self._is_regrouped())
             party, are_claimed = await self._ask(dismiss)  # behind a claim that the thread was still about
-            failed = Word(b"", failure=failure_of(self.rank, "open", error))
-            await self._answer(party, Word(self._session.encode()) if are_claimed else failed)
+            failed = Reply(b"", failure=failure_of(self.rank, "open", error))
+            await self._answer(party, Reply(self._session.encode()) if are_claimed else failed)
             return self._session if are_claimed else ""
-        if not await self._ask(lobby.withdraw):  # taken out: the answer is there, or comes
-            data = await self._poll(lobby.answered, _LEAVE_SECS)
+        if not await self._ask(rendezvous.withdraw):  # taken out: the answer is there, or comes
+            data = await self._poll(rendezvous.answered, _LEAVE_SECS)
             if data is not None:
-                return WORDS.decode(data).common.decode()
+                return REPLIES.decode(data).common.decode()
         return ""
 
     async def leave(self) -> None:
@@ -204,53 +205,54 @@ class StoreCoordinator(Presence):
         with anyio.move_on_after(_GIVE_UP_SECS):
             while self._giving_up:
                 await next(iter(self._giving_up)).wait()
-        board, has_left, self._is_leaving = self._board, self._is_leaving, True
-        if has_left or board is None or self._lobby is not None or self.leader in self._silent:
-            return  # in the lobby ``open`` goes no further
+        keys, has_left, self._is_leaving = self._keys, self._is_leaving, True
+        if has_left or keys is None or self._rendezvous is not None or self.leader in self._silent:
+            return  # in the rendezvous ``open`` goes no further
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
-            await self._ask(board.leave)
+            await self._ask(keys.leave)
             if self.rank != self.leader:
                 return
-            await self._poll(board.have_all_left, 0 if self._absent else _LEAVE_SECS)
+            await self._poll(keys.have_all_left, 0 if self._absent else _LEAVE_SECS)
 
     def close(self) -> None:
         """End the thread; one that is stuck in the store is left behind."""
-        connection, self._connection = self._connection, None
+        connection, self._client = self._client, None
         if connection is not None:
             connection.close()
-        self._board = self._lobby = self._enlisted = None
+        self._keys = self._rendezvous = self._registered = None
 
     # -- agreement ------------------------------------------------------------------------------------
 
-    async def agree(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+    async def exchange(
+        self, topic: str, message: bytes, decide: Decide, *, stage: str, abort_on_error: bool = True
+    ) -> bytes:
         """See :class:`Coordinator`."""
         try:
-            return await self.consult(topic, message, decide, stage=stage)
+            return await self._exchange(topic, message, decide, stage)
         except BaseException as error:
-            if self.rank == self.leader:
+            if abort_on_error and self.rank == self.leader:
                 with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
-                    await self.abandon(topic, error, stage=stage)
+                    await self.abort(topic, error, stage=stage)
             raise
 
-    async def consult(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """See :class:`Coordinator`."""
+    async def _exchange(self, topic: str, message: bytes, decide: Decide, stage: str) -> bytes:
         if self.rank != self.leader:
             await self._send(topic, Frame(self.rank, message))
             return await self._hear(topic, stage)
-        verdict = await decide(await self._gather(topic, message, stage))
+        decision = await decide(await self._gather(topic, message, stage))
         with anyio.CancelScope(shield=True):  # the thread would tell it all the same, and this rank not know
-            await self._tell(topic, verdict)
-        return verdict.of(self.rank)
+            await self._tell(topic, decision)
+        return decision.of(self.rank)
 
-    async def announce(self, topic: str, word: bytes, *, stage: str) -> bytes:
+    async def broadcast(self, topic: str, word: bytes, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         if self.rank != self.leader:
             return await self._hear(topic, stage)
-        await self._tell(topic, Verdict(common=word))
+        await self._tell(topic, Decision(common=word))
         return word
 
-    async def abandon(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
+    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
         failure = failure_of(self.rank, stage, error)
         with self._before_leaving():
@@ -260,19 +262,19 @@ class StoreCoordinator(Presence):
                 word = await self._leave_topic(topic, failure)
         return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
 
-    async def _leave_topic(self, topic: str, failure: Failure) -> Word | None:
+    async def _leave_topic(self, topic: str, failure: Failure) -> Reply | None:
         """Give up ``topic`` unless the leader's word is out: what that is, if it came in time."""
         word = await self._word(topic)
         if word is not None:
             return word
         if self.rank == self.leader:
             with anyio.CancelScope(shield=True):
-                await self._ask(functools.partial(self._the_board().tell, topic, Word(b"", failure=failure), ()))
+                await self._ask(functools.partial(self._the_keys().tell, topic, Reply(b"", failure=failure), ()))
             return await self._word(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
         if self.leader in self._absent:  # it has just been waited for in vain
             word = await self._word(topic)
-            return Word(b"", failure=failure) if word is None and self._is_undecidable(topic) else word
+            return Reply(b"", failure=failure) if word is None and self._is_undecidable(topic) else word
         with contextlib.suppress(AioCkptError):
             return await self._await_word(topic, failure.stage)
         return None
@@ -293,25 +295,25 @@ class StoreCoordinator(Presence):
             self._giving_up.discard(ended)
             ended.set()
 
-    async def _word(self, topic: str) -> Word | None:
+    async def _word(self, topic: str) -> Reply | None:
         """The leader's, if it is out."""
-        return await self._ask(functools.partial(self._the_board().word, topic))
+        return await self._ask(functools.partial(self._the_keys().word, topic))
 
     async def raise_flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
-        await self._ask(functools.partial(self._the_board().raise_flag, name))
+        await self._ask(functools.partial(self._the_keys().raise_flag, name))
 
     async def is_raised(self, name: str) -> bool:
         """See :class:`Coordinator`."""
-        return await self._ask(functools.partial(self._the_board().is_raised, name))
+        return await self._ask(functools.partial(self._the_keys().is_raised, name))
 
     # -- what a rank does -----------------------------------------------------------------------------
 
     async def _send(self, topic: str, frame: Frame) -> None:
-        if self._is_leaving:  # behind the last one to leave nobody clears the board
+        if self._is_leaving:  # behind the last one to leave nobody clears the keys
             raise EngineClosedError(f"{self._name}: the engine was closed")
         data, wakes = pack(frame), frame.failure is not None
-        await self._ask(functools.partial(self._the_board().send, topic, data, wakes=wakes))
+        await self._ask(functools.partial(self._the_keys().send, topic, data, wakes=wakes))
         self.messages_sent += 1
         self.bytes_sent += len(data)
 
@@ -323,30 +325,30 @@ class StoreCoordinator(Presence):
         self.bytes_received += len(word.common)
         return word.common
 
-    async def _await_word(self, topic: str, stage: str) -> Word:
-        check = functools.partial(self._check_alive, (self.leader,), Patience(self.stall_secs, topic, stage))
-        word = await self._look(functools.partial(self._the_board().word, topic), check, topic)
+    async def _await_word(self, topic: str, stage: str) -> Reply:
+        check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, topic, stage))
+        word = await self._look(functools.partial(self._the_keys().word, topic), check, topic)
         self._absent.discard(self.leader)
         self._silent.discard(self.leader)
         return word
 
-    def _the_lobby(self) -> Lobby:
-        if self._lobby is None:
+    def _the_rendezvous(self) -> Rendezvous:
+        if self._rendezvous is None:
             raise EngineClosedError(f"{self._name}: the engine was closed")
-        return self._lobby
+        return self._rendezvous
 
     # -- what the leader does -------------------------------------------------------------------------
 
     async def _gather(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
-        patience = Patience(self.stall_secs, topic, stage)
+        timer = LivenessTimer(self.stall_secs, topic, stage)
 
         async def check() -> None:
             found = {frame.rank for frame in await self._frames(topic)}
-            await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), patience)
+            await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
 
-        await self._look(functools.partial(self._the_board().is_woken, topic), check, topic)
+        await self._look(functools.partial(self._the_keys().is_woken, topic), check, topic)
         frames = await self._frames(topic)
         failures = [frame.failure for frame in frames if frame.failure is not None]
         if failures:
@@ -357,14 +359,14 @@ class StoreCoordinator(Presence):
         return tuple(message if rank == self.rank else by_rank[rank] for rank in range(self.world_size))
 
     async def _frames(self, topic: str) -> list[Frame]:
-        data = await self._ask(functools.partial(self._the_board().messages, topic))
+        data = await self._ask(functools.partial(self._the_keys().messages, topic))
         self.bytes_received += len(data)
         return list(unpack(data))
 
-    async def _tell(self, topic: str, verdict: Verdict) -> None:
+    async def _tell(self, topic: str, decision: Decision) -> None:
         if self.world_size > 1:
-            word = Word(verdict.common, is_each=bool(verdict.each), then=verdict.then)
-            await self._ask(functools.partial(self._the_board().tell, topic, word, verdict.each))
+            word = Reply(decision.common, is_each=bool(decision.each), then=decision.then)
+            await self._ask(functools.partial(self._the_keys().tell, topic, word, decision.each))
 
 
 def _world(group_store: Store | None) -> str:

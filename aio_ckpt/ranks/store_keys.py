@@ -1,4 +1,4 @@
-"""Board: what the ranks of one engine write into their store, and when it goes again. Nothing here waits."""
+"""StoreKeys: what the ranks of one engine write into their store, and when it goes again. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aio_ckpt.ranks.messages import WORDS, Beat, Word
+from aio_ckpt.ranks.messages import REPLIES, Heartbeat, Reply
 
-__all__ = ["Board", "Store", "found"]
+__all__ = ["Store", "StoreKeys", "found"]
 
 Store: TypeAlias = Any
 """``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
@@ -22,7 +22,7 @@ _TOLD_LOOKED_AT = 16
 """From so many topics on the leader looks which of them are still there, and again when they have doubled."""
 
 
-class Board:
+class StoreKeys:
     """The keys of one engine in a store of all ranks. Only ever called in one thread.
 
     Invariant: the keys of a topic stay until every rank has taken the leader's word on it, however late it comes; the
@@ -33,7 +33,7 @@ class Board:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._known: dict[str, Word] = {}
+        self._known: dict[str, Reply] = {}
         self._told: list[str] = []
         self._sent: set[str] = set()
         self._looks_at = _TOLD_LOOKED_AT
@@ -56,7 +56,7 @@ class Board:
         """All that was sent so far."""
         return found(self._store, f"{topic}/in")
 
-    def tell(self, topic: str, word: Word, each: Sequence[bytes]) -> None:
+    def tell(self, topic: str, word: Reply, each: Sequence[bytes]) -> None:
         """The leader's word, or what it tells ``each`` rank instead; nothing if it was told before."""
         if topic in self._known:
             return
@@ -71,13 +71,13 @@ class Board:
             self._told = self._untaken()
             self._looks_at = 2 * len(self._told) + _TOLD_LOOKED_AT
 
-    def word(self, topic: str) -> Word | None:
+    def word(self, topic: str) -> Reply | None:
         """The leader's word, with what it tells this rank; None if it is not out."""
         store = self._store
         data = b"" if topic in self._known else found(store, f"{topic}/out")
         if not data:
             return self._known.get(topic)
-        word = WORDS.decode(data)
+        word = REPLIES.decode(data)
         if word.is_each:
             word = msgspec.structs.replace(word, common=found(store, f"{topic}/out/{self._rank}"))
             store.delete_key(f"{topic}/out/{self._rank}")
@@ -86,7 +86,7 @@ class Board:
             self._delete_topic(topic)
         return word
 
-    def _remember(self, topic: str, word: Word) -> None:
+    def _remember(self, topic: str, word: Reply) -> None:
         self._sent.discard(topic)
         self._known[topic] = word
         if len(self._known) > _WORDS_KEPT:
@@ -101,7 +101,7 @@ class Board:
 
     # -- signs of life, flags -------------------------------------------------------------------------
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, beat: Heartbeat) -> None:
         """This rank lives."""
         self._store.set(f"alive/{self._rank}", msgspec.msgpack.encode(beat))
 
@@ -124,7 +124,7 @@ class Board:
     # -- the end --------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This rank reads and writes nothing more. The last one to leave clears the board."""
+        """This rank reads and writes nothing more. The last one to leave clears the store."""
         store = self._store
         rest = [*self._untaken(), *self._sent]
         if rest:
@@ -133,14 +133,14 @@ class Board:
             self._clear()
 
     def have_all_left(self) -> bool | None:
-        """Whether the board was cleared, after this rank has left; None: not yet."""
+        """Whether the store was cleared, after this rank has left; None: not yet."""
         return None if self._store.check(["left"]) else True
 
     def _clear(self) -> None:
         store, ranks = self._store, range(self._world_size)
         for topic in found(store, "rest").decode().splitlines():
             word = found(store, f"{topic}/out")
-            if word and WORDS.decode(word).is_each:
+            if word and REPLIES.decode(word).is_each:
                 for rank in ranks:
                     store.delete_key(f"{topic}/out/{rank}")
             self._delete_topic(topic)

@@ -11,7 +11,7 @@ from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.manifests import IntArray
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host
-from aio_ckpt.memory.host_copy import PreparedMoves, memmove
+from aio_ckpt.memory.host_copy import copy_all, memmove
 from aio_ckpt.memory.read_buffers import address_of
 from aio_ckpt.read.requests import Landing, Pieces, Segment
 
@@ -87,7 +87,7 @@ def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:
 def _move(moves: IntArray) -> None:
     """Within the host's memory: (target, source, bytes) each."""
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
-    PreparedMoves.of(moves[is_small].astype(np.uint64)).copy(0)
+    copy_all(0, moves[is_small].astype(np.uint64))
     if not is_small.all():
         for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
             memmove(*move)

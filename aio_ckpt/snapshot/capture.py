@@ -14,7 +14,7 @@ from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.memory.copies import Copies, Mark
 from aio_ckpt.memory.cuda import CopyStreams
-from aio_ckpt.memory.host_copy import unreadable
+from aio_ckpt.memory.host_copy import copy_all, unreadable
 from aio_ckpt.plan.copy_plan import Span
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
@@ -200,13 +200,13 @@ class Capture:
 
     def _move(self, chunk: Chunk) -> None:
         plan, base = self._planned.plan, self._base(chunk)
-        prepared = plan.descriptors.moves[chunk.index]
+        moves = plan.descriptors.moves[chunk.index]
         try:
-            prepared.copy(base)
+            copy_all(base, moves)
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            item = plan.layout.items[plan.routes[chunk.index].moved[unreadable(base, prepared.moves)].item]
+            item = plan.layout.items[plan.routes[chunk.index].moved[unreadable(base, moves)].item]
             raise SourceChangedError(
                 f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
                 "that was truncated: keep it until save() returns, or give a clone()"

@@ -1,4 +1,4 @@
-"""Likeness: whether tensors have the type, dtype, device, shape, stride and bits that others had, by one call for all.
+"""Same metadata: whether a tensor has the type, dtype, device, shape, stride and bits that another had, by one call.
 
 The call is that of ``torch.compile``'s guards, which no public name stands for. So nothing rests on its word but a
 proof that was tried: a process in which it overlooks any of these differences, or lacks it, compares one by one.
@@ -14,24 +14,10 @@ import torch
 
 from aio_ckpt._torch import tensor_guards
 
-__all__ = ["Likeness", "is_nested", "looks_like"]
+__all__ = ["is_nested", "looks_like"]
 
 is_nested: Callable[[torch.Tensor], bool] = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
 """Whether it is a nested tensor: given one, the guards end the process (``std::terminate``)."""
-
-
-class Likeness:
-    """What tensors look like. Holds their description, never a tensor."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._check: Callable[..., bool] | None = _guards(tensors) if _tells_all_apart() else None
-
-    def is_proven(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` are proven to look the same.
-
-        False proves nothing: it may be for a reason of autograd's, or a tensor that is given twice.
-        """
-        return self._check is not None and not any(map(is_nested, tensors)) and self._check(*tensors)
 
 
 def looks_like(tensor: torch.Tensor) -> Callable[[Any], bool]:

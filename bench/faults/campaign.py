@@ -133,20 +133,20 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
     hit = ground.storage.disarm()
     if hit is None:
         return None
-    verdict = Verdict(ground, fault, outcome, hit, was_cancelled=any(accepted))
-    problems = verdict.problems()
+    decision = Decision(ground, fault, outcome, hit, was_cancelled=any(accepted))
+    problems = decision.problems()
     if fault.is_slow and saving.overwrites:
-        verdict.strays = frozenset({OWNER_FILE})  # documented: nothing is called on a store that stands still
-    kept = verdict.leftovers
+        decision.strays = frozenset({OWNER_FILE})  # documented: nothing is called on a store that stands still
+    kept = decision.leftovers
     if saving.has_leftovers and outcome.error is not None:
         kept += (".pending-dead", ".trash-")  # cleared when the engine becomes the writer
-    problems += ground.look(leftovers=kept, strays=verdict.strays)
+    problems += ground.look(leftovers=kept, strays=decision.strays)
     again = ground.save(overwrite=saving.overwrites)  # else each point adds a step, and with it calls
     if again.error is not None:
         problems.append(f"the next save failed: {explain(again.error)}")
     else:
         ground.keep(again)
-    after = ground.look(leftovers=verdict.leftovers, strays=verdict.strays)
+    after = ground.look(leftovers=decision.leftovers, strays=decision.strays)
     problems += [f"after the next save: {text}" for text in after]
     return Point(name=f"{saving.name}, {fault.name}, {number}: {hit}", problems=tuple(problems))
 
@@ -154,7 +154,7 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
 def cancel_now(engine: CheckpointEngine) -> list[bool]:
     """What ``ticket.cancel()`` of each pending save does, at this very instant."""
     answers: list[bool] = []
-    for save in engine._saver.in_flight.pending:
+    for save in engine._frontend.in_flight.pending:
         try:
             save.cancel().send(None)
         except StopIteration as answer:
@@ -162,7 +162,7 @@ def cancel_now(engine: CheckpointEngine) -> list[bool]:
     return answers
 
 
-class Verdict:
+class Decision:
     """Whether a save that met a fault ended as it must."""
 
     def __init__(self, ground: Ground, fault: Fault, outcome: Outcome, hit: Call, *, was_cancelled: bool) -> None:

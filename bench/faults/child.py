@@ -31,7 +31,7 @@ def main() -> None:
     executor = Executor("faults", 1)
     config = EngineConfig(workers=2, on_failure="log", stall_timeout_secs=20)
     engine = CheckpointEngine(Path(sys.argv[1]), config, storage=LocalStorage(executor))
-    print(json.dumps({"pending": pending_path(engine.root, engine._site.owner, 0).name.removesuffix("-0")}), flush=True)
+    print(json.dumps({"pending": pending_path(engine.root, engine._ctx.owner, 0).name.removesuffix("-0")}), flush=True)
     with small_chunks():
         for line in sys.stdin:
             order = json.loads(line)
@@ -49,7 +49,7 @@ def _save(engine: CheckpointEngine, step: int, value: int, overwrite: bool) -> d
         path = str(error.filename) if isinstance(error, OSError) else ""
         stage = error.stage if isinstance(error, AioCkptError) else ""
         answer = {"error": type(error).__name__, "code": code, "path": path, "stage": stage}
-    wait(engine._keeper.passes, WAIT_SECS)  # which remove what an overwrite could not
+    wait(engine._root_session.passes, WAIT_SECS)  # which remove what an overwrite could not
     files = [name for name in os.listdir("/proc/self/fd") if _is_file(name)]
     return {**answer, "files": len(files), "leases": engine.lifetime.leases}
 

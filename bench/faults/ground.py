@@ -152,7 +152,7 @@ class Ground:
 
     def settle(self) -> None:
         """Until no thread works for the engine and no retention pass runs."""
-        for deletion in self.engine._keeper.passes:
+        for deletion in self.engine._root_session.passes:
             deletion.exception(WAIT_SECS)
         for executor in (self.executor, self.engine._portal.executor):
             wait(list(executor._unfinished), WAIT_SECS)
@@ -221,7 +221,7 @@ class Ground:
             yield f"leaked: {self.engine.lifetime.leases} leases"
         if self.engine.lifetime.arenas > 1:
             yield f"{self.engine.lifetime.arenas} arenas"
-        if self.engine._saver.in_flight.pending:
+        if self.engine._frontend.in_flight.pending:
             yield "a save is still pending"
 
     def _held(self) -> Counter[str]:

@@ -6,50 +6,50 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aio_ckpt.ranks.messages import Beat, Failure, Word
-from aio_ckpt.ranks.rendezvous import Lobby
-from aio_ckpt.ranks.store_keys import Board
+from aio_ckpt.ranks.messages import Failure, Heartbeat, Reply
+from aio_ckpt.ranks.rendezvous import Rendezvous
+from aio_ckpt.ranks.store_keys import StoreKeys
 
 
-def boards(store: dist.Store, count: int) -> list[Board]:
-    return [Board(store, rank=rank, world_size=count) for rank in range(count)]
+def boards(store: dist.Store, count: int) -> list[StoreKeys]:
+    return [StoreKeys(store, rank=rank, world_size=count) for rank in range(count)]
 
 
 def test_a_word_stays_until_the_last_rank_has_taken_it_and_each_remembers_it() -> None:
     store = dist.HashStore()
     leader, early, late = boards(store, 3)
     for number in range(100):
-        leader.tell(f"room {number}", Word(b"%d" % number), ())
-        assert early.word(f"room {number}") == Word(b"%d" % number)
-    assert early.word("room 99") == Word(b"99")
-    assert [late.word(f"room {number}") for number in range(100)] == [Word(b"%d" % n) for n in range(100)]
+        leader.tell(f"room {number}", Reply(b"%d" % number), ())
+        assert early.word(f"room {number}") == Reply(b"%d" % number)
+    assert early.word("room 99") == Reply(b"99")
+    assert [late.word(f"room {number}") for number in range(100)] == [Reply(b"%d" % n) for n in range(100)]
     assert store.num_keys() == 0
 
 
 def test_the_first_word_on_a_topic_stands() -> None:
     leader, other = boards(dist.HashStore(), 2)
-    leader.tell("save 1", Word(b"committed"), ())
-    leader.tell("save 1", Word(b"", failure=Failure(0, "write", "too late")), ())
-    assert other.word("save 1") == Word(b"committed")
+    leader.tell("save 1", Reply(b"committed"), ())
+    leader.tell("save 1", Reply(b"", failure=Failure(0, "write", "too late")), ())
+    assert other.word("save 1") == Reply(b"committed")
 
 
 @given(order=st.permutations(range(3)), takes=st.lists(st.booleans(), min_size=3, max_size=3))
 def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[int], takes: list[bool]) -> None:
     store = dist.HashStore()
     each = boards(store, 3)
-    each[0].tell("told", Word(b"x"), ())
-    each[0].tell("apart", Word(b"", is_each=True), (b"a", b"b", b"c"))
+    each[0].tell("told", Reply(b"x"), ())
+    each[0].tell("apart", Reply(b"", is_each=True), (b"a", b"b", b"c"))
     each[1].send("unanswered", b"m", wakes=True)
     each[2].raise_flag("preempted")
-    for board, is_taken in zip(each, takes, strict=True):
-        board.beat(Beat(1))
-        if is_taken and board is not each[0]:
-            assert board.word("apart") is not None
+    for keys, is_taken in zip(each, takes, strict=True):
+        keys.beat(Heartbeat(1))
+        if is_taken and keys is not each[0]:
+            assert keys.word("apart") is not None
     for rank in order[:-1]:
         each[rank].leave()
         assert each[rank].have_all_left() is None
         assert all(each[order[-1]].beats([order[-1]])), "nothing is taken from whoever is still here"
-        assert order[-1] == 0 or each[order[-1]].word("told") == Word(b"x")
+        assert order[-1] == 0 or each[order[-1]].word("told") == Reply(b"x")
     each[order[-1]].leave()
     assert each[order[0]].have_all_left()
     assert store.num_keys() == 0
@@ -57,7 +57,7 @@ def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[i
 
 def test_an_engine_that_has_heard_where_to_go_is_answered_no_more() -> None:
     store = dist.HashStore()
-    leader, other = (Lobby(store, world_size=2, name=name) for name in ("a0", "a1"))
+    leader, other = (Rendezvous(store, world_size=2, name=name) for name in ("a0", "a1"))
     leader.enter(0, "w")
     assert leader.claim() is None
     other.enter(1, "w")
@@ -83,23 +83,23 @@ def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
     store = Waitless()
     leader, other = boards(store, 2)
     assert other.beats([0, 1]) == [b"", b""]
-    leader.beat(Beat(1))
+    leader.beat(Heartbeat(1))
     assert list(map(bool, other.beats([0, 1]))) == [True, False]
     assert other.word("apart") is None
     other.send("apart", b"m", wakes=False)
     assert leader.messages("apart")
-    leader.tell("apart", Word(b"", is_each=True), (b"a", b"\0b"))
-    assert other.word("apart") == Word(b"\0b", is_each=True)
+    leader.tell("apart", Reply(b"", is_each=True), (b"a", b"\0b"))
+    assert other.word("apart") == Reply(b"\0b", is_each=True)
     assert not other.is_raised("preempted")
     other.raise_flag("preempted")
     assert leader.is_raised("preempted")
-    ones, others = Lobby(store, world_size=2, name="leads"), Lobby(store, world_size=2, name="comes")
+    ones, others = Rendezvous(store, world_size=2, name="leads"), Rendezvous(store, world_size=2, name="comes")
     ones.enter(0, "world")
     others.enter(1, "world")
     assert ones.claim() == {0: "leads", 1: "comes"}
     assert others.answered() is None
     ones.answer(["comes"], b"here")
     assert others.answered() == b"here"
-    for board in (other, leader):
-        board.leave()
+    for keys in (other, leader):
+        keys.leave()
     assert store.num_keys() == 1, "the queue, which is empty"

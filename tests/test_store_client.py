@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aio_ckpt.errors import StallError
-from aio_ckpt.ranks.store_client import Connection
+from aio_ckpt.ranks.store_client import StoreClient
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import ON_SUBMIT
 
@@ -18,7 +18,7 @@ SECS = 10.0
 
 async def test_a_load_ends_although_the_thread_that_asks_the_store_does_not() -> None:
     """Its deadline is that of the question: what waits for its threads does not wait for this one."""
-    connection, answer = Connection("ranks", host_rank=3), threading.Event()
+    connection, answer = StoreClient("ranks", host_rank=3), threading.Event()
     late = threading.Timer(SECS, answer.set)  # so that it fails, and does not hang
     late.start()
     try:
@@ -32,7 +32,7 @@ async def test_a_load_ends_although_the_thread_that_asks_the_store_does_not() ->
 
 
 async def test_a_question_leaves_the_watcher_as_it_was() -> None:
-    connection, told = Connection("ranks", host_rank=0), list[object]()
+    connection, told = StoreClient("ranks", host_rank=0), list[object]()
     token = ON_SUBMIT.set(told.append)
     try:
         assert await connection.ask(lambda: 7, limit_secs=SECS) == 7
