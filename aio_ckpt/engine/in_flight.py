@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from aio_ckpt.config import MAX_SECS, BusyPolicy
@@ -220,8 +219,7 @@ class InFlight:
 
         def begin() -> None:
             nonlocal is_running
-            ctx = replace(self._ctx, storage=save.call.trace.storage(self._ctx.storage))
-            self._portal.submit(run_save, ctx, save, on_done=lambda done: self._settle(save, done))
+            self._portal.submit(run_save, self._ctx, save, on_done=lambda done: self._settle(save, done))
             is_running = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:

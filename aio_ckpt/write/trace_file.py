@@ -1,18 +1,15 @@
-"""Tracing: the calls of a storage as spans, and the file that a trace ends in."""
+"""The file that the trace of one save is written to."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import heapq
-import inspect
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import anyio
 
@@ -20,7 +17,6 @@ from aio_ckpt.errors import AioCkptError, ConfigError, shown
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.runtime.trace import Recorder, SpanRecorder, render
-from aio_ckpt.storage.local import Storage
 
 __all__ = ["NO_TRACE", "SaveTrace", "TraceFile"]
 
@@ -58,9 +54,6 @@ def _checked(path: object) -> Path:
 class SaveTrace(Recorder, Protocol):
     """Where the time of one save goes, and what becomes of that in the end."""
 
-    def storage(self, storage: Storage) -> Storage:
-        """``storage``, whose awaited calls are spans too; for this save alone, on the loop's thread."""
-
     async def keep(
         self, executor: Executor, *, origin: float, rank: int, about: Mapping[str, object], error: BaseException | None
     ) -> None:
@@ -74,9 +67,6 @@ class _NoTrace:
     def add(self, name: str, lane: str, began: float, ended: float, **details: object) -> None: ...
 
     def stage(self, name: str | None) -> None: ...
-
-    def storage(self, storage: Storage) -> Storage:
-        return storage
 
     async def keep(
         self, executor: Executor, *, origin: float, rank: int, about: Mapping[str, object], error: BaseException | None
@@ -98,10 +88,6 @@ class TraceFile(SpanRecorder):
     def __init__(self, path: object) -> None:
         super().__init__()
         self.path = _checked(path)
-
-    def storage(self, storage: Storage) -> Storage:
-        """See :class:`SaveTrace`."""
-        return cast("Storage", _TracedStorage(storage, self))
 
     async def keep(
         self, executor: Executor, *, origin: float, rank: int, about: Mapping[str, object], error: BaseException | None
@@ -127,35 +113,3 @@ def _replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
-
-
-class _TracedStorage:
-    """Each call that is awaited is a span named by it and its path.
-
-    Invariant: calls at the same time have lanes of their own; the lowest free one is taken.
-    """
-
-    def __init__(self, storage: Storage, recorder: Recorder) -> None:
-        self._storage = storage
-        self._recorder = recorder
-        self._free: list[int] = []
-        self._lanes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._storage, name)
-        return functools.partial(self._record, call) if inspect.iscoroutinefunction(call) else call
-
-    async def _record(self, call: Any, path: Path, *args: object, **kwargs: object) -> Any:
-        with self._lane() as lane, self._recorder.span(f"{call.__name__} {path.name}", lane):
-            return await call(path, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _lane(self) -> Iterator[str]:
-        if not self._free:
-            self._lanes += 1
-            heapq.heappush(self._free, self._lanes)
-        number = heapq.heappop(self._free)
-        try:
-            yield f"files {number}"
-        finally:
-            heapq.heappush(self._free, number)
