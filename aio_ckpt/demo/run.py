@@ -10,28 +10,40 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from aio_ckpt.demo.model import ModelSize
-from aio_ckpt.demo.plot import draw
-from aio_ckpt.demo.report import Continuation, DemoReport, Run, compare, report_on, rows_of
-from aio_ckpt.demo.screen import Advance, Screen
-from aio_ckpt.demo.train import Event, Idle, Started, Stepped, TrainSpec, decode_event
+from aio_ckpt.demo.report import Continuation, DemoReport, Run, draw, report_on
+from aio_ckpt.demo.train import Event, Started, Stepped, TrainSpec, decode_event
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.reports import amount
 
-__all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "run_demo"]
+__all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "Screen", "run_demo"]
+
+Advance: TypeAlias = Callable[[int, str], None]
+"""``advance(done, words)``: the steps done in all, and what to say about them."""
 
 MIN_STEPS = 20
 """Fewer leave no save that is surely durable before the kill: ``save()`` waits for the one before."""
 
 _MARKER = "demo.json"
 _MAX_THREADS = 4
+
+
+class Screen(Protocol):
+    """Where the demo writes; the command line has one."""
+
+    def line(self, text: str = "", *, style: str = "") -> None:
+        """Write one line."""
+
+    def progress(self, label: str, total: int) -> AbstractContextManager[Advance]:
+        """Show the progress of something that ends at ``total``."""
 
 
 class DemoError(AioCkptError, RuntimeError):
@@ -52,8 +64,6 @@ class DemoSpec:
     """Steps of training, at least ``MIN_STEPS``; a save every tenth of them."""
     seed: int = field(default_factory=lambda: secrets.randbelow(1 << 31))
     """Of the model, of the batches and of the step at which the run is killed."""
-    idle_saves: int = 5
-    """Saves that are measured while nothing trains."""
     size: ModelSize = field(default_factory=ModelSize)
     """Of the model."""
 
@@ -76,14 +86,11 @@ def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
     undisturbed = _run(spec, "undisturbed", msgspec.structs.replace(base, save_every=0), screen)
     killed = _run(spec, "killed", base, screen, kill_step=kill_step)
     _tell_kill(killed, spec, screen)
-    resumed_spec = msgspec.structs.replace(base, resumes=True, idle_saves=spec.idle_saves)
+    resumed_spec = msgspec.structs.replace(base, resumes=True)
     resumed = _run(spec, "resumed", resumed_spec, screen)
-    shutil.rmtree(spec.out / "idle", ignore_errors=True)
 
-    continuation = compare(undisturbed, killed, resumed)
-    _tell(continuation, resumed, screen)
-    report = report_on(undisturbed, killed, resumed, continuation, seed=spec.seed)
-    screen.table(("", "median", "mean", "worst", "of"), rows_of(report))
+    report = report_on(undisturbed, killed, resumed, seed=spec.seed)
+    _tell(report.continuation, resumed, screen)
     plot = draw(spec.out / "demo.png", undisturbed, killed, resumed)
     screen.line(_plot_line(plot))
     report = msgspec.structs.replace(report, secs=time.perf_counter() - begin, plot=str(plot) if plot else None)
@@ -101,9 +108,8 @@ def _prepare(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / _MARKER).write_text("{}\n")
-        for name in ("checkpoints", "idle"):
-            if (out / name).exists():
-                shutil.rmtree(out / name)
+        if (out / "checkpoints").exists():
+            shutil.rmtree(out / "checkpoints")
     except OSError as error:
         raise OutError(f"{error.filename or out}: {error.strerror}: give another directory with --out") from error
 
@@ -174,13 +180,11 @@ def _show(event: Event, steps: int, advance: Advance, screen: Screen) -> None:
         )
     elif isinstance(event, Started):
         screen.line(
-            f"resumed from step {event.resumed_from}: {amount(event.bytes_read)} read and verified in "
-            f"{event.load_secs * 1e3:.0f} ms" + "".join(f"; step {step} did not verify" for step in event.skipped)
+            f"resumed from step {event.resumed_from}: {amount(event.bytes_read)} read and verified"
+            + "".join(f"; step {step} did not verify" for step in event.skipped)
         )
     elif isinstance(event, Stepped):
         advance(event.step, f"step {event.step}/{steps}, loss {event.loss:.4f}, {event.secs * 1e3:.0f} ms")
-    elif isinstance(event, Idle):
-        advance(steps, "all steps done; measuring saves and the disk while nothing trains")
 
 
 # -- words ------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -22,15 +21,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.demo.disk import PlainDisk
 from aio_ckpt.demo.model import GPT, Batches, ModelSize, read_corpus
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.reports import SaveReport
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.values import PerRank
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["Ended", "Event", "Idle", "Saved", "Saving", "Started", "Stepped", "TrainSpec", "Trainer", "decode_event"]
+__all__ = ["Ended", "Event", "Saved", "Started", "Stepped", "TrainSpec", "Trainer", "decode_event"]
 
 _WARM_UP_STEPS = 10
 _LEARNING_RATE = 1e-3
@@ -49,8 +46,6 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between saves; 0 saves nothing."""
     resumes: bool = False
     """Whether it goes on from the newest good checkpoint."""
-    idle_saves: int = 0
-    """Saves measured at the end while nothing trains, each beside a plain write of as many bytes."""
     threads: int = 2
     """Threads of torch: another number adds in another order, so it is fixed."""
     size: ModelSize = ModelSize()
@@ -73,8 +68,6 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Step that was loaded."""
     skipped: tuple[int, ...] = ()
     """Newer steps that did not verify."""
-    load_secs: float = 0.0
-    """How long loading took."""
     bytes_read: int = 0
     """Bytes read from data files."""
 
@@ -88,45 +81,12 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Exactly as computed: JSON keeps every bit of a float."""
     secs: float
     """Forward, backward and optimizer."""
-    is_saving: bool
-    """Whether a save was being written when it began."""
-
-
-class Saving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``save()`` returned."""
-
-    step: int
-    """Step that is saved."""
-    secs: float
-    """How long the trainer stood still: waiting for room and ``save()`` itself."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A save is durable. Seconds count from the call of ``save()``."""
+    """A save is durable."""
 
     step: int
-    """Its step."""
-    blocked_secs: float
-    """Until ``save()`` returned."""
-    staged_secs: float
-    """Until everything was copied."""
-    durable_secs: float
-    """Until it was committed."""
-    image_bytes: int
-    """Bytes in the data file."""
-    mode: str
-    """How they went to the disk."""
-
-
-class Idle(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A save while nothing trained, beside a plain write."""
-
-    saved: Saved
-    """The save."""
-    plain_secs: float
-    """The plain write, until durable."""
-    plain_direct: bool
-    """Whether it passed the page cache by."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -136,7 +96,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """SHA-256 of every leaf of the state."""
 
 
-Event: TypeAlias = Started | Stepped | Saving | Saved | Idle | Ended
+Event: TypeAlias = Started | Stepped | Saved | Ended
 Emit: TypeAlias = Callable[[Event], None]
 
 decode_event = msgspec.json.Decoder(Event).decode
@@ -169,7 +129,6 @@ class Trainer:
 
     async def resume(self, engine: CheckpointEngine) -> Started:
         """Go on from the newest checkpoint that verifies."""
-        begin = time.perf_counter()
         rng = torch.get_rng_state()
         report = await engine.load({**self.state(), "rng": PerRank(rng)})
         torch.set_rng_state(rng)
@@ -177,26 +136,19 @@ class Trainer:
         return self.started(
             resumed_from=report.step,
             skipped=tuple(skipped.step for skipped in report.skipped),
-            load_secs=time.perf_counter() - begin,
             bytes_read=report.bytes_read,
         )
 
     def started(
-        self,
-        *,
-        resumed_from: int | None = None,
-        skipped: tuple[int, ...] = (),
-        load_secs: float = 0.0,
-        bytes_read: int = 0,
+        self, *, resumed_from: int | None = None, skipped: tuple[int, ...] = (), bytes_read: int = 0
     ) -> Started:
-        """What stands at the start of a run."""
+        """Return the first event of a run."""
         return Started(
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             corpus_bytes=self.corpus.text.numel(),
             corpus_files=self.corpus.files,
             resumed_from=resumed_from,
             skipped=skipped,
-            load_secs=load_secs,
             bytes_read=bytes_read,
         )
 
@@ -241,59 +193,24 @@ async def train(spec: TrainSpec, emit: Emit) -> None:
     async with CheckpointEngine(spec.root, EngineConfig(keep_last=3)) as engine:
         emit(await trainer.resume(engine) if spec.resumes else trainer.started())
         while trainer.step < spec.steps:
-            begin, is_saving = time.perf_counter(), bool(tickets)
+            begin = time.perf_counter()
             loss = trainer.train_step()
             secs = time.perf_counter() - begin
-            emit(Stepped(step=trainer.step, loss=loss, secs=secs, is_saving=is_saving))
+            emit(Stepped(step=trainer.step, loss=loss, secs=secs))
             if spec.save_every and trainer.step % spec.save_every == 0:
-                begin = time.perf_counter()
                 await engine.ready()
                 tickets.append(engine.save(trainer.state(), step=trainer.step))
-                emit(Saving(step=trainer.step, secs=time.perf_counter() - begin))
             while tickets and tickets[0].done():
                 await _report(tickets.popleft(), emit)
         for ticket in tickets:
             await _report(ticket, emit)
-    if spec.idle_saves:
-        await _measure_idle(trainer, spec, emit)
     emit(Ended(digest=trainer.digest()))
 
 
 async def _report(ticket: SaveTicket, emit: Emit) -> None:
     report = await ticket
     if report is not None:
-        emit(_saved(report))
-
-
-def _saved(report: SaveReport) -> Saved:
-    timings = report.timings
-    return Saved(
-        step=report.step,
-        blocked_secs=timings.blocked_secs,
-        staged_secs=timings.staged_secs,
-        durable_secs=timings.committed_secs,
-        image_bytes=report.image_bytes,
-        mode=report.mode,
-    )
-
-
-async def _measure_idle(trainer: Trainer, spec: TrainSpec, emit: Emit) -> None:
-    """Save and plain write in turn, so that a disk whose speed wanders is fair to both.
-
-    The first of each is not told: it pays for memory that a trainer pays for once. Nothing is deleted meanwhile:
-    the plain writes would pay for it.
-    """
-    root, config = Path(spec.root).with_name("idle"), EngineConfig()
-    async with CheckpointEngine(root, config) as engine:
-        report = await engine.save(trainer.state())
-        assert report is not None
-        with PlainDisk(root, report.image_bytes, writers=config.workers) as disk:
-            disk.write()
-            for _ in range(spec.idle_saves):
-                plain = disk.write()
-                report = await engine.save(trainer.state())
-                assert report is not None
-                emit(Idle(saved=_saved(report), plain_secs=plain.secs, plain_direct=plain.is_direct))
+        emit(Saved(step=report.step))
 
 
 def main() -> None:
