@@ -226,7 +226,9 @@ def test_the_sixth_field_of_torch_2_15_is_read_and_kept(strides):
 
 
 def test_the_five_fields_of_older_torch_have_no_strides():
-    assert parse_metadata(pickled_with(*FIELDS), name="m").state_dict_metadata["w"].properties.strides is None
+    properties = parse_metadata(pickled_with(*FIELDS), name="m").state_dict_metadata["w"].properties
+    assert getattr(properties, "strides", None) is None
+    assert vars(properties).keys() == vars(TensorProperties()).keys()
 
 
 def test_fields_that_no_known_torch_writes_are_kept_and_logged(caplog):

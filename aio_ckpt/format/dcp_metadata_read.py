@@ -301,7 +301,7 @@ def _stand_in(real: type) -> type:
 class _Properties(metaclass=_Sealed):
     """Turns into a ``TensorProperties``, whose own ``__setstate__`` wants the enum's real members.
 
-    ``strides`` is set on every torch, also on those before 2.15, whose class has no such field.
+    If the file holds ``strides``, they are set on every torch, also on those before 2.15, which know no such field.
     """
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -312,7 +312,9 @@ class _Properties(metaclass=_Sealed):
         strides, *unknown = newer or (None,)
         if strides is not None and not (type(strides) in (tuple, torch.Size) and _are_sizes(strides)):
             raise _UnknownError(f"TensorProperties with strides {strides!r:.80}")
-        self.__dict__.update(vars(made), strides=strides)
+        self.__dict__.update(vars(made))
+        if newer:
+            self.__dict__["strides"] = strides
         if unknown:
             self.__dict__[_UNKNOWN_FIELDS] = tuple(unknown)
         self.__class__ = TensorProperties  # type: ignore[assignment]
