@@ -523,7 +523,7 @@ async def read_box(storage, path, name, starts, lengths):
     target = torch.empty(lengths, dtype=items[0].dtype)
     async with Files(storage, path, readers=2) as files:
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
-        plan = ReadPlan(is_direct=files.is_direct)
+        plan = ReadPlan()
         plan.add_tensor(items, starts, target)
         fetched = await fetch(files, plan.segments(2), executor=storage._executor, readers=2, verify=True)
     return target, fetched.bytes_read

@@ -46,8 +46,6 @@ class _Located:
     """Tensors whose raw bytes are known."""
     streams: dict[MetadataIndex, StoredObject] = field(default_factory=dict)
     """All else."""
-    is_direct: Mapping[str, bool] = field(default_factory=dict)
-    """Per file, whether reads are aligned to pages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +62,7 @@ class Load:
     def run(self, plan: LoadPlan, planner: LoadPlanner, transforms: Any) -> None:
         """Read everything; the planner is called on this thread alone. See :meth:`Reader.read_data`."""
         located = self._wait(lambda: self._locate(plan))
-        reads = ReadPlan(is_direct=located.is_direct)
+        reads = ReadPlan()
         targets = [
             (item, _target(item, planner))
             for item in plan.items
@@ -127,7 +125,6 @@ class Load:
                 slots = self._slots(wanted, located)
                 ends = await read_ends(files, list(slots.values()), executor=executor, readers=config.workers)
                 await run_blocking(executor, _parse, slots, ends, located)
-            located.is_direct = files.is_direct
         return located
 
     def _place(self, index: MetadataIndex) -> StorageInfo:

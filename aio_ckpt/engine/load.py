@@ -131,7 +131,7 @@ async def _fill(
         executor=ctx.executor,
         ring=ctx.ring,
         readers=ctx.config.workers,
-        in_place=not again,
+        may_share=not again,
         verify=ctx.config.verify == "load",
         strict=options.strict,
         allow_missing=options.allow_missing,

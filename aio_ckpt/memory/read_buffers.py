@@ -11,14 +11,13 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 
 import anyio
-import numpy as np
 import torch
 
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.cuda import register_host_memory, unregister_host_memory, using
 from aio_ckpt.runtime.portal import Executor, Lock, run_blocking, run_owned
 
-__all__ = ["BounceLoan", "BounceRing", "address_of", "bounce_buffers", "page_locked", "touch"]
+__all__ = ["BounceLoan", "BounceRing", "address_of", "bounce_buffers", "page_locked"]
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -136,12 +135,6 @@ def _cut(memory: mmap.mmap, nbytes: int, count: int) -> list[memoryview]:
     size, view = align_up(nbytes, PAGE_BYTES), memoryview(memory)
     first = -address_of(view) % _HUGE_PAGE_BYTES
     return [view[first + size * number :][:size] for number in range(count)]
-
-
-def touch(buffers: Iterable[memoryview]) -> None:
-    """Have the kernel find the pages now."""
-    for buffer in buffers:
-        np.frombuffer(buffer, np.uint8)[::PAGE_BYTES] = 0
 
 
 def address_of(view: memoryview) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,7 +17,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.copies import Copies, HostCopies
 from aio_ckpt.memory.cuda import begin_uploads, takes_registered
-from aio_ckpt.memory.read_buffers import address_of, page_locked, touch
+from aio_ckpt.memory.read_buffers import address_of, page_locked
 from aio_ckpt.read.catalog import Item, Slot
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.requests import Landing, PieceRows, Segment, cut_segments
@@ -37,16 +36,8 @@ __all__ = [
     "read_ends",
 ]
 
-_IN_PLACE_PAYS = 1.5
-"""So much longer than through buffers reads to the tensors' own memory may take: they spare a copy. Where pages lie
-scattered a virtual disk takes two to three times as long (540 to 900 ms a GiB, 350 through buffers on huge pages), else
-a tenth less; how they lie no system tells, and it is another draw for each allocation."""
 _PLACERS = 2
 """Segments that are proven and copied while as many reads as allowed stay in flight."""
-
-
-_Read: TypeAlias = list[tuple[Segment, memoryview]]
-"""What one call reads: segments that follow each other in the file, and where to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +68,7 @@ async def fetch(
         MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
         ReadError: the operating system could not read.
     """
-    bounced = [segment.bounced_bytes for segment in segments if segment.file not in files.ahead]
+    bounced = [segment.nbytes for segment in segments if segment.file not in files.ahead]
     buffers = files.buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
 
     locking = next(filter(takes_registered, devices), None)
@@ -106,41 +97,16 @@ class _Run:
         self._reading = anyio.Semaphore(readers)
         self._verify = verify
         self._copies = copies
-        self._is_in_place = True
-        self._placed: defaultdict[int, anyio.Event] = defaultdict(anyio.Event)  # by id(segment)
         self.bytes_read = 0
         self.sums_checked = 0
 
     async def all(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
-        """Those of the trial first, which tell how the others are to be read; what is new to the disk is first slow."""
-        trial = [segment for segment in segments if segment.is_trial]
-        half = len(trial) // 2
-        if half:
-            longest = max(segment.bounced_bytes for segment in trial)
-            await run_blocking(self._executor, touch, [buffer[:longest] for buffer in buffers[:half]])
-            self._is_in_place = False
-            bounced_secs = await self._secs_a_byte(trial[:half], buffers)
-            self._is_in_place = True
-            in_place_secs = await self._secs_a_byte(trial[half:], buffers)
-            self._is_in_place = in_place_secs <= _IN_PLACE_PAYS * bounced_secs
-            segments = [segment for segment in segments if not segment.is_trial]
-        await self._some(segments, buffers)
-
-    async def _secs_a_byte(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> float:
-        began = time.perf_counter()
-        await self._some(segments, buffers)
-        return (time.perf_counter() - began) / sum(segment.stop - segment.start for segment in segments)
-
-    async def _some(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
         """As many at once as there are buffers."""
         left = iter(segments)
 
         async def work(buffer: memoryview) -> None:
             for segment in left:
-                try:
-                    await self._segment(segment, buffer)
-                finally:  # also of one that failed or never began: nobody may wait for ever, and then the load fails
-                    self._placed[id(segment)].set()
+                await self._segment(segment, buffer)
 
         async with anyio.create_task_group() as group:
             for buffer in buffers[: len(segments)]:
@@ -149,50 +115,36 @@ class _Run:
     async def _segment(self, segment: Segment, buffer: memoryview) -> None:
         """Read one segment and put its pieces where they belong."""
         ahead = await self._files.read_already(segment.file, segment.start, segment.stop)
-        assert ahead is None or segment.rest is None, "nothing of a file that is read ahead is read in place"
-        for read in [[(segment, ahead)]] if ahead is not None else self._reads(segment, buffer):
-            await self._reading.acquire()  # here a cancelled fetch stops
-            # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
-            with anyio.CancelScope(shield=True):
-                await self._read_and_place(read, after=segment.after, is_read=ahead is not None)
-
-    def _reads(self, segment: Segment, buffer: memoryview) -> list[_Read]:
-        """What is read by one call each, and where to."""
-        if segment.target is None or not self._is_in_place:
-            return [[(part, self._room(part, buffer))] for part in segment.bounced()]
-        rest = [] if segment.rest is None else [(segment.rest, self._room(segment.rest, buffer))]
-        return [[(segment, segment.target), *rest]]
+        await self._reading.acquire()  # here a cancelled fetch stops
+        # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
+        with anyio.CancelScope(shield=True):
+            view = self._room(segment, buffer) if ahead is None else ahead
+            await self._read_and_place(segment, view, is_read=ahead is not None)
 
     def _room(self, segment: Segment, buffer: memoryview) -> memoryview:
-        nbytes = segment.stop - segment.start
+        nbytes = segment.nbytes
         # One that should have been read ahead has no part in the size of the buffers.
         return buffer[:nbytes] if nbytes <= buffer.nbytes else self._files.buffers(nbytes, 1)[0][:nbytes]
 
-    async def _read_and_place(self, read: _Read, *, after: Segment | None, is_read: bool) -> None:
+    async def _read_and_place(self, segment: Segment, view: memoryview, *, is_read: bool) -> None:
         """Gives back the turn to read, which was taken, as soon as that has ended."""
-        (segment, view), *_ = read
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         try:
             for landing, count in landings.items():
                 landing.open(self._copies[landing.device], segment, view, count)
             if not is_read:
-                got = await self._read(segment, [view for _, view in read])
+                async with self._files.use(segment.file) as file:
+                    got = await file.read_into(segment.start, view)
                 self.bytes_read += got
-                for part, _ in read:
-                    _check_length(part, segment.start + got)
+                _check_length(segment, segment.start + got)
         finally:
             self._reading.release()
-        if after is not None:
-            await self._placed[id(after)].wait()
         is_proven = is_read and self._files.is_proven(segment.file)
-        self.sums_checked += await run_blocking(self._executor, place, read, self._verify, is_proven, self._copies)
+        placed = await run_blocking(self._executor, place, segment, view, self._verify, is_proven, self._copies)
+        self.sums_checked += placed
         complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
         if complete:
             self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
-
-    async def _read(self, segment: Segment, views: Sequence[memoryview]) -> int:
-        async with self._files.use(segment.file) as file:
-            return await file.read_into(segment.start, *views)
 
 
 def _let_go(segments: Sequence[Segment]) -> None:

@@ -1,7 +1,7 @@
 """Read: load into a template, or read a nested state without one. Verified, ranged, resharded by DCP's planner.
 
-What is promised: everything that can be known before a byte of data is read is checked before; tensors of the template
-are filled as they are read, some before they are proven; objects and ``load_state_dict`` come last, when all was.
+What is promised: everything that can be known before a byte of data is read is checked before. A tensor of the template
+is filled block by block, each block once it is proven. Objects and ``load_state_dict`` come last, when all is proven.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from aio_ckpt.read.plan import ReadPlan, Segment
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.storage.local import Storage
 
 __all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state", "synchronize"]
@@ -77,7 +76,7 @@ async def load_checkpoint(
     world_size: int,
     ranks_on_host: int = 1,
     readers: int,
-    in_place: bool = True,
+    may_share: bool = True,
     verify: bool,
     strict: bool,
     allow_missing: bool,
@@ -87,8 +86,7 @@ async def load_checkpoint(
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
-    Without ``in_place`` all is proven in buffers, where nothing else of the caller's can change it, and read past the
-    page cache, which would give what it gave before.
+    Without ``may_share`` all is read past the page cache, which would give what it gave before.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.read.open.open_checkpoint`.
@@ -109,9 +107,9 @@ async def load_checkpoint(
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted}
         found = await run_blocking(executor, functools.partial(match, **options))
-        if in_place:
+        if may_share:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
-        reads = ReadPlan(is_direct=files.is_direct, apart=found.apart, may_read_in_place=in_place, ahead=files.ahead)
+        reads = ReadPlan(ahead=files.ahead)
         draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
         await on_matched(checkpoint.identity)
         with target_modified():
@@ -214,7 +212,7 @@ async def read_state(
     fresh = [name for name in names if name in catalog.tensor_names]
     async with Files(storage, checkpoint.path, readers=readers, ring=ring) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _Draft(source=source, plan=ReadPlan(is_direct=files.is_direct))
+        draft = _Draft(source=source, plan=ReadPlan())
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
         segments = await run_blocking(executor, draft.plan.segments, readers)
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -314,7 +312,6 @@ class _Draft:
             key = (0 if shard is None else id(shard), *map(id, chunks))
             if key not in tied:
                 tied[key] = _new_tensor(name, chunks) if shard is None else _new_shard(shard, chunks)
-                self.plan.apart.add(memory_of(tied[key]).data_ptr())
                 self._add_tensor(name, tied[key])
             self.values[name] = tied[key]
 

@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.read.catalog import Chunks, Item, Look, SmallTargets, global_shape
-from aio_ckpt.read.mappings import are_private, shared_mappings
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
@@ -58,9 +57,6 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
-    apart: set[int] = field(default_factory=set)
-    """Addresses of those of ``tensors`` that nobody else sees: no other of them or of ``small`` has a byte of theirs,
-    and their memory is mapped once."""
     sharded: dict[str, DTensor] = field(default_factory=dict)
     """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
     missing: tuple[str, ...] = ()
@@ -89,8 +85,7 @@ def match_template(
     template = tree.read_template(state, rank=rank)
     found = Match()
     missing, faults = _match_leaves(checkpoint, template, found, trusted)
-    found.apart, overlaps = _shared_memory(checkpoint, found, template)
-    faults += overlaps
+    faults += _shared_memory(checkpoint, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, world_size)
     missing, faults = missing + unmatched, faults + misfits
     if missing and not allow_missing:
@@ -242,25 +237,20 @@ def _tensor_for_object(value: object) -> str:
     return "is an object in the template and a tensor in the checkpoint"
 
 
-def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template) -> tuple[set[int], list[str]]:
-    """See :attr:`Match.apart`; and which targets would be written through each other with other values."""
+def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template) -> list[str]:
+    """Which targets would be written through each other with other values."""
     spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
     starts = np.append(found.small.addresses, np.array([start for start, _ in spans], np.int64))
     nbytes = np.array([nbytes for _, nbytes in spans], np.int64)
-    is_apart = are_apart(starts, np.append(checkpoint.catalog.small.nbytes[found.small.rows], nbytes))
-    others = slice(len(found.small.tensors), None)
-    apart = set[int]()
-    if len(spans):
-        is_own = is_apart[others] & (nbytes > 0) & are_private(starts[others], nbytes, shared_mappings())
-        apart = set(starts[others][is_own].tolist())
-    if is_apart.all():  # so chunks need not be made
-        return apart, []
+    nbytes = np.append(checkpoint.catalog.small.nbytes[found.small.rows], nbytes)
+    if are_apart(starts, nbytes).all():  # so chunks need not be made
+        return []
     small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
     stored = ((name, value) for name, value in zip(template.names, template.values, strict=True) if name in chunks)
     named = [(name, value) for name, value in stored if id(value) in small]  # a name that is not stored may be tied
     named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
     names, tensors = [name for name, _ in named], cast("list[torch.Tensor]", [tensor for _, tensor in named])
-    return apart, [
+    return [
         f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or the "
         "checkpoint holds other values for it: give it memory of its own, or leave it out"
         for before, later in overlapping(tensors)

@@ -1,8 +1,7 @@
 """Read plan: which bytes of which file go where, and how they are proven. Touches no file.
 
-Every tensor is cut into pieces (:mod:`aio_ckpt.read.requests`). Where the target is host memory laid out like the
-stored bytes, a piece is read to it or copied straight to it; all else (a slice, another layout, a device) goes by a
-landing.
+Every tensor is cut into pieces (:mod:`aio_ckpt.read.requests`). Where the target is laid out like the stored bytes, a
+piece is copied to it once it is proven; all else (a slice, another layout) goes by a landing.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,16 +24,12 @@ from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import copies_by_address, is_host
 from aio_ckpt.read.catalog import Item, SmallItems, SmallTargets, StoredObject
-from aio_ckpt.read.in_place import InPlace, in_place_segments
 from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, Landing, PieceRows, Segment, copied_pieces, cut_segments
 
 __all__ = ["ReadPlan", "Segment", "bytes_of"]
 
 _SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
 """As ``SEGMENT_BYTES_MAX``."""
-_SHIFTED_BYTES_MIN = 32 << 20
-"""From this size on a tensor is read to its own memory although that is not aligned: 64 to 256 MiB took up to 9 % less
-on two cores, with a quarter less CPU time, 32 MiB as long, 9 and 16 MiB longer: torch's memory is in small pages."""
 _BOX_BYTES = 8 << 20
 """Of an item, that one part of a box is cut from: one read brings it, and it is copied out of that while others are
 read. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
@@ -46,18 +41,10 @@ _SEGMENTS_A_READER = 8
 class ReadPlan:
     """Collects the pieces of one load."""
 
-    is_direct: Mapping[str, bool]
-    """Per file, whether reads must be page-aligned in file and memory (O_DIRECT)."""
-    apart: set[int] = field(default_factory=set)
-    """Addresses of targets whose memory nobody else sees, so that it may hold other bytes than theirs meanwhile."""
-    may_read_in_place: bool = True
-    """False: everything is proven in a buffer and copied."""
     ahead: Container[str] = ()
-    """Files that are read in any case, so that nothing of them is read in place."""
+    """Files that are read in any case."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
     """By file."""
-    in_place: list[InPlace] = field(default_factory=list)
-    """What may be read without a bounce buffer."""
     filled: list[torch.Tensor] = field(default_factory=list)
     """Targets that are written behind torch's back."""
     devices: list[torch.device] = field(default_factory=list)
@@ -130,17 +117,15 @@ class ReadPlan:
     @property
     def total_bytes(self) -> int:
         """Of all blocks that are wanted."""
-        return sum(rows.total_bytes() for rows in self.pieces.values()) + sum(p.item.raw_bytes for p in self.in_place)
+        return sum(rows.total_bytes() for rows in self.pieces.values())
 
     def segments(self, readers: int) -> list[Segment]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
-        total = sum(rows.total_bytes() for rows in self.pieces.values())
-        size = min(max(total // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
+        size = min(max(self.total_bytes // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
         found: list[Segment] = []
         for file, rows in self.pieces.items():
             is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
             found += cut_segments(file, rows.ascending(), rows.span_bytes() // 2 + BLOCK_BYTES if is_there else size)
-        found += in_place_segments(self.in_place, readers, total)
         return sorted(found, key=lambda segment: (segment.file, segment.start))
 
     # -- one item -----------------------------------------------------------------------------------
@@ -158,28 +143,8 @@ class ReadPlan:
         self.filled.append(target)
         if not item.sums:
             self._land_raw(item, target)
-        elif is_host(target):
-            self._add_host(item, target)
         else:
-            self._add_blocks(item, target, range(len(item.sums)))
-
-    def _add_blocks(self, item: Item, target: torch.Tensor, numbers: Iterable[int]) -> None:
-        """Blocks that are copied to memory."""
-        self._rows_of(item.file).add_blocks(item, numbers, target.data_ptr(), self._number_of(target))
-
-    def _add_host(self, item: Item, target: torch.Tensor) -> None:
-        """Blocks straight to memory: read in place, as far as alignment allows it, else copied."""
-        address, block = target.data_ptr(), item.block_bytes
-        is_direct = self.is_direct[item.file]
-        shift = -address % PAGE_BYTES if is_direct else 0
-        count = (item.raw_bytes - shift) // block
-        is_large = item.raw_bytes >= _SHIFTED_BYTES_MIN and block >= BLOCK_BYTES  # blocks that are moved by memmove
-        may_shift = is_large and address in self.apart
-        is_aligned = not (is_direct and item.raw_offset % PAGE_BYTES) and (may_shift or not shift)
-        if not (self.may_read_in_place and is_aligned) or count <= 0 or item.file in self.ahead:
-            self._add_blocks(item, target, range(len(item.sums)))
-            return
-        self.in_place.append(InPlace(item, bytes_of(target), count, shift))
+            self._rows_of(item.file).add_blocks(item, target.data_ptr(), self._number_of(target))
 
     def _land_raw(self, item: Item, target: torch.Tensor) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""

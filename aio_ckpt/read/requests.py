@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -101,7 +101,7 @@ class Pieces:
     crcs: IntArray
     """CRC32 of the bytes; -1 if they have none of their own."""
     addresses: IntArray
-    """Memory they belong in, where a read in place has put them already; 0 if they go to the landing."""
+    """Memory they belong in; 0 if they go to the landing."""
     devices: IntArray
     """Whose memory: 0 for the host's, else 1 + the position in ``ReadPlan.devices``."""
     labels: ObjectArray
@@ -166,12 +166,12 @@ class PieceRows:
         self.landings.append(landing)
         self.positions.append(at)
 
-    def add_blocks(self, item: Item, numbers: Iterable[int], address: int, device: int = 0) -> None:
-        """Some blocks of an item, which belong where its target begins at ``address``."""
-        for number in numbers:
+    def add_blocks(self, item: Item, address: int, device: int = 0) -> None:
+        """All blocks of an item, to be copied to its target, which begins at ``address``."""
+        for number, crc in enumerate(item.sums):
             at = number * item.block_bytes
             nbytes = min(item.block_bytes, item.raw_bytes - at)
-            self.add(item.raw_offset + at, nbytes, item.sums[number], address + at, item.name, device=device)
+            self.add(item.raw_offset + at, nbytes, crc, address + at, item.name, device=device)
 
     def total_bytes(self) -> int:
         """Sum of all lengths."""
@@ -226,14 +226,6 @@ class Segment:
     """File offset; the last page may be cut short by the end of the file."""
     pieces: Pieces
     """What is in it."""
-    target: memoryview | None = None
-    """Where the read itself may go, straight to the tensor; else through a bounce buffer, and the pieces are copied."""
-    rest: Segment | None = None
-    """What the same read brings behind ``stop``, through a bounce buffer; it is placed after this one."""
-    is_trial: bool = False
-    """One of a few short ones, with a target, of which half are read in place, half not, to see which is faster."""
-    after: Segment | None = None
-    """What must be placed before this one is: its read, shifted, reaches over bytes of this one's."""
 
     def label(self, row: int) -> str:
         """What a piece is part of, for messages: the file, and the tensor or object."""
@@ -241,26 +233,9 @@ class Segment:
         return label if self.pieces.landings[row] is not None else f"{self.file}: tensor {label!r}"
 
     @property
-    def bounced_bytes(self) -> int:
-        """Of the bounce buffer it needs."""
-        nbytes = self.stop - self.start
-        if self.target is None:
-            return nbytes
-        nbytes = max(min(nbytes, SEGMENT_BYTES_MAX), self._longest) + 2 * PAGE_BYTES  # whose ends are moved to pages
-        return max(nbytes, 0 if self.rest is None else self.rest.bounced_bytes)
-
-    @property
-    def _longest(self) -> int:
-        return int(self.pieces.nbytes.max())
-
-    def bounced(self) -> list[Segment]:
-        """The same in reads through a buffer of ``bounced_bytes``."""
-        if self.target is None:
-            return [self]
-        nbytes, longest = self.stop - self.start, self._longest
-        count = -(-nbytes // max(SEGMENT_BYTES_MAX // longest * longest, longest))
-        parts = cut_segments(self.file, self.pieces, align_up(-(-nbytes // count), longest))  # of about one length
-        return parts if self.rest is None else [*parts, self.rest]
+    def nbytes(self) -> int:
+        """Length of the read, and of the buffer that it needs."""
+        return self.stop - self.start
 
 
 def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]:

@@ -21,15 +21,33 @@ _SMALL_COPY_BYTES = 64 << 10
 """Up to this size copies are made many at once; beyond, each is one memmove."""
 
 
-def place(reads: Sequence[tuple[Segment, memoryview]], verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
-    """Prove the pieces of each segment and put them where they belong; the number of sums that matched.
+def place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
+    """Prove the pieces of a segment, then put them where they belong; the number of sums that matched.
 
     ``is_proven`` tells that the whole file was; ``copies`` are those of each number in ``Pieces.devices``.
+    The loops take 1 us a piece.
 
     Raises:
-        MismatchError: a piece that does not match its CRC32.
+        MismatchError: a piece does not match its CRC32. Nothing of the segment was copied.
     """
-    return sum(_place(segment, view, verify, is_proven, copies) for segment, view in reads)
+    pieces = segment.pieces
+    begins = pieces.starts - segment.start
+    checked = 0
+    if verify and is_proven and (pieces.crcs >= 0).all():
+        checked = len(pieces.crcs)
+    elif verify:
+        checked = _prove(segment, view, begins)
+    addresses, devices = _places(pieces)
+    moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
+    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else it stays in the view
+    _move(moves[is_moved & (devices == 0)])
+    numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
+    try:
+        for number in numbers:
+            copies[number].issue(0, _runs(moves[is_moved & (devices == number)]).astype(np.uint64))
+    finally:  # the view is read into anew afterwards
+        _wait_for(copies[number] for number in numbers)
+    return checked
 
 
 def finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) -> int:
@@ -47,28 +65,6 @@ def _wait_for(issued: Iterable[Copies]) -> None:
     """Until what this thread issued is done: then its sources and targets are free."""
     for copies in issued:
         copies.mark().synchronize()
-
-
-def _place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
-    """The hot loops: 1 us a piece."""
-    pieces = segment.pieces
-    begins = pieces.starts - segment.start
-    checked = 0
-    if verify and is_proven and (pieces.crcs >= 0).all():
-        checked = len(pieces.crcs)
-    elif verify:
-        checked = _prove(segment, view, begins)
-    addresses, devices = _places(pieces)
-    moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
-    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else read in place
-    _move(moves[is_moved & (devices == 0)])
-    numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
-    try:
-        for number in numbers:
-            copies[number].issue(0, _runs(moves[is_moved & (devices == number)]).astype(np.uint64))
-    finally:  # the view is read into anew afterwards
-        _wait_for(copies[number] for number in numbers)
-    return checked
 
 
 def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:
@@ -89,7 +85,7 @@ def _move(moves: IntArray) -> None:
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
     copy_all(0, moves[is_small].astype(np.uint64))
     if not is_small.all():
-        for move in _runs(moves[~is_small]).tolist():  # of a shifted segment it is one, over itself
+        for move in _runs(moves[~is_small]).tolist():
             memmove(*move)
 
 

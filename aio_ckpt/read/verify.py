@@ -255,7 +255,7 @@ class _Verification:
                 continue
             with _noting(self.faults, stored.file, stored.name):
                 check_inside(stored.name, stored.file, stored.offset, stored.nbytes, self.files.sizes)
-                plan = ReadPlan(is_direct=self.files.is_direct)
+                plan = ReadPlan()
                 plan.add_object(stored, functools.partial(check_zip, stored.name))
                 await fetch(self.files, plan.segments(1), executor=self.executor, readers=1, verify=True)
 
