@@ -67,16 +67,16 @@ async def test_a_sign_of_life_that_nobody_hears_ends_a_save_until_it_is_committe
             scope.cancel()
         raise PeerFailedError("the store cannot be reached", rank=None, stage="agree")
 
-    site: Any = SimpleNamespace(
-        config=SimpleNamespace(stall_timeout_secs=0.01), peers=SimpleNamespace(coordinator=SimpleNamespace(beat=beat))
+    ctx: Any = SimpleNamespace(
+        config=SimpleNamespace(stall_timeout_secs=0.01), members=SimpleNamespace(coordinator=SimpleNamespace(beat=beat))
     )
     save: Any = SimpleNamespace(progress=SimpleNamespace(last=0, is_paused=True), is_committing=is_committing)
     with anyio.move_on_after(TIMEOUT) as scope:
         if is_committing:
-            await pipeline._beat(site, save)
+            await pipeline._beat(ctx, save)
         else:
             with pytest.raises(PeerFailedError):
-                await pipeline._beat(site, save)
+                await pipeline._beat(ctx, save)
     assert beats == (3 if is_committing else 1)
 
 
