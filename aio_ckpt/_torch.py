@@ -1,7 +1,7 @@
 """Private names of torch that this package uses, and the versions of torch that it was tried with.
 
 This file alone imports them, so that a new torch shows in one place what has moved. Each name says what to do then.
-``tests/test_torch_names.py`` tests each of them. Imports torch only.
+``tests/unit/test_torch_names.py`` tests each of them. Imports torch only.
 """
 
 from __future__ import annotations

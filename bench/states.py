@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-__all__ = ["SHAPES", "Shape", "Sizes", "every_kind", "flattened_optimizer", "tiny_tensors"]
+__all__ = ["SHAPES", "Shape", "Sizes", "flattened_optimizer", "tiny_tensors"]
 
 State = dict[str, torch.Tensor]
 
@@ -117,19 +116,3 @@ SHAPES: Mapping[str, Shape] = {
         Shape("gpt", gpt, "plain O_DIRECT pwrite"),
     )
 }
-
-
-def every_kind(*, large_elements: int = 300_000, seed: int = 0) -> dict[str, object]:
-    """A small state with a leaf of each kind: several blocks, permuted and tied tensors, an array, objects."""
-    rng = torch.Generator().manual_seed(seed)
-    shared = torch.randn(7, generator=rng)
-    return {
-        "large": torch.randn(large_elements, generator=rng),
-        "permuted": torch.randn(5, 10, generator=rng).t(),
-        "model": {"tied": shared, "again": shared, "bias": torch.randn(33, generator=rng).bfloat16()},
-        "none of them": torch.empty(0, 3),
-        "array": np.arange(12, dtype=np.int16).reshape(3, 4),
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999)}]},
-        "words": "text of an object " * 20,
-        "numbers": list(range(50)),
-    }

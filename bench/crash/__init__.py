@@ -1,1 +1,0 @@
-"""``python -m bench.crash``: crash points tried and survived, for this engine and what a user would pick instead."""

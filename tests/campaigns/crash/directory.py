@@ -1,0 +1,135 @@
+"""Directory mode as a contender: it has no face yet, so its three functions are driven as a face would."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aio_ckpt.commit.directory import begin_directory, commit_directory, recover_directory, retire_directory
+from aio_ckpt.format.manifests import (
+    METADATA_FILE,
+    ROOT_MANIFEST,
+    FileEntry,
+    RootManifest,
+    encode_rank,
+    encode_root,
+    encode_static,
+)
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage, Storage
+from tests.campaigns.crash.contenders import TIMEOUT_SECS, BrokenError, Contender, OnCall
+from tests.campaigns.crash.contents import tensors_of
+from tests.campaigns.crash.points import KillPoint, PointedStorage
+
+__all__ = ["DIRECTORY"]
+
+_FOREIGN = "notes.txt"
+
+
+def _files_of(number: int, save_id: str) -> dict[str, bytes]:
+    """All files of a save by name: data, rank manifest, root manifest, ``.metadata``."""
+    data = b"".join(tensor.numpy().tobytes() for tensor in tensors_of(number).values())
+    data = data.ljust(-(-len(data) // 4096) * 4096, b"\0")
+    rank = encode_rank(
+        save_id=save_id,
+        step=number,
+        rank=0,
+        world_size=1,
+        file=FileEntry(f"__{save_id}_0_0.distcp", len(data), 0),
+        tensors=encode_static([]),
+        sums=b"",
+        objects=[],
+        skeleton=b"",
+    )
+    metadata = f"{number} {save_id}".encode()
+    root = RootManifest(
+        format=(1, 0),
+        save_id=save_id,
+        step=number,
+        world_size=1,
+        metadata=FileEntry(METADATA_FILE, len(metadata), number),
+        metadata_blake2b=hashlib.blake2b(metadata, digest_size=32).hexdigest(),
+        ranks=(FileEntry(f"aio_ckpt.{save_id}.0.bin", len(rank), number),),
+        written_by={},
+        created_unix=1.0,
+    )
+    return {
+        f"__{save_id}_0_0.distcp": data,
+        f"aio_ckpt.{save_id}.0.bin": rank,
+        ROOT_MANIFEST: encode_root(root),
+        METADATA_FILE: metadata,
+    }
+
+
+async def _save(storage: Storage, directory: Path, number: int) -> None:
+    save_id = f"s{number}x{os.getpid()}"  # never that of an earlier try
+    files = _files_of(number, save_id)
+    metadata, root_manifest = files.pop(METADATA_FILE), files.pop(ROOT_MANIFEST)
+    await begin_directory(storage, directory, save_id=save_id)
+    (data_name, data), (rank_name, rank) = files.items()
+    file = await storage.create_data_file(directory / data_name, len(data), writers=2)
+    try:
+        half = len(data) // 2 // 4096 * 4096
+        await file.write(0, memoryview(data)[:half])
+        await file.write(half, memoryview(data)[half:])
+        await file.sync()
+    finally:
+        await file.close()
+    await storage.write_file(directory / rank_name, rank)
+    retired = await retire_directory(storage, directory, save_id=save_id)
+    await commit_directory(
+        storage, directory, metadata=metadata, root_manifest=root_manifest, save_id=save_id, retired=retired
+    )
+
+
+@contextmanager
+def _storage(point: KillPoint | None, on_call: OnCall | None) -> Iterator[Storage]:
+    executor = Executor("crash", 4)
+    try:
+        yield PointedStorage(LocalStorage(executor), point, on_call)
+    finally:
+        executor.close(TIMEOUT_SECS)
+
+
+@contextmanager
+def _saving(root: Path, point: KillPoint | None, on_call: OnCall | None) -> Iterator[Callable[[int], None]]:
+    """One directory, every save into it; a file of somebody else's lies in it, too."""
+    root.mkdir(exist_ok=True)
+    if not (root / _FOREIGN).exists():
+        (root / _FOREIGN).write_bytes(b"mine")
+    with _storage(None, None) as storage:
+        asyncio.run(recover_directory(storage, root))
+    with _storage(point, on_call) as storage:
+        yield lambda number: asyncio.run(_save(storage, root, number))
+
+
+def _newest(root: Path) -> int | None:
+    """After recovery the directory holds one checkpoint, all of it, and nothing else of ours."""
+    with _storage(None, None) as storage:
+        asyncio.run(recover_directory(storage, root))
+    if not (root / METADATA_FILE).exists():
+        return None
+    text, _, save_id = (root / METADATA_FILE).read_text().partition(" ")
+    number = int(text)
+    expected = _files_of(number, save_id)
+    for name, data in expected.items():
+        if (root / name).read_bytes() != data:
+            raise BrokenError(f"{name} is not what save {number} wrote")
+    left = sorted({path.name for path in root.iterdir()} - {*expected, _FOREIGN})
+    if left:
+        raise BrokenError(f"leftovers stay: {left}")
+    return number
+
+
+def _saves_on(root: Path, number: int) -> None:
+    with _saving(root, None, None) as save:
+        save(number)
+    if _newest(root) != number:
+        raise BrokenError(f"save {number} is not there after it was saved")
+
+
+DIRECTORY = Contender(name="aio_ckpt, directory mode", saving=_saving, newest=_newest, saves_on=_saves_on)

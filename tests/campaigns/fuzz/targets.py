@@ -1,0 +1,137 @@
+"""What the fuzzers feed: every reader of bytes from disk. Each may raise the typed errors and nothing else."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.format.manifests import block_sums, decode_rank, decode_root, parse_metadata
+from aio_ckpt.format.self_checksum import seal
+from aio_ckpt.format.tensor_pickle import read_pickle
+from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
+from aio_ckpt.read.catalog import catalog_of_manifests, catalog_of_metadata
+from aio_ckpt.read.fetch import check_zip
+from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.state.skeleton import dcp_paths, decode_skeleton, skeleton_names, unflatten_dcp
+
+__all__ = ["TARGETS", "Target", "feed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One reader."""
+
+    read: Callable[[bytes], object]
+    """Reads the bytes, as deep as they allow."""
+    seeds: Callable[[Path], list[bytes]]
+    """Sound inputs, from a checkpoint of ours and one of stock DCP below the path."""
+
+
+def feed(name: str, data: bytes) -> None:
+    """Read ``data``; a typed error is an answer, anything else is a finding."""
+    with suppress(AioCkptError):
+        TARGETS[name].read(data)
+
+
+# -- readers --------------------------------------------------------------------------------------
+
+
+def _metadata(data: bytes) -> None:
+    metadata = parse_metadata(data, name="m")
+    catalog = catalog_of_metadata(metadata)
+    paths = metadata.planner_data
+    unflatten_dcp(paths if isinstance(paths, dict) else None, dict.fromkeys(catalog.names(), 0))
+
+
+def _rank(data: bytes) -> None:
+    manifest = decode_rank(data, name="m")
+    block_sums(manifest)
+    catalog = catalog_of_manifests([manifest])
+    assert set(catalog.chunks) == set(catalog.tensor_names)
+    _skeleton(manifest.skeleton)
+
+
+def _root(data: bytes) -> None:
+    for document in (data, seal(data)):
+        with suppress(CorruptCheckpointError):
+            decode_root(document, name="r")
+
+
+def _skeleton(data: bytes) -> None:
+    skeleton = decode_skeleton(data, name="s")
+    skeleton_names(skeleton, rank=0)
+    dcp_paths(skeleton, rank=0)
+
+
+def _item(data: bytes) -> None:
+    found = parse(data[:HEAD_BYTES], data[-TAIL_BYTES:], len(data))
+    assert found.raw_offset + found.raw_bytes <= len(data)
+
+
+def _object(data: bytes) -> None:
+    with suppress(CorruptCheckpointError):
+        check_zip("o", data)
+    decode_object(data, name="o", trusted=False)
+
+
+def _object_pickle(data: bytes) -> None:
+    decode_object(_archive(data), name="o", trusted=False)
+
+
+def _archive(pickled: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        for name, record in (("version", b"3\n"), ("byteorder", b"little"), ("data/0", b"12345678")):
+            archive.writestr(f"archive/{name}", record)
+    return made.getvalue()
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+def _files(pattern: str) -> Callable[[Path], list[bytes]]:
+    return lambda folder: [file.read_bytes() for file in sorted(folder.glob(pattern))]
+
+
+def _items(folder: Path) -> list[bytes]:
+    found = []
+    for step in sorted(folder.glob("*/*/aio_ckpt.0.bin")):
+        manifest = decode_rank(step.read_bytes(), name="m")
+        data = (step.parent / "__0_0.distcp").read_bytes()
+        found += [data[entry.item_offset : entry.item_offset + entry.item_bytes] for entry in manifest.tensors]
+    made = io.BytesIO()
+    torch.save(torch.arange(6).reshape(2, 3).t(), made)
+    return [*found, made.getvalue()]
+
+
+def _objects(_: Path) -> list[bytes]:
+    values = [1e-3, "text", [1, {"a": (None, True)}], b"", io.BytesIO(b"abc"), bytearray(b"x"), {1, 2}, 1 << 3000, 1j]
+    return [encode_object("o", value, trusted=False) for value in values]
+
+
+def _pickles(folder: Path) -> list[bytes]:
+    return [records_of(data)["data.pkl"][0] for data in (*_objects(folder), *_items(folder))]
+
+
+def _skeletons(folder: Path) -> list[bytes]:
+    return [decode_rank(data, name="m").skeleton for data in _files("*/*/aio_ckpt.0.bin")(folder)]
+
+
+TARGETS: Mapping[str, Target] = {
+    "metadata": Target(read=_metadata, seeds=_files("*/*/.metadata")),
+    "rank-manifest": Target(read=_rank, seeds=_files("*/*/aio_ckpt.0.bin")),
+    "root-manifest": Target(read=_root, seeds=_files("*/*/aio_ckpt.json")),
+    "skeleton": Target(read=_skeleton, seeds=_skeletons),
+    "item": Target(read=_item, seeds=_items),
+    "tensor-pickle": Target(read=read_pickle, seeds=_pickles),
+    "object": Target(read=_object, seeds=_objects),
+    "object-pickle": Target(read=_object_pickle, seeds=_pickles),
+}

@@ -1,0 +1,379 @@
+"""Thousands of simulated runs of the pipeline; any failure replays by its seed.
+
+The stages are the real ones (in flight, pipeline, snapshot, write, commit, read); simulated are the clock, the threads
+and the disk. A seed draws the states, how long each call takes, so the order in which calls end, which calls fail or
+hang, what is cancelled when, the deadlines, and the instants of power losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextvars
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVarTuple
+from unittest import mock
+
+import anyio
+import anyio.abc
+import torch
+
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.in_flight import InFlight
+from aio_ckpt.engine.load import read_tree
+from aio_ckpt.engine.pending_save import EngineContext, PendingSave, SaveCall
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
+from aio_ckpt.format.names import StepNames
+from aio_ckpt.memory.lifetime import Lease, LifetimeManager
+from aio_ckpt.plan import layout
+from aio_ckpt.plan.planner import PlanCache
+from aio_ckpt.ranks.membership import Membership
+from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
+from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.futures import follow
+from aio_ckpt.runtime.portal import Portal
+from aio_ckpt.snapshot.image import lease_image
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.object_cache import ObjectEncoder
+from tests.campaigns.common import log
+from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
+
+__all__ = ["BrokenPromiseError", "Run", "main", "simulate"]
+
+Ts = TypeVarTuple("Ts")
+_ROOT = Path("/simulated")
+_CHUNK_BYTES = 64 << 10
+_BUDGET_BYTES = 1 << 30
+_STALL_SECS = 30.0
+_SETTLE_SECS = 20.0
+"""What a failed save may take to clean up, over its limit."""
+
+
+class BrokenPromiseError(AssertionError):
+    """An invariant does not hold; the message names it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One save of a run."""
+
+    save: PendingSave
+    """In the pipeline."""
+    state: dict[str, Any]
+    """What was given."""
+    began: float
+    """When, by the virtual clock."""
+    ended: float = 0.0
+    """When it was settled."""
+    was_first: bool = True
+    """Whether every save before it was settled by then."""
+
+    @property
+    def may_be_visible(self) -> bool:
+        """Committed, being committed, or given up in the middle of its rename."""
+        error = self.save.ticket.committed.peek()
+        return self.save.is_committing if error is None else isinstance(error, AioCkptError) and error.in_doubt
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What one seed did."""
+
+    seed: int
+    """Draws everything."""
+    outcomes: list[str] = field(default_factory=list)
+    """Of each save: committed, or the type of its error."""
+    losses: int = 0
+    """Power losses that were looked at."""
+    trace: list[str] = field(default_factory=list)
+    """Calls of the storage in the order of their effects."""
+
+
+class SimPortal(Portal):
+    """The real portal on the simulated loop; what it posts arrives later, in order."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop, group: anyio.abc.TaskGroup, threads: SimThreads) -> None:
+        """Use these instead of starting threads."""
+        self._loop, self._group, self._executor = loop, group, threads
+        self._context = contextvars.copy_context()
+        self._thread = SimpleNamespace(is_alive=lambda: True)  # type: ignore[assignment]
+        self._posted = loop.time()
+
+    def post_after(self, secs: float) -> None:
+        """The next post arrives so long after the last."""
+        assert self._loop is not None
+        self._posted = max(self._posted, self._loop.time()) + secs
+
+    def post(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Soon, in order."""
+        assert self._loop is not None
+        self._loop.call_at(max(self._posted, self._loop.time()), fn, *args)
+
+
+class CountingLifetime(LifetimeManager):
+    """Counts how often leases end."""
+
+    def __init__(self, threads: SimThreads) -> None:
+        super().__init__(budget_bytes=_BUDGET_BYTES, executor=threads, debug=True)
+        self.ended = 0
+
+    def _give_back(self, lease: Lease) -> None:
+        self.ended += 1
+        super()._give_back(lease)
+
+
+class World:
+    """One run: an engine without its face, driven by one task."""
+
+    def __init__(self, seed: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.run = Run(seed=seed)
+        self.rng = rng = random.Random(seed)
+        self.loop = loop
+        chances = Chances(
+            fails=rng.choice((0.0, 0.0, 0.01, 0.05)),
+            hangs=rng.choice((0.0, 0.0, 0.0, 0.01)),
+            slow=rng.choice((0.0, 0.05)),
+        )
+        self.chances = chances
+        workers = rng.randrange(1, 5)
+        self.threads = SimThreads(loop, rng, workers + 4, chances)
+        self.disk = Directory()
+        self.storage = SimStorage(self.threads, rng, chances, self.disk, _ROOT)
+        config = EngineConfig(workers=workers, max_in_flight=rng.randrange(1, 4), stall_timeout_secs=_STALL_SECS)
+        self.ctx = self._ctx(self.storage, self.threads, config)
+        self.portal = SimPortal("simulated", 1)
+        self.lifetime = CountingLifetime(self.threads)
+        self.cache = PlanCache(rank=0, world_size=1)
+        self.encoder = ObjectEncoder(trusted=False)
+        self.attempts: list[Attempt] = []
+
+    def _ctx(self, storage: SimStorage, threads: SimThreads, config: EngineConfig) -> EngineContext:
+        owner = Owner(
+            session="s",
+            host="h",
+            machine_id="m",
+            boot_id="b",
+            pid_namespace="n",
+            pid=1,
+            started_ticks=0,
+            heartbeat_unix=0.0,
+        )
+        return EngineContext(
+            root=_ROOT,
+            names=StepNames(config.step_dir),
+            owner=owner,
+            storage=storage,
+            members=Membership(SoloCoordinator(), owner, stall_secs=_STALL_SECS),
+            executor=threads,
+            config=config,
+        )
+
+    # -- the trainer --------------------------------------------------------------------------------
+
+    async def train(self) -> None:
+        """A few saves, then everything that must hold."""
+        async with anyio.create_task_group() as group:
+            self.portal.attach(self.loop, group, self.threads)
+            in_flight = InFlight(self.ctx, self.portal, on_settled=lambda step, error: None, adopt=lambda plan: None)
+            for number in range(1, self.rng.randrange(2, 6)):
+                while (settled := in_flight.settled_before_room) is not None:
+                    await asyncio.wrap_future(follow(settled))
+                await self._learn(in_flight)
+                attempt = self._save(in_flight, number)
+                if self.rng.random() < 0.2:
+                    group.start_soon(self._cancel, attempt, self.rng.expovariate(10.0))
+                if self.rng.random() < 0.5:
+                    await anyio.sleep(self.rng.expovariate(5.0))
+                if self.rng.random() < 0.5:
+                    await self.lose_power()
+            for attempt in self.attempts:
+                await asyncio.wrap_future(follow(attempt.save.settled))
+                await self.lose_power()
+            self._check_settled()
+            await anyio.sleep(3 * HANG_SECS)  # what hung ends, late
+            self._check_nothing_held()
+            await self.lose_power()
+            await self._check_disk(self.disk.copy(), "at the end")
+
+    async def _learn(self, in_flight: InFlight) -> None:
+        while not in_flight.steps.are_known:
+            try:
+                with anyio.fail_after(_STALL_SECS):
+                    found = await commit.discover(self.storage, _ROOT, self.ctx.names)
+            except (OSError, TimeoutError):
+                continue
+            in_flight.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
+
+    def _save(self, in_flight: InFlight, number: int) -> Attempt:
+        rng, now = self.rng, self.loop.time()
+        committed = [a.save.step for a in self.attempts if a.save.ticket.committed.state == "reached"]
+        overwrite = bool(committed) and not in_flight.pending and rng.random() < 0.2
+        state = self._state(number)
+        flat = tree.flatten(state, rank=0, trusted=False)
+        planned = self.cache.resolve(flat)
+        objects = self.encoder.encode(planned.objects)
+        image = lease_image(
+            planned, len(objects.region), self.lifetime, "pageable", timeout_secs=_STALL_SECS, limit_secs=_STALL_SECS
+        )
+        deadline = Deadline(secs=rng.choice((None, None, rng.expovariate(5.0) + 0.01)), began=now)
+        call = in_flight.next_number()
+        step = in_flight.claim_step(call, max(committed) if overwrite else None)
+        in_flight.check_step(step, overwrite=overwrite, read_steps=lambda: committed)
+        save = in_flight.enter(
+            SaveCall(overwrite=overwrite, metrics={}, deadline=deadline, started=now),
+            planned,
+            objects,
+            image,
+            step=step,
+            number=call,
+            agreement=SaveRound(self.ctx.members, self.ctx.executor, topic="save"),
+            requested=flat.names,
+            waited_secs=0.0,
+            plan_secs=0.0,
+        )
+        attempt = Attempt(save=save, state=state, began=now)
+        self.attempts.append(attempt)
+        save.settled.add_done_callback(lambda _: self._ended(attempt))
+        self.portal.post_after(rng.expovariate(100.0))
+        in_flight.start(save, planned)
+        for value in state.values():  # what a trainer does next must not reach the checkpoint
+            if isinstance(value, torch.Tensor):
+                value.fill_(-1)
+        attempt.state = self._state(number)
+        return attempt
+
+    def _ended(self, attempt: Attempt) -> None:
+        attempt.ended = self.loop.time()
+        before = self.attempts[: self.attempts.index(attempt)]
+        attempt.was_first = all(earlier.save.settled.done() for earlier in before)
+
+    def _state(self, number: int) -> dict[str, Any]:
+        rng = random.Random(self.run.seed * 1000 + number // 2)  # a pair of saves shares its structure
+        tensors = {
+            f"t{i}": torch.full((rng.randrange(1, 40_000),), float(number + i)) for i in range(rng.randrange(1, 5))
+        }
+        return {**tensors, "number": number, "note": "n" * number}
+
+    async def _cancel(self, attempt: Attempt, after: float) -> None:
+        await anyio.sleep(after)
+        await attempt.save.cancel()
+
+    # -- what must hold -----------------------------------------------------------------------------
+
+    async def lose_power(self) -> None:
+        """What a power loss at this instant may leave is whole, and holds all that was promised."""
+        self.run.losses += 1
+        await self._check_disk(self.disk.after_loss(self.rng), f"after power loss {self.run.losses}")
+
+    async def _check_disk(self, disk: Directory, when: str) -> None:
+        promised = {a.save.step: a for a in self.attempts if a.save.ticket.committed.state == "reached"}
+        possible = {a.state["number"]: a for a in self.attempts if a.may_be_visible}
+        calm = SimThreads(self.loop, random.Random(0), 8, Chances())
+        storage = SimStorage(calm, random.Random(0), Chances(), disk, _ROOT)
+        ctx = self._ctx(storage, calm, self.ctx.config)
+        found = {checkpoint.step for checkpoint in await commit.discover(storage, _ROOT, ctx.names)}
+        if not promised.keys() <= found:
+            raise BrokenPromiseError(
+                f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
+            )
+        for step in sorted(found):
+            state: Any = await read_tree(ctx, step, None)
+            attempt = possible.get(state["number"])
+            if attempt is None or attempt.save.step != step:
+                raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")
+            if step in promised and attempt.state["number"] < promised[step].state["number"]:
+                raise BrokenPromiseError(f"{when}: step {step} went back to save {attempt.state['number']}")
+            for name, value in attempt.state.items():
+                if not (torch.equal(value, state[name]) if isinstance(value, torch.Tensor) else value == state[name]):
+                    raise BrokenPromiseError(f"{when}: step {step}: {name} is not what was saved")
+
+    def _check_settled(self) -> None:
+        for attempt in self.attempts:
+            save = attempt.save
+            error = save.ticket.committed.peek()
+            self.run.outcomes.append("committed" if error is None else type(error).__name__)
+            if error is None and not attempt.was_first:
+                raise BrokenPromiseError(f"save {attempt.state['number']} was committed before one that came earlier")
+            if error is not None and not isinstance(error, AioCkptError | OSError):
+                raise BrokenPromiseError(f"save {attempt.state['number']} failed with {error!r}") from error
+            limit = save.call.deadline.secs
+            late = attempt.ended - attempt.began - (limit or 0.0) > _STALL_SECS * 2 + _SETTLE_SECS
+            if limit is not None and late:
+                raise BrokenPromiseError(f"save {attempt.state['number']} ended long after its deadline of {limit} s")
+            if isinstance(error, StallError) and limit is None and not self.threads.has_hung:
+                raise BrokenPromiseError(f"save {attempt.state['number']} stalled although nothing hung: {error}")
+            if isinstance(error, SaveCancelledError) and not save.is_cancelled:
+                raise BrokenPromiseError(f"save {attempt.state['number']} was cancelled by nobody")
+
+    def _check_nothing_held(self) -> None:
+        if not self.threads.are_idle:
+            raise BrokenPromiseError("threads are still at work")
+        if self.storage.poisoned:
+            raise BrokenPromiseError(f"written from buffers that were given back: {self.storage.poisoned}")
+        if self.lifetime.stats.leases or self.lifetime.ended != len(self.attempts):
+            raise BrokenPromiseError(f"{self.lifetime.ended} leases ended, {len(self.attempts)} were had")
+        tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
+        if tasks:
+            raise BrokenPromiseError(f"tasks are left: {tasks}")
+        leftovers = [name for name in self.disk.listing() if name.startswith(".")]
+        # A thread that outlasts the settlement keeps its pending directory: it is cleared when its owner is dead.
+        is_calm = not self.chances.slow and not self.threads.has_hung
+        if leftovers and is_calm and not any("fails" in call for call in self.storage.trace):
+            raise BrokenPromiseError(f"left behind: {leftovers}")
+
+
+def simulate(seed: int) -> Run:
+    """One run.
+
+    Raises:
+        BrokenPromiseError, DeadlockError: something that must hold does not; the seed replays it.
+    """
+    with mock.patch.object(layout, "chunk_bytes_for", return_value=_CHUNK_BYTES), virtual_loop() as loop:
+        world = World(seed, loop)
+        loop.run_until_complete(world.train())
+        world.run.trace = world.storage.trace
+        return world.run
+
+
+def main() -> None:
+    """Run; exit code 1 if anything that must hold did not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.simulation", description=__doc__)
+    parser.add_argument("--runs", type=int, default=5_000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seed", type=int, help="only this one, with everything that it did")
+    options = parser.parse_args()
+    logging.getLogger("aio_ckpt").setLevel(logging.CRITICAL)
+    if options.seed is not None:
+        run = simulate(options.seed)
+        log("\n".join([*run.trace, f"seed {run.seed}: {', '.join(run.outcomes)}; {run.losses} power losses"]))
+        return
+    began, failures, outcomes, losses = time.perf_counter(), list[str](), dict[str, int](), 0
+    for seed in range(options.first, options.first + options.runs):
+        try:
+            run = simulate(seed)
+        except Exception as error:  # noqa: BLE001 - the seeds after it are worth knowing too
+            failures.append(f"seed {seed}: {_deepest(error)!r}")
+            log(failures[-1])
+            continue
+        losses += run.losses
+        for outcome in run.outcomes:
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    log(f"{options.runs} runs, {losses} power losses, saves: {outcomes}; {time.perf_counter() - began:.0f} s")
+    log(f"{len(failures)} failed; replay one by: python -m tests.campaigns.simulation --seed N")
+    sys.exit(bool(failures))
+
+
+def _deepest(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

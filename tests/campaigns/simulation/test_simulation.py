@@ -1,0 +1,100 @@
+"""The pipeline on a virtual clock: seeds of ``python -m tests.campaigns.simulation``, and what they can see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.engine.in_flight import InFlight
+from aio_ckpt.memory.lifetime import Lease
+from tests.campaigns.simulation import runs as simulation
+from tests.campaigns.simulation.runs import BrokenPromiseError, simulate
+from tests.campaigns.simulation.world import DeadlockError, SimStorage, virtual_loop
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+SEEDS = 60
+SHORT = range(10)
+"""Seeds that the gate tries."""
+
+
+def failure_of(seeds: range) -> BaseException | None:
+    """The first broken promise."""
+    for seed in seeds:
+        try:
+            simulate(seed)
+        except BaseExceptionGroup as error:
+            return simulation._deepest(error)
+        except (BrokenPromiseError, DeadlockError) as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(SHORT, id="few"), pytest.param(range(SHORT.stop, SEEDS), id="more", marks=pytest.mark.campaign)],
+)
+def test_whatever_the_order_the_faults_and_the_power_losses_nothing_that_was_promised_breaks(seeds: range) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in seeds:
+        outcomes.update(simulate(seed).outcomes)
+    assert outcomes.keys() >= {"committed", "WriteError", "SaveCancelledError", "StallError"}, "it shows too little"
+
+
+def test_a_seed_replays_what_it_did() -> None:
+    for seed in range(4):
+        first, again = simulate(seed), simulate(seed)
+        assert first == again
+
+
+def test_a_loop_where_nobody_will_do_anything_any_more_is_found() -> None:
+    with virtual_loop() as loop, pytest.raises(DeadlockError):
+        loop.run_until_complete(loop.create_future())
+
+
+# -- the simulation fails for an engine that is wrong -----------------------------------------------
+
+
+def test_it_sees_a_lease_that_ends_with_the_task_and_not_with_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lease, "hold_until", lambda self, future: None)
+    assert failure_of(range(SEEDS)) is not None
+
+
+@pytest.mark.parametrize("call", ["sync_dir", "sync"])
+def test_it_sees_an_fsync_that_is_missing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    run = SimStorage.run
+
+    async def drop(self: SimStorage, name: str, path: Any, kind: Any, act: Any) -> Any:
+        return await run(self, name, path, kind, (lambda: None) if name == call else act)
+
+    monkeypatch.setattr(SimStorage, "run", drop)
+    assert failure_of(range(SEEDS)) is not None
+
+
+def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def write_only(storage: Any, pending: Any, root_manifest: bytes) -> None:
+        await storage.write_file(pending / "aio_ckpt.json", root_manifest)
+
+    monkeypatch.setattr(commit, "seal", write_only)
+    assert failure_of(range(SEEDS)) is not None
+
+
+def test_it_sees_a_save_that_is_committed_before_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = InFlight.enter
+
+    def waits_for_nobody(*args: Any, **kwargs: Any) -> Any:
+        save = enter(*args, **kwargs)
+        save.earlier = ()
+        return save
+
+    monkeypatch.setattr(InFlight, "enter", waits_for_nobody)
+    assert "before one that came earlier" in str(failure_of(range(SEEDS)))
+
+
+def test_the_command_replays_one_seed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["simulate", "--seed", "3"])
+    simulation.main()
+    assert "seed 3: " in "".join(capsys.readouterr())

@@ -1,0 +1,306 @@
+"""Golden checkpoints: what an older version wrote is read for ever, bit for bit; newer formats by the rules."""
+
+from __future__ import annotations
+
+import collections
+import json
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_maker import reseal
+from gated_storage import TIMEOUT
+from golden_state import STEP, golden_state
+from tensor_bits import assert_is_sound_zip, assert_same_tensor, cut_items
+
+from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR, decode_rank
+from aio_ckpt.format.self_checksum import seal
+from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.read.verify import verify_checkpoint
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import LocalStorage
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+VERSIONS = sorted(path.name for path in GOLDEN.iterdir())
+
+
+@pytest.fixture(params=VERSIONS)
+def root(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy, so that no test can harm the original."""
+    return Path(shutil.copytree(GOLDEN / request.param, tmp_path / "root"))
+
+
+@pytest.fixture
+def checkpoint(root: Path) -> Path:
+    return root / f"step_{STEP:09d}"
+
+
+def assert_same(got: object, wanted: object, path: str = "state") -> None:
+    """Same types, same order of keys, same bits; same strides where the elements lie without gaps."""
+    if isinstance(wanted, PerRank):
+        assert_same(got.value if isinstance(got, PerRank) else got, wanted.value, path)  # read() gives the rank's own
+        return
+    if isinstance(wanted, torch.Tensor):
+        assert isinstance(got, torch.Tensor), path
+        assert_same_tensor(got, wanted)
+        assert got.stride() == wanted.stride() or not is_dense(tuple(wanted.shape), wanted.stride()), path
+        return
+    assert type(got) is type(wanted), path
+    if isinstance(wanted, dict):
+        assert isinstance(got, dict)
+        assert list(got) == list(wanted), path
+        assert [type(key) for key in got] == [type(key) for key in wanted], path
+        for key, value in wanted.items():
+            assert_same(got[key], value, f"{path}.{key}")
+    elif isinstance(wanted, (list, tuple)):
+        assert isinstance(got, (list, tuple))
+        assert len(got) == len(wanted), path
+        for index, value in enumerate(wanted):
+            assert_same(got[index], value, f"{path}.{index}")
+    elif isinstance(wanted, (np.ndarray, np.generic)):
+        assert isinstance(got, (np.ndarray, np.generic))
+        assert (got.dtype, got.shape, got.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes()), path
+    else:
+        assert got == wanted, path
+
+
+def blank(value: Any) -> Any:
+    """The same structure, with other values in every leaf."""
+    if isinstance(value, PerRank):
+        return PerRank(blank(value.value))
+    if isinstance(value, torch.Tensor):
+        return torch.ones_like(value) if not value.dtype.is_floating_point else torch.full_like(value, 9)
+    if isinstance(value, dict):
+        return type(value)((key, blank(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return [blank(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(blank(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    return np.float64(0) if isinstance(value, np.float64) else None
+
+
+# -- today's format -------------------------------------------------------------------------------
+
+
+def test_there_is_a_golden_checkpoint_of_every_format_version() -> None:
+    assert VERSIONS == ["v1", "v1.1", "v1.2"], "v1 is 1.0: a root manifest without a seal"
+    assert VERSIONS[-1] == f"v{FORMAT_MAJOR}.{FORMAT_MINOR}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_git_keeps_every_file_of_a_golden_checkpoint(version: str) -> None:
+    files = [path for path in (GOLDEN / version).rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert names == {".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"}
+    assert sum(path.stat().st_size for path in files) < 32 << 10
+    if not (GOLDEN.parents[1] / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout: nothing to ask about ignored files")
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", *map(str, files)], cwd=GOLDEN, capture_output=True, text=True
+    )
+    assert (ignored.returncode, ignored.stdout) == (1, ""), "1 is git's answer for: none is ignored"
+
+
+async def test_the_engine_loads_it_bit_for_bit(root: Path) -> None:
+    target = blank(golden_state())
+    async with CheckpointEngine(root) as engine:
+        report = await engine.load(target, strict=True)
+    assert (report.step, report.verified, report.skipped, report.unexpected) == (STEP, True, (), ())
+    assert_same(target, golden_state())
+
+
+async def test_the_engine_reads_it_without_a_template_bit_for_bit(root: Path) -> None:
+    async with CheckpointEngine(root) as engine:
+        state: Any = await engine.read(STEP)
+    assert_same(state, golden_state())
+    assert state["model"]["tied"] is state["model"]["weight"]
+
+
+def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, PerRank):
+        return tensors_of(value.value, f"{name}.rank0")
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, np.ndarray | np.generic):
+        return {name: torch.from_numpy(np.array(value))}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    below = [tensors_of(item, f"{name}.{key}".removeprefix(".")) for key, item in items]
+    return dict(collections.ChainMap(*below))
+
+
+def test_stock_dcp_loads_it_bit_for_bit(checkpoint: Path) -> None:
+    wanted = tensors_of(golden_state())
+    target = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DCP's own, which differ from version to version
+        dcp.load(target, checkpoint_id=str(checkpoint), no_dist=True)
+    assert len(wanted) == 12
+    for name, tensor in wanted.items():
+        assert_same_tensor(target[name], tensor)
+
+
+def test_each_item_is_a_zip_that_the_standard_library_proves(checkpoint: Path) -> None:
+    items = cut_items(checkpoint)
+    assert set(tensors_of(golden_state())) < set(items)
+    for item in items.values():
+        assert_is_sound_zip(item)
+
+
+async def faults_of(checkpoint: Path) -> list[str]:
+    executor = Executor("test", 2)
+    try:
+        found = await verify_checkpoint(
+            LocalStorage(executor), checkpoint, executor=executor, readers=2, on_progress=lambda _: None
+        )
+    finally:
+        executor.close(TIMEOUT)
+    return [fault.message for fault in found]
+
+
+async def test_every_byte_of_it_verifies(checkpoint: Path) -> None:
+    assert await faults_of(checkpoint) == []
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])
+async def test_a_flipped_byte_of_it_is_found(checkpoint: Path, root: Path, name: str) -> None:
+    data = bytearray((checkpoint / name).read_bytes())
+    place = data.index(b"\x00\x00\x40\x40") if name.endswith("distcp") else len(data) // 2  # the raw bytes of 3.0
+    data[place] ^= 0x10
+    (checkpoint / name).write_bytes(data)
+    assert await faults_of(checkpoint) != []
+    with SyncCheckpointEngine(root) as engine, pytest.raises(CorruptCheckpointError):
+        engine.read(STEP)
+
+
+# -- other versions -------------------------------------------------------------------------------
+
+
+def change_root(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = checkpoint / "aio_ckpt.json"
+    fields = json.loads(path.read_bytes())
+    fields.pop("blake2b", None)
+    change(fields)
+    path.write_bytes(seal((json.dumps(fields, indent=1) + "\n").encode()))
+
+
+def change_rank(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    fields = msgspec.msgpack.decode((checkpoint / "aio_ckpt.0.bin").read_bytes(), strict=False)
+    change(fields)
+    reseal(checkpoint, 0, msgspec.msgpack.encode(fields))
+
+
+def test_a_reader_of_format_1_1_finds_every_tensor_of_1_2_where_the_columns_say() -> None:
+    """Its structs, as they stood: what it does not know, it ignores."""
+    data = (GOLDEN / "v1.2" / f"step_{STEP:09d}" / "aio_ckpt.0.bin").read_bytes()
+    old = msgspec.msgpack.decode(data, type=RankOf11)
+    manifest = decode_rank(data, name="m")
+    assert [msgspec.structs.astuple(entry) for entry in old.tensors] == [
+        msgspec.structs.astuple(entry) for entry in manifest.tensors
+    ]
+    assert len(old.tensors) > 5
+    assert (old.format, len(old.objects), old.sums) == ((1, 2), len(manifest.objects), manifest.sums)
+
+
+class EntryOf11(msgspec.Struct, frozen=True, array_like=True):
+    fqns: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: tuple[int, ...]
+    item_offset: int
+    item_bytes: int
+    raw_offset: int
+    raw_bytes: int
+
+
+class RankOf11(msgspec.Struct, frozen=True, kw_only=True):
+    format: tuple[int, int]
+    save_id: str
+    step: int
+    rank: int
+    world_size: int
+    block_bytes: int
+    file: tuple[str, int, int] | None
+    sums: bytes
+    objects: tuple[tuple[tuple[str, ...], int, int, int], ...]
+    skeleton: bytes
+    tensors: tuple[EntryOf11, ...]
+
+
+def test_an_unknown_minor_version_is_read_and_what_it_added_is_ignored(checkpoint: Path, root: Path) -> None:
+    def newer(fields: dict[str, Any]) -> None:
+        fields["format"] = [FORMAT_MAJOR, FORMAT_MINOR + 7]
+        fields["added later"] = {"anything": [1, 2]}
+
+    def newer_rank(fields: dict[str, Any]) -> None:
+        newer(fields)
+        fields["tensors"] = [[*entry, "added later"] for entry in fields["tensors"]]
+        if "columns" in fields:
+            fields["columns"] = [*fields["columns"], "added later"]
+        fields["objects"] = [[*entry, "added later"] for entry in fields["objects"]]
+
+    change_rank(checkpoint, newer_rank)
+    change_root(checkpoint, newer)
+    with SyncCheckpointEngine(root) as engine:
+        assert_same(engine.read(STEP), golden_state())
+        target = blank(golden_state())
+        assert engine.load(target).verified
+        assert_same(target, golden_state())
+
+
+@pytest.mark.parametrize("change", [change_root, change_rank], ids=["aio_ckpt.json", "aio_ckpt.0.bin"])
+@pytest.mark.parametrize("step", [None, STEP], ids=["newest", "by step"])
+def test_an_unknown_major_version_is_refused_by_name(
+    checkpoint: Path, root: Path, change: Callable[..., None], step: int | None
+) -> None:
+    change(checkpoint, lambda fields: fields.update(format=[FORMAT_MAJOR + 1, 3], new=1))
+    name = "aio_ckpt.json" if change is change_root else "aio_ckpt.0.bin"
+    known = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
+    message = rf"{name}: format {FORMAT_MAJOR + 1}\.3, known here is {known}: read it with a newer aio_ckpt"
+    target = blank(golden_state())
+    with SyncCheckpointEngine(root) as engine:
+        with pytest.raises(FormatVersionError, match=message) as caught:
+            engine.load(target, step)
+        with pytest.raises(FormatVersionError, match=message):
+            engine.read(step)
+    assert not caught.value.target_modified
+    assert_same(target, blank(golden_state()))
+
+
+def test_without_manifests_it_is_a_plain_dcp_checkpoint(checkpoint: Path, root: Path) -> None:
+    for path in checkpoint.glob("aio_ckpt.*"):
+        path.unlink()
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(golden_state()).items()}
+    with SyncCheckpointEngine(root, EngineConfig()) as engine:
+        assert engine.load(target).verified
+    for name, tensor in tensors_of(golden_state()).items():
+        assert_same_tensor(target[name], tensor)
+
+
+def test_without_metadata_it_is_no_checkpoint_but_a_damaged_one(checkpoint: Path, root: Path) -> None:
+    (checkpoint / ".metadata").unlink()
+    with SyncCheckpointEngine(root) as engine:
+        assert engine.steps() == []
+        with pytest.raises(CorruptCheckpointError, match=r"step 7: \.metadata: missing"):
+            engine.read()
+        (checkpoint / "aio_ckpt.json").unlink()
+        with pytest.raises(CheckpointNotFoundError):
+            engine.read()
+
+
+def test_an_object_is_a_torch_save_of_its_own(checkpoint: Path) -> None:
+    item = cut_items(checkpoint)["name"]
+    (checkpoint / "object").write_bytes(item)
+    assert torch.load(checkpoint / "object", weights_only=True) == golden_state()["name"]

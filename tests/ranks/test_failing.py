@@ -1,0 +1,408 @@
+"""A rank fails, dies, stops or comes late: all hear why, nothing partial is visible, and the next save works."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from gated_storage import Call, GatedStorage
+from rank_processes import Ranks, ranks
+
+from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt.errors import AioCkptError, PeerFailedError, StepOrderError, UnsafeObjectError
+from aio_ckpt.runtime.portal import Executor
+from tests.ranks.test_saving import assert_same, mixed_state, zeroed
+
+T = TypeVar("T")
+SECS = 30.0
+SHORT_SECS = 4.0
+
+
+class ActingStorage(GatedStorage):
+    """Once armed, something happens to this rank at a call."""
+
+    act: Callable[[], None] | None = None
+    at = ("", "")
+
+    async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T | None:
+        if self.act is not None and call.matches(*self.at):
+            action, self.act = self.act, None
+            action()
+        return await super().run(call, act)
+
+
+S = TypeVar("S", bound=ActingStorage)
+
+
+@contextlib.contextmanager
+def engine_over(kind: type[S], root: Path, stall_secs: float, **settings: Any) -> Iterator[tuple[CheckpointEngine, S]]:
+    executor = Executor("acting", 4)
+    storage = kind(executor)
+    config = EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings)
+    engine = CheckpointEngine(root, config, storage=storage)
+    try:
+        yield engine, storage
+    finally:
+        engine.terminate()
+        executor.close(SECS)
+
+
+def acting_engine(
+    root: Path, stall_secs: float, **settings: Any
+) -> AbstractContextManager[tuple[CheckpointEngine, ActingStorage]]:
+    return engine_over(ActingStorage, root, stall_secs, **settings)
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk of one rank")
+
+
+def told(error: BaseException | None) -> tuple[str, int | None, str]:
+    return type(error).__name__, getattr(error, "rank", None), str(error)
+
+
+def check_whole(rank: int, count: int, root: Path, step: int) -> None:
+    """What is committed loads on this rank."""
+    with SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20)) as engine:
+        template = zeroed(mixed_state(rank, count))
+        assert engine.load(template).step == step
+        assert_same(template, mixed_state(rank, count, step))
+        report = engine.save(mixed_state(rank, count, step + 10), step=step + 10).result(SECS)
+        assert report is not None
+        assert engine.steps()[-1] == step + 10
+
+
+def visible(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+# -- a rank fails -----------------------------------------------------------------------------------
+
+
+def fail_once(rank: int, count: int, root: Path, failing: int, at: tuple[str, str]) -> tuple[str, int | None, str]:
+    with acting_engine(root, SECS) as (engine, storage):
+        engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
+        if rank == failing:
+            storage.at, storage.act = at, no_space
+        error = engine.save(mixed_state(rank, count, 2), step=2).exception(SECS)
+        assert engine.steps() == [1]
+        dist.barrier()
+        report = engine.save(mixed_state(rank, count, 3), step=3).result(SECS)
+        assert report is not None
+        assert not report.plan_hit, "what a failed save planned is not trusted"
+        template = zeroed(mixed_state(rank, count))
+        assert engine.submit_load(template, None, **OPTIONS).result(SECS).step == 3
+        assert_same(template, mixed_state(rank, count, 3))
+        dist.barrier()
+    return told(error)
+
+
+OPTIONS = {"strict": False, "allow_missing": False, "fallback": True}
+
+
+@pytest.mark.parametrize(
+    ("failing", "at"),
+    [
+        (1, ("create_data_file", "*")),
+        (1, ("write", "*")),
+        (1, ("sync", "*")),
+        (1, ("write_file", "aio_ckpt.1.bin")),
+        (0, ("write", "*")),
+        (0, ("write_file", "aio_ckpt.0.bin")),
+        (0, ("write_file", ".metadata")),
+        (0, ("write_file", "aio_ckpt.json")),
+        (0, ("rename", "*")),
+    ],
+)
+def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_the_next_one_works(
+    two: Ranks, tmp_path: Path, failing: int, at: tuple[str, str]
+) -> None:
+    outcomes = two.run(fail_once, tmp_path, failing, at)
+    kind, _, text = outcomes[failing]
+    assert kind in ("OSError", "WriteError")
+    assert "No space" in text
+    kind, rank, text = outcomes[1 - failing]
+    assert (kind, rank) == ("PeerFailedError", failing)
+    assert "No space" in text
+    assert visible(tmp_path) == ["step_000000001", "step_000000003"]
+
+
+def refuse_once(rank: int, count: int, root: Path) -> list[str]:
+    found = []
+    with acting_engine(root, SECS) as (engine, _):
+        for step in (1, 2, 3):
+            state = mixed_state(rank, count, step)
+            if step == 2 and rank == 1:
+                state["code"] = print
+            try:
+                engine.save(state, step=step).result(SECS)
+                found.append("saved")
+            except UnsafeObjectError:
+                found.append("refused")
+            except PeerFailedError as error:
+                found.append(f"{error.rank} {error.stage} {'UnsafeObjectError' in str(error)}")
+        dist.barrier()
+        assert engine.steps() == [1, 3]
+        dist.barrier()
+    return found
+
+
+def test_a_state_that_one_rank_refuses_is_saved_by_none_and_the_next_one_is(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(refuse_once, tmp_path) == [["saved", "1 capture True", "saved"], ["saved", "refused", "saved"]]
+
+
+def refused_by_one(rank: int, count: int, root: Path) -> tuple[str, str]:
+    with acting_engine(root, SECS) as (engine, _):
+        state: dict[str, Any] = {"a": torch.ones(3), "code": print if rank == 2 else 1}
+        with pytest.raises(UnsafeObjectError if rank == 2 else PeerFailedError) as caught:
+            engine.save(state, step=1).result(SECS)
+        dist.barrier()
+    return str(caught.value), getattr(caught.value, "cause", "")
+
+
+def test_what_one_rank_fails_with_is_told_once_in_the_errors_of_the_others(four: Ranks, tmp_path: Path) -> None:
+    (first, cause), *others = four.run(refused_by_one, tmp_path)
+    (refused, _) = others.pop(1)
+    assert cause == f"UnsafeObjectError: {refused}"
+    assert first == f"rank 2 failed in save 1: {cause}"
+    assert others == [(first, cause)] * 2, "who hears it from rank 0 hears the same"
+
+
+def save_another_step(rank: int, count: int, root: Path) -> str:
+    with acting_engine(root, SECS) as (engine, _):
+        error = engine.save({"a": torch.ones(3)}, step=1 + rank).exception(SECS)
+        assert isinstance(error, PeerFailedError)
+        dist.barrier()
+        assert engine.steps() == []
+        assert engine.save({"a": torch.ones(3)}, step=5).result(SECS) is not None
+        with pytest.raises(StepOrderError):
+            engine.save({"a": torch.ones(3)}, step=5)
+        dist.barrier()
+    return str(error)
+
+
+def test_ranks_that_save_different_steps_are_told(two: Ranks, tmp_path: Path) -> None:
+    for text in two.run(save_another_step, tmp_path):
+        assert "rank 1 saves step 2 where rank 0 saves step 1" in text
+
+
+def come_late(rank: int, count: int, root: Path) -> float:
+    with acting_engine(root, SHORT_SECS) as (engine, _):
+        engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
+        state = mixed_state(rank, count, 2)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(SHORT_SECS / 2)  # the time that passes is what is tested
+        began = time.monotonic()
+        ticket = engine.save(state, step=2)
+        blocked = time.monotonic() - began
+        assert ticket.result(SECS) is not None
+        dist.barrier()
+    return blocked
+
+
+def test_a_rank_that_comes_later_to_save_keeps_nobody_in_it(two: Ranks, tmp_path: Path) -> None:
+    assert max(two.run(come_late, tmp_path)) < SHORT_SECS / 2
+
+
+def be_slow(rank: int, count: int, root: Path) -> None:
+    with acting_engine(root, SHORT_SECS) as (engine, storage):
+        engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
+        if rank == 1:
+            storage.slow("write", secs=0.6 * SHORT_SECS)
+            storage.slow("sync", secs=0.6 * SHORT_SECS)
+        assert engine.save(mixed_state(rank, count, 2), step=2).result(SECS) is not None
+        dist.barrier()
+
+
+def test_a_disk_that_is_slower_than_the_deadline_but_moves_is_waited_for(two: Ranks, tmp_path: Path) -> None:
+    two.run(be_slow, tmp_path)
+
+
+# -- a rank dies ------------------------------------------------------------------------------------
+
+
+def die_at(
+    rank: int, count: int, root: Path, dying: int, at: tuple[str, str], sign: int
+) -> tuple[str, int | None, str]:
+    with acting_engine(root, SHORT_SECS) as (engine, storage):
+        engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
+        dist.barrier()
+        if rank == dying:
+            storage.at, storage.act = at, lambda: os.kill(os.getpid(), sign)
+        ticket = engine.save(mixed_state(rank, count, 2), step=2)
+        began = time.monotonic()
+        error = ticket.exception(SECS)
+        assert time.monotonic() - began < SECS
+        assert error is None or isinstance(error, AioCkptError)
+    return told(error)
+
+
+DEATHS = [
+    (1, ("make_dir", "*"), 1),
+    (1, ("write", "*"), 1),
+    (1, ("write_file", "aio_ckpt.1.bin"), 1),
+    (0, ("write", "*"), 1),
+    (0, ("write_file", ".metadata"), 1),
+    (0, ("rename", "*"), 1),
+    (0, ("remove_file", "writer.json"), 2),
+]
+"""Who dies, at which call, and which step is the newest afterwards."""
+
+
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Ranks, Path]]]:
+    """Two ranks and their root for each of ``DEATHS``: one has died, the other still waits out its deadline.
+
+    One after the other to that point, so that nobody is starved, and together from there on.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
+        for dying, at, _ in DEATHS:
+            two, root = stack.enter_context(ranks(2)), tmp_path_factory.mktemp("death")
+            for rank in range(2):
+                two.start(rank, die_at, root, dying, at, signal.SIGKILL)
+            two.wait_until_dead(dying)
+            found.append((two, root))
+        yield found
+
+
+@pytest.mark.parametrize("case", range(len(DEATHS)), ids=[f"{dying}-{at[0]} {at[1]}" for dying, at, _ in DEATHS])
+def test_after_the_death_of_a_rank_the_others_name_it_and_the_next_run_goes_on(
+    dead: list[tuple[Ranks, Path]], case: int
+) -> None:
+    (two, root), (dying, _, newest) = dead[case], DEATHS[case]
+    kind, rank, text = two.finish(1 - dying)
+    assert (kind, rank) == ("PeerFailedError", dying), text
+    assert f"rank {dying} gave no sign of life" in text
+    with ranks(2) as living:
+        living.run(check_whole, root, newest)
+    assert [name for name in visible(root) if name.startswith(".pending")] == []
+
+
+def stop_at(rank: int, count: int, root: Path, at: tuple[str, str]) -> tuple[str, int | None, str]:
+    outcome = die_at(rank, count, root, 1, at, signal.SIGSTOP)
+    return outcome
+
+
+def test_a_rank_that_is_stopped_longer_than_the_deadline_hears_that_the_save_failed(tmp_path: Path) -> None:
+    with ranks(2) as two:
+        for rank in range(2):
+            two.start(rank, stop_at, tmp_path, ("write", "*"))
+        kind, named, _ = two.finish(0)
+        assert (kind, named) == ("PeerFailedError", 1)
+        two.signal(1, signal.SIGCONT)
+        kind, named, text = two.finish(1)
+        assert kind == "PeerFailedError", text
+        assert named == 1
+        two.run(check_whole, tmp_path, 1)
+    assert visible(tmp_path) == ["step_000000001", "step_000000011"]
+
+
+# -- groups and restarts ----------------------------------------------------------------------------
+
+
+def end_group_first(rank: int, count: int, root: Path) -> None:
+    engine = SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20))
+    state = mixed_state(rank, count, 1)
+    engine.save(state, step=1).result(SECS)
+    ticket = engine.save(mixed_state(rank, count, 2), step=2)
+    dist.destroy_process_group()
+    assert ticket.result(SECS) is not None
+    assert engine.steps() == [1, 2]
+    engine.close()
+
+
+def test_the_process_group_may_go_before_the_engine(tmp_path: Path) -> None:
+    with ranks(2) as two:
+        two.run(end_group_first, tmp_path)
+
+
+def restart_in_process(rank: int, count: int, root: Path) -> None:
+    engine = CheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20))
+    engine.save(mixed_state(rank, count, 1), step=1).result(SECS)
+    engine.terminate()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=count)
+    check_whole(rank, count, root, 1)
+
+
+def test_a_new_group_and_a_new_engine_go_on_in_the_same_process(tmp_path: Path) -> None:
+    with ranks(2) as two:
+        two.run(restart_in_process, tmp_path)
+
+
+def save_and_die(rank: int, count: int, root: Path) -> tuple[str, int | None, str]:
+    with acting_engine(root, SHORT_SECS) as (engine, storage):
+        engine.save({"a": torch.arange(10.0), "n": 3}, step=1).result(SECS)
+        dist.barrier()
+        if rank == 0:
+            storage.at, storage.act = ("write", "*"), lambda: os.kill(os.getpid(), signal.SIGKILL)
+        return told(engine.save({"a": torch.arange(10.0), "n": 4}, step=2).exception(SECS))
+
+
+def load_mixed(rank: int, count: int, root: Path) -> None:
+    with SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=SECS, budget_bytes=64 << 20)) as engine:
+        state = {"a": torch.zeros(10), "n": 0}
+        assert engine.load(state).step == 1
+        assert torch.equal(state["a"], torch.arange(10.0))
+        engine.save(state).result(SECS)
+
+
+def test_what_two_ranks_left_pending_does_not_hinder_four(tmp_path: Path, four: Ranks) -> None:
+    with ranks(2) as two:
+        for rank in range(2):
+            two.start(rank, save_and_die, tmp_path)
+        two.finish(1)
+    assert any(name.startswith(".pending") for name in visible(tmp_path))
+    four.run(load_mixed, tmp_path)
+    assert visible(tmp_path) == ["step_000000001", "step_000000002"]
+
+
+def open_elsewhere(rank: int, count: int, root: Path, stall_secs: float) -> str:
+    try:
+        with SyncCheckpointEngine(root / f"of {rank}", EngineConfig(stall_timeout_secs=stall_secs)) as engine:
+            engine.save({"a": 1})
+    except AioCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_ranks_that_open_different_roots_are_told_in_time(two: Ranks, tmp_path: Path) -> None:
+    for text in two.run(open_elsewhere, tmp_path, 1.0):
+        assert text.startswith("PeerFailedError")
+        assert "each rank must open an engine on" in text
+
+
+def open_otherwise(rank: int, count: int, root: Path, setting: str) -> str:
+    odd = {"when_busy": "skip"} if setting == "when_busy" else {"step_dir": "step-{step}"}
+    config = EngineConfig(stall_timeout_secs=SECS, **(odd if rank == count - 1 else {}))  # type: ignore[arg-type]
+    try:
+        with SyncCheckpointEngine(root, config) as engine:
+            engine.save({"a": 1})
+    except AioCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("setting", ["when_busy", "step_dir"])
+def test_ranks_whose_settings_must_not_differ_are_all_told_which_one_does(
+    two: Ranks, tmp_path: Path, setting: str
+) -> None:
+    """One that skips while the others wait would wait for a word that nobody says."""
+    for text in two.run(open_otherwise, tmp_path, setting):
+        assert text.startswith(f"ConfigError: the settings of the ranks differ: {setting} is ")
+        assert "on rank 0 and" in text
+        assert text.endswith("open anew")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("step", ".pending"))] == []

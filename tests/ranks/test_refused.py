@@ -1,0 +1,308 @@
+"""One rank's call is refused: it counts as that very call on all ranks, and later calls pair as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import Ranks, engine_on
+
+from aio_ckpt import PerRank
+from aio_ckpt.errors import AioCkptError, BusyError, PeerFailedError, UnsafeObjectError
+from tests.ranks.test_failing import acting_engine, no_space
+
+SECS = 30.0
+SHORT_SECS = 2.0
+STOPPED_SECS = 1.5
+
+REFUSED: list[dict[str, Any]] = [
+    {"deadline_secs": -0.5},
+    {"metrics": {"loss": "x"}},
+    {"overwrite": "no"},
+    {"step": -1},
+    {"trace": 5},
+]
+
+
+def state_at(iteration: int) -> dict[str, Any]:
+    return {"w": torch.full((300,), float(iteration)), "iteration": PerRank(iteration)}
+
+
+def kind_of(error: BaseException | None) -> str:
+    return type(error).__name__
+
+
+# -- save() ------------------------------------------------------------------------------------------
+
+
+def save_on(
+    rank: int, count: int, root: Path, refused: dict[str, Any], at: int, in_flight: int
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Iterations whose tickets nobody awaits; what was raised, and which iteration each checkpoint holds here."""
+    raised, tickets = [], []
+    with engine_on(root, SECS, max_in_flight=in_flight) as engine:
+        for iteration in range(1, 7):
+            options = refused if rank == 1 and iteration == at else {}
+            try:
+                tickets.append(engine.save(state_at(iteration), **options))
+            except AioCkptError as error:
+                raised.append(f"{iteration} {kind_of(error)}")
+        tickets[-1].result(SECS)  # commits keep the order of the calls
+        dist.barrier()
+        held = []
+        for step in engine.steps():
+            tree = engine.read(step)
+            assert isinstance(tree, dict)
+            held.append((step, tree["iteration"]))
+        dist.barrier()
+    return raised, held
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: next(iter(refused)))
+def test_no_checkpoint_mixes_iterations_after_one_rank_was_refused_an_argument(
+    two: Ranks, tmp_path: Path, refused: dict[str, Any], in_flight: int
+) -> None:
+    (raised, held), (raised_there, held_there) = two.run(save_on, tmp_path, refused, 2, in_flight)
+    assert held == held_there
+    assert [iteration for _, iteration in held] == [1, 3, 4, 5, 6]
+    assert raised == [], "it was raised once, by the rank that was refused"
+    assert len(raised_there) == 1
+    assert raised_there[0].startswith("2 ")
+
+
+def test_the_first_call_may_be_refused_while_the_ranks_have_not_met(two: Ranks, tmp_path: Path) -> None:
+    (raised, held), (raised_there, held_there) = two.run(save_on, tmp_path, REFUSED[0], 1, 1)
+    assert held == held_there
+    assert [iteration for _, iteration in held] == [2, 3, 4, 5, 6]
+    assert (raised, raised_there) == ([], ["1 ConfigError"])
+
+
+def save_steps(rank: int, count: int, root: Path, refused: dict[str, Any]) -> list[str]:
+    found = []
+    with engine_on(root, SECS) as engine:
+        for step in range(1, 5):
+            options: dict[str, Any] = {"step": step, **(refused if rank == 1 and step == 2 else {})}
+            try:
+                engine.save(state_at(step), **options).result(SECS)
+                found.append("saved")
+            except PeerFailedError as error:
+                found.append(f"told of rank {error.rank} in {error.stage}: {'ConfigError' in str(error)}")
+            except AioCkptError as error:
+                found.append(kind_of(error))
+        assert engine.steps() == [1, 3, 4]
+        dist.barrier()
+    return found
+
+
+def test_a_refused_argument_fails_that_save_on_all_ranks_which_are_told_why(two: Ranks, tmp_path: Path) -> None:
+    one, other = two.run(save_steps, tmp_path, {"metrics": {"loss": "x"}})
+    assert one == ["saved", "told of rank 1 in capture: True", "saved", "saved"]
+    assert other == ["saved", "ConfigError", "saved", "saved"]
+
+
+def refuse_a_state(rank: int, count: int, root: Path) -> list[str]:
+    raised = []
+    with engine_on(root, SECS) as engine:
+        for step in range(1, 9):
+            state = state_at(step)
+            if rank == 1 and step == 2:
+                state["code"] = print
+            try:
+                engine.save(state, step=step)
+            except AioCkptError as error:
+                raised.append(f"{step} {kind_of(error)}")
+            engine.ready()
+            dist.barrier()
+        assert engine.steps() == [1, 3, 4, 5, 6, 7, 8]
+        dist.barrier()
+    return raised
+
+
+def test_what_save_raised_on_one_rank_is_not_raised_by_turns_for_ever(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(refuse_a_state, tmp_path) == [[], ["2 UnsafeObjectError"]]
+
+
+def await_on_one_rank(rank: int, count: int, root: Path) -> list[str]:
+    raised = []
+    with acting_engine(root, SECS) as (engine, storage):
+        for step in range(1, 7):
+            if rank == 1 and step == 2:
+                storage.at, storage.act = ("write", "*"), no_space
+            try:
+                ticket = engine.save(state_at(step), step=step)
+                if rank == 0 and step == 2:
+                    assert ticket.exception(SECS) is not None
+            except (AioCkptError, OSError):
+                raised.append(step)
+            engine.wait_ready()
+            dist.barrier()
+        assert engine.steps() == [1, 4, 5, 6], "the save whose call told rank 1 of the failure is lost, no other"
+        dist.barrier()
+    return raised
+
+
+def test_a_failure_that_only_one_rank_awaited_costs_one_more_save(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(await_on_one_rank, tmp_path) == [[], [3]]
+
+
+# -- steps that nobody gave --------------------------------------------------------------------------
+
+
+def refuse_a_state_between_steps(rank: int, count: int, root: Path, in_flight: int) -> list[int]:
+    found = []
+    with engine_on(root, SECS, max_in_flight=in_flight) as engine:
+        for iteration in range(1, 8):
+            state = state_at(iteration)
+            if rank == 1 and iteration == 3:
+                state["code"] = print
+            try:
+                ticket = engine.save(state)
+                ticket.result(SECS)
+                found.append(ticket.step)
+            except (UnsafeObjectError, PeerFailedError):
+                assert iteration == 3
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_steps_that_nobody_gave_stay_the_same_after_one_rank_refused_a_state(
+    two: Ranks, tmp_path: Path, in_flight: int
+) -> None:
+    one, other = two.run(refuse_a_state_between_steps, tmp_path, in_flight)
+    assert one == other
+    assert len(one) == 6
+
+
+def stop_for_a_while() -> None:
+    """As a host that swaps: this process stands still, longer than the others wait for it."""
+    subprocess.Popen(["sh", "-c", f"sleep {4 * STOPPED_SECS}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def miss_a_commit(rank: int, count: int, root: Path) -> tuple[bool, list[int]]:
+    with acting_engine(root, STOPPED_SECS) as (engine, storage):
+        engine.save(state_at(1)).result(SECS)
+        dist.barrier()
+        if rank == 0:
+            storage.at, storage.act = ("remove_file", "writer.json"), stop_for_a_while
+        error = engine.save(state_at(2)).exception(SECS)
+        dist.barrier()
+        found = []
+        for iteration in (3, 4, 5):
+            ticket = engine.save(state_at(iteration))
+            ticket.result(SECS)
+            found.append(ticket.step)
+        dist.barrier()
+    return isinstance(error, PeerFailedError) and error.in_doubt, found
+
+
+def test_a_rank_that_missed_what_the_leader_committed_names_the_same_steps_later(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(miss_a_commit, tmp_path) == [(False, [3, 4, 5]), (True, [3, 4, 5])]
+
+
+def retry_a_step(rank: int, count: int, root: Path, in_flight: int) -> list[int]:
+    with acting_engine(root, SECS, max_in_flight=in_flight) as (engine, storage):
+        engine.save(state_at(1), step=1).result(SECS)
+        dist.barrier()
+        if rank == 1:
+            storage.at, storage.act = ("write", "*"), no_space
+        assert engine.save(state_at(2), step=2).exception(SECS) is not None
+        dist.barrier()
+        engine.save(state_at(2), step=2).result(SECS)
+        ticket = engine.save(state_at(3))
+        ticket.result(SECS)
+        dist.barrier()
+        found = [*engine.steps(), ticket.step]
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_step_that_failed_may_be_saved_again(two: Ranks, tmp_path: Path, in_flight: int) -> None:
+    assert two.run(retry_a_step, tmp_path, in_flight) == [[1, 2, 3, 3]] * 2
+
+
+# -- rollback() --------------------------------------------------------------------------------------
+
+
+def roll_back_while_one_is_busy(rank: int, count: int, root: Path) -> list[str]:
+    found = []
+    with acting_engine(root, SHORT_SECS) as (engine, storage):
+        for step in (1, 2):
+            engine.save(state_at(step), step=step).result(SECS)
+        dist.barrier()
+        gate = storage.hold("sync", "*") if rank == 1 else None
+        if rank == 0:
+            storage.at, storage.act = ("write", "*"), no_space
+        ticket = engine.save(state_at(3), step=3)
+        if gate is None:
+            assert ticket.exception(SECS) is not None  # settled here, pending there
+        else:
+            gate.wait_reached()
+        dist.barrier()
+        try:
+            engine.rollback(1)
+        except BusyError as error:
+            found.append(str(error))
+        dist.barrier()
+        if gate is not None:
+            storage.release(gate)
+            gate.open()
+            assert ticket.exception(SECS) is not None
+        dist.barrier()
+        assert engine.steps() == [1, 2]
+        engine.save(state_at(5), step=np.int64(5)).result(SECS)
+        found.append(str(engine.rollback(np.int64(1))))
+        engine.save(state_at(6)).result(SECS)
+        dist.barrier()
+        found.append(str(engine.steps()))
+        dist.barrier()
+    return found
+
+
+def test_saves_that_are_pending_on_one_rank_refuse_the_rollback_on_all(two: Ranks, tmp_path: Path) -> None:
+    one, other = two.run(roll_back_while_one_is_busy, tmp_path)
+    assert one == other
+    assert one[0].startswith("rollback(1): saves of rank 1 are pending")
+    assert one[1:] == ["[5, 2]", "[1, 2]"]
+
+
+def roll_back_apart(rank: int, count: int, root: Path, steps: tuple[Any, Any]) -> list[str]:
+    found = []
+    with engine_on(root, SHORT_SECS) as engine:
+        for step in (1, 2, 3):
+            engine.save(state_at(step), step=step).result(SECS)
+        dist.barrier()
+        try:
+            engine.rollback(steps[rank])
+        except AioCkptError as error:
+            found.append(kind_of(error))
+        dist.barrier()
+        assert engine.steps() == [1, 2, 3]
+        engine.save(state_at(4), step=4).result(SECS)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "raised"),
+    [
+        ((2, 1), ("PeerFailedError", "PeerFailedError")),
+        ((2, -1), ("PeerFailedError", "StepOrderError")),
+        (("2", 2), ("StepOrderError", "PeerFailedError")),
+        ((9, 9), ("CheckpointNotFoundError", "PeerFailedError")),
+    ],
+)
+def test_a_rollback_that_one_rank_refuses_is_done_by_none(
+    two: Ranks, tmp_path: Path, steps: tuple[Any, Any], raised: tuple[str, str]
+) -> None:
+    assert two.run(roll_back_apart, tmp_path, steps) == [[raised[0]], [raised[1]]]

@@ -1,0 +1,46 @@
+"""The state that the golden checkpoints hold, and how one is written: ``python tests/support/golden_state.py ROOT``.
+
+``tests/golden/v<major>.<minor>/`` (``v1`` is 1.0) keeps a checkpoint of each format version for ever. A new one is
+written once, when the version changes, from a root of a neutral name (it stands in ``.metadata``); an old one is never
+written again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+
+from aio_ckpt import PerRank, SyncCheckpointEngine
+
+STEP = 7
+
+
+def golden_state() -> dict[str, Any]:
+    """Every kind of leaf and container, a few bytes of each."""
+    weight = torch.arange(12).to(torch.bfloat16).reshape(3, 4)
+    bits = torch.tensor([0x7FC12345, -0x80000000, 0x7F800000, 1, -1], dtype=torch.int32).view(torch.float32)
+    return {
+        "model": OrderedDict(weight=weight, bias=bits, tied=weight),
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.linspace(-1, 1, 12).reshape(4, 3).t()}},
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0]}],
+        },
+        "fp8": torch.tensor([0.5, -448.0], dtype=torch.float32).to(torch.float8_e4m3fn),
+        "every other": torch.arange(8)[::2],
+        "none of them": torch.empty(0, 3, dtype=torch.complex64),
+        "mask": np.array([True, False, True]),
+        "scalar": np.float64(2.5),
+        "parts": [torch.tensor([1, 255], dtype=torch.uint8), ({"deep": torch.tensor(True)},)],
+        "empty": {"here": {}},
+        "name": "golden \N{SNOWMAN}",
+        "rng": PerRank({"seed": 5}),
+    }
+
+
+if __name__ == "__main__":
+    with SyncCheckpointEngine(sys.argv[1]) as engine:
+        engine.save(golden_state(), STEP, metrics={"loss": 0.25, "odd": float("nan")}).result()
