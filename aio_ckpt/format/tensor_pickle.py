@@ -37,7 +37,7 @@ _V2_STORAGES = {
     "complex64": "ComplexFloatStorage",
 }
 _V3_NAMES = (
-    *("complex32", "uint16", "uint32", "uint64", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("complex32", "bcomplex32", "uint16", "uint32", "uint64", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 
