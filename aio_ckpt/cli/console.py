@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 __all__ = ["Advance", "Screen", "printable"]
@@ -48,24 +48,17 @@ class Screen:
         print(json.dumps(msgspec.to_builtins(document), indent=2))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-        """A table; the first ``left`` columns are text, the others numbers."""
-        if self.is_terminal:
-            table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
-            for number, column in enumerate(columns):
-                table.add_column(
-                    Text(column), justify="left" if number < left else "right", overflow="fold", no_wrap=number > 0
-                )
-            for row in rows:
-                table.add_row(*map(Text, row))
-            self._console.print(table)
-            return
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+        """Write a table; the first ``left`` columns are text, the others numbers. Nothing is folded or cut.
+
+        Not rich's table: it folds or cuts at the width of the terminal, and takes 6 s for 20,000 rows instead of 0.1 s.
+        """
+        widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
         for row in (columns, *rows):
-            cells = [
-                cell.ljust(width) if number < left else cell.rjust(width)
-                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            self.line("  ".join(cells).rstrip())
+            cells = []
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+                padding = " " * (width - cell_len(cell))
+                cells.append(cell + padding if number < left else padding + cell)
+            self.line("  ".join(cells).rstrip(), style="bold" if row is columns else "")
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Advance]:

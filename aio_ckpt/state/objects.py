@@ -164,14 +164,13 @@ _Recurse = Callable[[object], object]
 class _Encoding:
     """One object in types that ``weights_only`` reads back; a container is rebuilt, never changed.
 
-    One that holds others is rebuilt once, wherever it stands: 60 lists that hold the next one twice are 2**60 places.
+    A container that stands in several places is rebuilt for each of them.
     """
 
     def __init__(self, name: str, trusted: bool) -> None:
         self._name = name
         self._trusted = trusted
-        self._known: dict[int, tuple[object, object, int]] = {}  # by id: a container, kept alive; its encoding; height
-        self._depth = self._deepest = 0
+        self._depth = 0
 
     def of(self, value: object) -> object:
         """What stands for ``value``, a part of the object."""
@@ -180,19 +179,12 @@ class _Encoding:
             return value
         if kind not in _CONTAINERS:
             return self._anew(value)
-        depth = self._depth
-        _, known, height = self._known.get(id(value), (None, None, 0))
-        if depth + height > MAX_DEPTH:
+        if self._depth > MAX_DEPTH:
             raise UnsupportedLeafError(f"{self._name}: an object nested deeper than {MAX_DEPTH} (does it hold itself?)")
-        outer = max(self._deepest, depth + height)
-        if known is None:
-            self._deepest, self._depth = depth, depth + 1
-            known = self._anew(value)
-            self._depth = depth
-            if height := self._deepest - depth:
-                self._known[id(value)] = value, known, height
-        self._deepest = max(outer, self._deepest)
-        return known
+        self._depth += 1
+        plain = self._anew(value)
+        self._depth -= 1
+        return plain
 
     def _anew(self, value: object) -> object:
         encoder = _ENCODERS.get(type(value))
@@ -323,7 +315,7 @@ class _Decoding:
         self._known: dict[int, object] = {}
 
     def of(self, value: Any) -> object:
-        """What ``value``, a part of what was read, stands for."""
+        """Return what ``value``, a part of what was read, stands for."""
         kind = type(value)
         if kind not in _CONTAINERS or (kind in (list, tuple) and _is_plain(value)):
             return value

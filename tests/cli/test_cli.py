@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from child_python import child_environment
 
 from aio_ckpt.cli import commands as cli
+from aio_ckpt.cli.console import Screen
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR
@@ -118,6 +119,16 @@ def test_ls_json_tells_what_the_table_tells_and_what_is_no_checkpoint(root, caps
     assert found["pending"] == [".pending-x-1"]
     assert found["abandoned"] == [".abandoned-1-step_000000030"]
     assert ".pending-x-1" in called(capsys, "ls", root)[1]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_table_folds_or_cuts_anything_at_80_columns(capsys, monkeypatch, is_terminal):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1") if is_terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    rows = [("x" * 100, "a b", "10"), ("日本", "c", "9")]
+    Screen(as_json=False).table(("name", "words", "number"), rows, left=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["x" * 100 + "  a b        10", "日本" + " " * 96 + "  c           9"]
 
 
 def test_ls_lists_a_checkpoint_with_a_broken_manifest_and_says_so(root, capsys):
