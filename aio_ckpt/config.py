@@ -50,8 +50,8 @@ _NAME_BYTES = 255
 """Of a name, as Linux file systems have it."""
 _STEP_DIGITS = 19
 """Of the largest step."""
-_AROUND_BYTES = len(".abandoned--") + 19
-"""What is put in front of a step's name at most: by a rollback, with the time in ns; quarantine adds less."""
+_AROUND_BYTES = len("-") + 19
+"""What a rollback puts in front of a step's name, and quarantine behind it: the time in ns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class EngineConfig:
         if nbytes > _NAME_BYTES:
             raise ConfigError(
                 f"step_dir={shown(self.step_dir)}: names of {nbytes} bytes, with the largest step and the "
-                f"{_AROUND_BYTES} bytes that a rollback puts in front, where a file system has {_NAME_BYTES}: give a "
+                f"{_AROUND_BYTES} bytes that a rollback adds, where a file system has {_NAME_BYTES}: give a "
                 "shorter one"
             )
 

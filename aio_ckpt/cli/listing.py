@@ -10,13 +10,14 @@ from pathlib import Path
 import msgspec
 
 from aio_ckpt.commit.publish import MAX_LOOKS, Committed, discover
+from aio_ckpt.commit.retention import protected_steps
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
-from aio_ckpt.format.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PENDING_PREFIX, StepNames, protected_step
+from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, StepNames
 from aio_ckpt.read.catalog import global_shape
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
 __all__ = [
     "Contents",
@@ -118,8 +119,8 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
         ReadError: the root cannot be read.
         ConfigError: it is no root but a checkpoint.
     """
-    others = await storage.list_dir(root)
-    marked = {protected_step(name) for name in others}
+    await storage.list_dir(root)  # or a root that is not there would pass for an empty one
+    marked = await protected_steps(storage, root)
     rows = [
         await _root_row(storage, executor, found, is_protected=found.step in marked)
         for found in await discover(storage, root, names)
@@ -131,10 +132,15 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
     return RootTable(
         root=str(root),
         checkpoints=tuple(row for row in rows if row is not None),
-        pending=tuple(name for name in others if name.startswith(PENDING_PREFIX)),
-        abandoned=tuple(name for name in others if name.startswith(ABANDONED_PREFIX)),
-        quarantined=tuple(name for name in others if name.startswith(CORRUPT_PREFIX)),
+        pending=await _below(storage, root, PENDING_DIR),
+        abandoned=await _below(storage, root, ABANDONED_DIR),
+        quarantined=await _below(storage, root, CORRUPT_DIR),
     )
+
+
+async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...]:
+    """What one of the engine's own directories holds, as paths below the root."""
+    return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
 
 
 async def _root_row(storage: Storage, executor: Executor, found: Committed, *, is_protected: bool) -> RootRow | None:

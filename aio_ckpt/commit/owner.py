@@ -23,14 +23,23 @@ import msgspec
 
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
-from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, TRASH_PREFIX, StepNames, protected_name
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.format.names import (
+    ENGINE_DIRS,
+    LOCK_FILE,
+    OWNER_FILE,
+    PENDING_DIR,
+    TRASH_DIR,
+    StepNames,
+    protected_name,
+)
+from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [
     "Owner",
     "clear_leftovers",
     "is_abandoned",
     "keep_alive",
+    "make_engine_dirs",
     "owner_by_name",
     "pending_path",
     "put_back_protected",
@@ -124,7 +133,7 @@ def pending_path(root: Path, owner: Owner, number: int) -> Path:
 
     The name says whose it is, too: a crash may come before ``writer.json`` is there, and space is reserved by then.
     """
-    return root / f"{PENDING_PREFIX}{owner.session}-{owner.tag}-{number}"
+    return root / PENDING_DIR / f"{owner.session}-{owner.tag}-{number}"
 
 
 def owner_by_name(name: str, here: Owner) -> Owner | None:
@@ -173,24 +182,31 @@ async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -
             _log.warning("%s: the heartbeat could not be renewed: %s", pending, error)
 
 
+async def make_engine_dirs(storage: Storage, root: Path) -> None:
+    """Make the directories below ``.aio_ckpt/``, durably. For the lock's holder, before its first change."""
+    for name in ENGINE_DIRS:
+        if not await storage.exists(root / name):
+            await storage.make_dir(root / name, parents=True)
+
+
 async def put_back_protected(storage: Storage, root: Path, names: StepNames) -> frozenset[str]:
     """Steps that became trash although they are protected stand again. For the lock's holder.
 
-    Who marks a step and who deletes it look for each other behind their change, so that the mark may come to light
-    only then; a writer that dies there, or cannot rename, leaves it to the next one. Trash without ``.metadata`` may be
-    torn, and stays trash, as does what was replaced. Returns the names of what could not be put back.
+    Protecting and deleting may race. Each side changes its file first and then checks for the other, so a protected
+    step can briefly appear as trash. A writer that dies there, or cannot rename, leaves it to the next one. Trash
+    without ``.metadata`` may be torn, and stays trash, as does what an overwrite replaced. Returns the names of what
+    could not be put back.
     """
     stuck = set[str]()
-    for name in await storage.list_dir(root):
-        place = root / name.removeprefix(TRASH_PREFIX)
-        step = names.step(place.name) if name.startswith(TRASH_PREFIX) else None
+    for name in await names_in(storage, root / TRASH_DIR):
+        trash, place, step = root / TRASH_DIR / name, root / name, names.step(name)
         if step is None or not await storage.exists(root / protected_name(step)):
             continue
-        if not await storage.exists(root / name / METADATA_FILE) or await storage.exists(place):
+        if not await storage.exists(trash / METADATA_FILE) or await storage.exists(place):
             continue
         try:
-            await storage.rename(root / name, place)
-            await storage.sync_dir(root)
+            await storage.rename(trash, place)
+            await sync_parents(storage, trash, place)
             _log.warning("step %d is protected and was put back", step)
         except WriteError as error:
             _log.warning("step %d is protected and could not be put back: %s", step, error)
@@ -206,13 +222,13 @@ async def clear_leftovers(
     What cannot be removed is logged and stays: the next holder of the lock tries again.
     """
     stuck = await put_back_protected(storage, root, names)
-    found = [name for name in await storage.list_dir(root) if name.startswith((TRASH_PREFIX, PENDING_PREFIX))]
-    leftovers = [name for name in found if name not in stuck]
-    now = await _now(storage, root) if leftovers else None
+    pending = [PENDING_DIR + "/" + name for name in await names_in(storage, root / PENDING_DIR)]
+    trash = [TRASH_DIR + "/" + name for name in await names_in(storage, root / TRASH_DIR) if name not in stuck]
+    now = await _now(storage, root) if pending else None
     cleared = []
-    for name in leftovers:
+    for name in (*pending, *trash):
         try:
-            if await _clear(storage, root, name, now, here, stale_after_secs):
+            if await _clear(storage, root, root / name, now, here, stale_after_secs):
                 cleared.append(name)
         except (AioCkptError, OSError) as error:
             _log.warning("%s stays: it could not be cleared: %s", root / name, error)
@@ -220,21 +236,20 @@ async def clear_leftovers(
 
 
 async def _clear(
-    storage: Storage, root: Path, name: str, now: float | None, here: Owner, stale_after_secs: float
+    storage: Storage, root: Path, path: Path, now: float | None, here: Owner, stale_after_secs: float
 ) -> bool:
-    path = root / name
-    if name.startswith(PENDING_PREFIX):
+    if path.parent == root / PENDING_DIR:
         seen = await _last_seen(storage, path)
         idle_secs = None if seen is None or now is None else now - seen
-        owner = await _owner_of(storage, path) or owner_by_name(name, here)
+        owner = await _owner_of(storage, path) or owner_by_name(path.name, here)
         if not is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs):
             whose = "not told" if owner is None else f"process {owner.pid} on {owner.host}"
             idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
             _log.info("%s stays: owner %s, last sign of life %s", path, whose, idle)
             return False
         # One step: an owner that lives all the same finds its directory gone, never half of it.
-        path = root / f"{TRASH_PREFIX}{name.removeprefix('.')}"
-        await storage.rename(root / name, path)
+        pending, path = path, root / TRASH_DIR / path.name
+        await storage.rename(pending, path)
     await storage.remove_tree(path)
     return True
 

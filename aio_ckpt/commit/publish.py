@@ -1,7 +1,7 @@
 """Commit: pending -> durable -> visible; discovery of what is committed.
 
-Root mode: everything is written and fsynced inside ``.pending-*``, which is then renamed into place, so a
-checkpoint is whole or invisible at any instant. For a directory of the caller's see ``directory``.
+Root mode: everything is written and fsynced in a directory below ``.aio_ckpt/pending/``, which is then renamed into
+place, so a checkpoint is whole or invisible at any instant. For a directory of the caller's see ``directory``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import anyio
 from aio_ckpt.commit.owner import read_owner
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError, shown
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.format.names import ABANDONED_PREFIX, OWNER_FILE, TRASH_PREFIX, StepNames
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.format.names import ABANDONED_DIR, OWNER_FILE, TRASH_DIR, StepNames
+from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [
     "Committed",
@@ -109,7 +109,7 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> t
         found.clear()
         bare.clear()
         has_vanished = False
-        for name in await _names_in(storage, root):
+        for name in await names_in(storage, root):
             step = names.step(name)
             if step is None or step > MAX_STEP:
                 continue
@@ -123,16 +123,6 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> t
         if not has_vanished:
             break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
     return found, bare
-
-
-async def _names_in(storage: Storage, root: Path) -> list[str]:
-    """None in a root that nobody has made yet."""
-    try:
-        return await storage.list_dir(root)
-    except ReadError:
-        if await storage.exists(root):
-            raise
-        return []
 
 
 async def is_unchanged(storage: Storage, found: Committed) -> bool:
@@ -168,7 +158,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
                 await storage.remove_file(final / OWNER_FILE)
         raise
     # Shielded, with a limit of its own: the step is committed, and no stall from here on may say that it is not.
-    trash = pending.with_name(f"{TRASH_PREFIX}{pending.name}") if replaces else None
+    trash = final.parent / TRASH_DIR / pending.name if replaces else None
     is_tidy = False
     with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
         is_tidy = await _tidied(storage, pending, final, trash)
@@ -192,13 +182,13 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
         remedy = "is in the way and holds no checkpoint: move it away, or save another step"
         raise WriteError(errno.EEXIST, remedy, str(final)) from error
     try:
-        await storage.sync_dir(final.parent)
+        await sync_parents(storage, pending, final)
     except Exception as error:
         # Visible but maybe not durable: the save fails, so it must not stay listed, and not come back after a power
         # loss without the files that are removed next.
         try:
             await move(final, pending)
-            await storage.sync_dir(final.parent)
+            await sync_parents(storage, final, pending)
         except (AioCkptError, OSError) as undoing:
             error.add_note(f"{final} may still become visible, whole: it could not be taken back: {undoing}")
             if isinstance(error, AioCkptError):
@@ -221,7 +211,7 @@ async def _tidied(storage: Storage, pending: Path, final: Path, trash: Path | No
 
 
 async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:
-    """Rename every committed step after ``step`` to ``.abandoned-*``, newest first; nothing is deleted.
+    """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
 
     Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
 
@@ -236,8 +226,9 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     committed.sort(key=lambda checkpoint: checkpoint.step)
     later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
     for checkpoint in later:
-        await storage.rename(checkpoint.path, root / f"{ABANDONED_PREFIX}{tag}-{checkpoint.path.name}")
-        await storage.sync_dir(root)  # each: a power loss keeps renames that were not fsynced in any order
+        target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
+        await storage.rename(checkpoint.path, target)
+        await sync_parents(storage, checkpoint.path, target)  # each: a power loss may keep any of several renames
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.publish import Committed, discover, is_unchanged
+from aio_ckpt.commit.retention import unprotect
 from aio_ckpt.errors import CorruptCheckpointError
-from aio_ckpt.format.names import CORRUPT_PREFIX, StepNames, protected_name
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.format.names import CORRUPT_DIR, StepNames
+from aio_ckpt.storage.local import Storage, sync_parents
 
 __all__ = ["Condemned", "Quarantine"]
 
@@ -100,15 +101,15 @@ class Quarantine:
 
     async def _set_aside(self, storage: Storage, root: Path, entry: Condemned) -> Path | None:
         path = entry.checkpoint.path
-        target = root / f"{CORRUPT_PREFIX}{path.name}-{time.time_ns()}"
+        target = root / CORRUPT_DIR / f"{path.name}-{time.time_ns()}"
         try:
             if not await self._is_condemned(storage, path):  # overwritten or removed meanwhile
                 del self._condemned[path]
                 return None
             await storage.rename(path, target)
             del self._condemned[path]
-            await storage.remove_file(root / protected_name(entry.checkpoint.step))  # or it protects what comes next
-            await storage.sync_dir(root)
+            await sync_parents(storage, path, target)
+            await unprotect(storage, root, entry.checkpoint.step)  # or the mark protects what comes next
         except OSError as error:
             _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
             return None

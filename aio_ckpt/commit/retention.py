@@ -16,8 +16,8 @@ from aio_ckpt.commit.publish import Committed, check_step_number, discover
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError, shown
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
-from aio_ckpt.format.names import TRASH_PREFIX, StepNames, protected_name, protected_step
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
+from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [
     "Policy",
@@ -129,7 +129,8 @@ def _number(name: str, value: object) -> float:
 
 async def protected_steps(storage: Storage, root: Path) -> set[int]:
     """Steps that are protected, committed or not."""
-    return {step for name in await storage.list_dir(root) if (step := protected_step(name)) is not None}
+    names = await names_in(storage, root / PROTECTED_DIR)
+    return {step for name in names if (step := protected_step(name)) is not None}
 
 
 async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> None:
@@ -145,13 +146,15 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     step = check_step_number(step)
     mark = root / protected_name(step)
     is_new = True
+    if not await storage.exists(mark.parent):  # of a writer's root it is there
+        await storage.make_dir(mark.parent, parents=True)
     try:
         await storage.write_file(mark, b"")
     except WriteError as error:
         if error.errno != errno.EEXIST:
             raise
         is_new = False
-    await storage.sync_dir(root)
+    await storage.sync_dir(mark.parent)
     steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
     if step not in steps:
         if is_new:  # else somebody was told that the step is protected: a pass that renamed it is to see the mark
@@ -167,8 +170,10 @@ async def unprotect(storage: Storage, root: Path, step: int) -> None:
     Raises:
         StepOrderError: it can be no step.
     """
-    await storage.remove_file(root / protected_name(check_step_number(step)))
-    await storage.sync_dir(root)
+    mark = root / protected_name(check_step_number(step))
+    if await storage.exists(mark):
+        await storage.remove_file(mark)
+        await storage.sync_dir(mark.parent)
 
 
 async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
@@ -180,7 +185,7 @@ async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
     for each in later:
         await storage.remove_file(root / protected_name(each))
     if later:
-        await storage.sync_dir(root)
+        await storage.sync_dir(root / PROTECTED_DIR)
 
 
 class Retention:
@@ -278,7 +283,7 @@ class Retention:
 
     async def _trashed(self, checkpoint: Committed, undeleted: dict[int, str]) -> Path | None:
         """Its new path; None if it stays."""
-        trash = self._root / f"{TRASH_PREFIX}{checkpoint.path.name}"
+        trash = self._root / TRASH_DIR / checkpoint.path.name
         try:
             await self._storage.rename(checkpoint.path, trash)
             self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
@@ -300,7 +305,7 @@ class Retention:
 
     async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
         try:
-            await self._storage.sync_dir(self._root)
+            await sync_parents(self._storage, self._root / trash.name, trash)
             if await self._storage.exists(trash / METADATA_FILE):
                 await self._storage.remove_file(trash / METADATA_FILE)
                 await self._storage.sync_dir(trash)

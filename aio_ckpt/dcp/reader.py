@@ -23,7 +23,8 @@ from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError, shown
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
-from aio_ckpt.storage.local import Storage, checked_path, read_small_file
+from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.storage.paths import checked_path
 
 __all__ = ["Reader"]
 

@@ -29,7 +29,8 @@ from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, Write
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.storage.data_file import translated
-from aio_ckpt.storage.local import Storage, checked_path, make_dirs
+from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.paths import checked_path, make_dirs
 
 __all__ = ["Writer", "recover"]
 

@@ -22,6 +22,7 @@ from aio_ckpt.demo.model import ModelSize
 from aio_ckpt.demo.report import Continuation, DemoReport, Run, draw, report_on
 from aio_ckpt.demo.train import Event, Started, Stepped, TrainSpec, decode_event
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.reports import amount
 
 __all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "Screen", "run_demo"]
@@ -191,8 +192,9 @@ def _show(event: Event, steps: int, advance: Advance, screen: Screen) -> None:
 
 
 def _tell_kill(killed: Run, spec: DemoSpec, screen: Screen) -> None:
-    names = sorted(path.name for path in (spec.out / "checkpoints").iterdir())
-    pending = [name for name in names if name.startswith(".pending-")]
+    root = spec.out / "checkpoints"
+    names = sorted(path.name for path in root.iterdir())
+    pending = sorted(f"{PENDING_DIR}/{path.name}" for path in (root / PENDING_DIR).iterdir())
     torn = f"torn save left behind, invisible: {', '.join(pending)}" if pending else "no save was being written"
     committed = ", ".join(name for name in names if not name.startswith("."))
     screen.line(f"killed (SIGKILL) after step {killed.steps[-1].step}; committed: {committed}; {torn}")

@@ -293,7 +293,7 @@ class CheckpointEngine:
         return max(self.steps(), default=None)
 
     def rollback(self, step: int) -> list[int]:
-        """Make ``step`` the newest: later steps are renamed ``.abandoned-*``, never deleted; returns them.
+        """Make ``step`` the newest: later steps move below ``.aio_ckpt/abandoned/``, never deleted; returns them.
 
         With several ranks every rank calls it, as it calls ``save()``.
 

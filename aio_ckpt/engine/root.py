@@ -16,15 +16,15 @@ import anyio
 
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit import retention
-from aio_ckpt.commit.owner import clear_leftovers
+from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue.commit import forget_segments, reclaim
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Portal
-from aio_ckpt.storage.local import checked_path, make_dirs
 from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.paths import checked_path, make_dirs
 
 __all__ = ["RootSession", "make_root"]
 
@@ -97,6 +97,8 @@ class RootSession:
         try:
             lock = ctx.storage.lock(ctx.root / LOCK_FILE)
             ctx.quarantine.is_writer = True
+            what = "making the directories of its own"
+            self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
             self._call(self._reclaim, what="clearing segments of dead writers", deadline=deadline)
@@ -163,7 +165,7 @@ class RootSession:
         return [checkpoint.step for checkpoint in found]
 
     def rollback(self, step: int) -> list[int]:
-        """Rename the steps after ``step`` to ``.abandoned-*``; returns them. Needs the lock.
+        """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``; returns them. Needs the lock.
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.

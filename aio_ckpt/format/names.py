@@ -1,41 +1,50 @@
-"""Names of what lies under a root. Pure."""
+"""Names of what lies under a root. Pure.
+
+A root holds the committed steps. All else that the engine makes lies below :data:`ENGINE_DIR`: other tools search a
+root for steps by patterns without anchors, and would take ``.abandoned-step-30`` for a step.
+"""
 
 from __future__ import annotations
 
 import re
 
 __all__ = [
-    "ABANDONED_PREFIX",
-    "CORRUPT_PREFIX",
+    "ABANDONED_DIR",
+    "CORRUPT_DIR",
+    "ENGINE_DIR",
+    "ENGINE_DIRS",
     "LOCK_FILE",
     "OWNER_FILE",
-    "PENDING_PREFIX",
-    "PROTECTED_PREFIX",
+    "PENDING_DIR",
+    "PROTECTED_DIR",
     "SEGMENTS_FILE",
-    "TRASH_PREFIX",
+    "TRASH_DIR",
     "StepNames",
     "protected_name",
     "protected_step",
 ]
 
-PENDING_PREFIX = ".pending-"
-"""A save that is being written, or whose writer died."""
-ABANDONED_PREFIX = ".abandoned-"
-"""A step that ``rollback`` set aside; never deleted here."""
-CORRUPT_PREFIX = ".corrupt-"
-"""A step that a load proved damaged; never deleted here."""
-TRASH_PREFIX = ".trash-"
+ENGINE_DIR = ".aio_ckpt"
+PENDING_DIR = f"{ENGINE_DIR}/pending"
+"""Saves that are being written, or whose writer died."""
+ABANDONED_DIR = f"{ENGINE_DIR}/abandoned"
+"""Steps that ``rollback`` set aside; the engine never deletes them."""
+CORRUPT_DIR = f"{ENGINE_DIR}/corrupt"
+"""Steps that a load proved damaged; the engine never deletes them."""
+TRASH_DIR = f"{ENGINE_DIR}/trash"
 """What is being deleted, by the holder of the lock only."""
-PROTECTED_PREFIX = ".protected-"
-"""An empty file: the step in its name is never deleted."""
-OWNER_FILE = "writer.json"
-LOCK_FILE = ".aio_ckpt.lock"
-SEGMENTS_FILE = ".aio_ckpt.shm"
+PROTECTED_DIR = f"{ENGINE_DIR}/protected"
+"""Empty files: the step in the name of each is never deleted."""
+ENGINE_DIRS = (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR, PROTECTED_DIR)
+LOCK_FILE = f"{ENGINE_DIR}/lock"
+SEGMENTS_FILE = f"{ENGINE_DIR}/segments.json"
 """Where a writer with ``shm_path`` makes its segments, so that what it leaves is found; gone after a clean end."""
+OWNER_FILE = "writer.json"
+"""Of a pending directory."""
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
-_PROTECTED = re.compile(rf"{re.escape(PROTECTED_PREFIX)}(\d{{1,19}})")
+_PROTECTED = re.compile(r"\d{1,19}")
 
 
 class StepNames:
@@ -57,11 +66,10 @@ class StepNames:
 
 
 def protected_name(step: int) -> str:
-    """Name of the file that protects a step, whatever its directory is called."""
-    return f"{PROTECTED_PREFIX}{step}"
+    """Path below the root of the file that protects a step, whatever its directory is called."""
+    return f"{PROTECTED_DIR}/{step}"
 
 
 def protected_step(name: str) -> int | None:
-    """Step that a file of this name protects; None if it is no such name."""
-    match = _PROTECTED.fullmatch(name)
-    return int(match[1]) if match else None
+    """Step that a file of this name in ``PROTECTED_DIR`` protects; None if it protects none."""
+    return int(name) if _PROTECTED.fullmatch(name) else None

@@ -220,7 +220,7 @@ async def _persistently(look: Callable[[], Awaitable[T]]) -> T:
 async def _mark(storage: Storage, path: Path) -> bool:
     """Make a directory that all must see; False where nothing can be written: such a root is only read."""
     try:
-        await storage.make_dir(path)
+        await storage.make_dir(path, parents=True)
     except (AioCkptError, OSError):
         return False
     return True

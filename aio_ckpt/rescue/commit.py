@@ -17,7 +17,7 @@ from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import metadata_file, render_root
-from aio_ckpt.commit.owner import Owner, clear_leftovers, pending_path, write_owner
+from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
 from aio_ckpt.config import is_path
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.manifests import (
@@ -257,6 +257,7 @@ async def rescue_root(
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root that nobody staged for is not touched
     with storage.lock(root / LOCK_FILE):
+        await make_engine_dirs(storage, root)
         await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
         decision = await _decide(storage, root, names, await run_blocking(executor, find))
         rescued, torn = list[Rescued](), list[Refusal]()

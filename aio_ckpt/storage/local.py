@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from aio_ckpt.config import DirectIO, is_path
-from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError, shown
+from aio_ckpt.config import DirectIO
+from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular, translated
 from aio_ckpt.storage.direct_io import Probe, probe_read, probe_write
 from aio_ckpt.storage.lock import RootLock
+from aio_ckpt.storage.paths import make_dirs, sync_dir
 
 __all__ = [
     "DataFile",
@@ -28,9 +29,9 @@ __all__ = [
     "ReadFile",
     "RootLock",
     "Storage",
-    "checked_path",
-    "make_dirs",
+    "names_in",
     "read_small_file",
+    "sync_parents",
 ]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -221,7 +222,7 @@ class LocalStorage:
     async def sync_dir(self, path: Path) -> None:
         """fsync of the directory."""
         with translated(WriteError, path):
-            await run_blocking(self._executor, _sync_dir, path)
+            await run_blocking(self._executor, sync_dir, path)
 
     async def list_dir(self, path: Path) -> list[str]:
         """Names, sorted."""
@@ -269,7 +270,7 @@ class LocalStorage:
             await run_blocking(self._executor, _remove_tree, path)
 
     def lock(self, path: Path) -> RootLock:
-        """fcntl.lockf on ``path``, which is created."""
+        """fcntl.lockf on ``path``, which is created, its directory too."""
         return RootLock(path)
 
 
@@ -292,43 +293,6 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
         if nbytes > max_bytes:
             raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")
         return file.read(nbytes)
-
-
-def checked_path(path: str | os.PathLike[str]) -> Path:
-    """``path``, as it is given; nothing is looked up.
-
-    Raises:
-        RootError: it is no path, empty text, or a name that no file system can hold.
-    """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        remedy = "give a str or a pathlib.Path"
-        raise RootError(errno.EINVAL, f"the root is a {type(path).__name__}, no path: {remedy}", shown(path))
-    name = os.fspath(path)
-    if not name:
-        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
-    if not is_path(name):
-        raise RootError(errno.EINVAL, "no file system can hold this name (a NUL, or a lone surrogate)", ascii(name))
-    return Path(path)
-
-
-def make_dirs(path: Path) -> None:
-    """Make a directory and its parents, durably; it may be there. Raises what the system raises."""
-    if path.is_dir():
-        return
-    make_dirs(path.parent)
-    path.mkdir(exist_ok=True)
-    _sync_dir(path.parent)
-
-
-def _sync_dir(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # the answer of file systems that have no fsync of directories
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _exists(path: Path) -> bool:
@@ -381,6 +345,26 @@ def _remove_tree(path: Path) -> None:
     except FileNotFoundError:
         if os.path.lexists(path):  # something below vanished meanwhile: not done yet
             shutil.rmtree(path)
+
+
+async def names_in(storage: Storage, path: Path) -> list[str]:
+    """Names in a directory, sorted; none if nobody has made it yet."""
+    try:
+        return await storage.list_dir(path)
+    except ReadError:
+        if await storage.exists(path):
+            raise
+        return []
+
+
+async def sync_parents(storage: Storage, src: Path, dst: Path) -> None:
+    """Make a rename from ``src`` to ``dst`` durable.
+
+    The new name first: after a power loss in between what was renamed has one name at least.
+    """
+    await storage.sync_dir(dst.parent)
+    if src.parent != dst.parent:
+        await storage.sync_dir(src.parent)
 
 
 async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:

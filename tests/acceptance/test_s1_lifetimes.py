@@ -27,7 +27,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.config import Staging
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.names import PENDING_PREFIX
+from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.memory.arena import POISON
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
@@ -110,7 +110,7 @@ def save_beside_a_thread_that_is_left_behind(engine: CheckpointEngine, storage: 
 
 
 def pending_in(root: Path) -> list[str]:
-    return [path.name for path in root.iterdir() if path.name.startswith(PENDING_PREFIX)]
+    return [path.name for path in (root / PENDING_DIR).iterdir()]
 
 
 @pytest.mark.usefixtures("impatient")

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from builders import steps_dir
+from builders import listing, steps_dir
 from image_files import MIB, assert_uniform, uniform
 from killed_trainer import named_segments, train_until_killed
 from watched_writes import TIMEOUT, WatchedStorage, Write, watched_engine
@@ -115,7 +115,7 @@ def test_a_full_disk_at_any_chunk_is_raised_and_leaves_nothing_behind(tmp_path: 
         assert_is_full_disk(ticket.exception(TIMEOUT))
         assert engine.lifetime.leases == 0
         assert engine.steps() == []
-        assert [path.name for path in tmp_path.iterdir()] == [".aio_ckpt.lock"]
+        assert listing(tmp_path) == []
         assert engine.save(state_of(2.0), step=1).result(TIMEOUT) is not None
         assert engine.steps() == [1]
     assert storage.torn == []
@@ -178,7 +178,7 @@ def test_a_really_full_disk_is_raised_before_a_byte_is_written(small_disk: Path)
     with watched_engine(small_disk, storage) as engine:
         assert_is_full_disk(engine.save(uniform(4, 4 * MIB, 1.0), step=1).exception(TIMEOUT))
         assert storage.writes == []
-        assert [path.name for path in small_disk.iterdir()] == [".aio_ckpt.lock"]
+        assert listing(small_disk) == []
         assert engine.save(uniform(2, 4 * MIB, 2.0), step=1).result(TIMEOUT) is not None
     assert_uniform(steps_dir(small_disk, 1), 2.0, count=2)
 
@@ -301,12 +301,12 @@ def test_a_killed_trainer_leaves_no_process_and_the_next_engine_clears_its_direc
     assert killed.children == []
     assert not psutil.pid_exists(killed.pid)
     assert named_segments() <= before
-    assert len(list(tmp_path.glob(".pending-*"))) == 1
+    assert len(list(tmp_path.glob(".aio_ckpt/pending/*"))) == 1
     with SyncCheckpointEngine(tmp_path) as engine:
         assert engine.steps() == [1]
         assert engine.save(uniform(4, 4 * MIB, 3.0)).result(TIMEOUT) is not None
         assert engine.steps() == [1, 2]
-    assert list(tmp_path.glob(".pending-*")) == []
+    assert list(tmp_path.glob(".aio_ckpt/pending/*")) == []
     assert_uniform(steps_dir(tmp_path, 1), 1.0, count=4)
     assert_uniform(steps_dir(tmp_path, 2), 3.0, count=4)
 

@@ -109,16 +109,16 @@ def test_ls_shows_each_step_with_its_bytes_ranks_and_torch(root, capsys):
 
 
 def test_ls_json_tells_what_the_table_tells_and_what_is_no_checkpoint(root, capsys):
-    (root / ".pending-x-1").mkdir()
-    (root / ".abandoned-1-step_000000030").mkdir()
+    (root / ".aio_ckpt/pending/x-1").mkdir(parents=True)
+    (root / ".aio_ckpt/abandoned/1-step_000000030").mkdir(parents=True)
     code, found = document(capsys, "ls", root)
     assert code == 0
     assert [row["step"] for row in found["checkpoints"]] == [10, 20]
     assert found["checkpoints"][0]["torch"] == torch.__version__
     assert found["checkpoints"][0]["nbytes"] == sum(path.stat().st_size for path in (root / "step_000000010").iterdir())
-    assert found["pending"] == [".pending-x-1"]
-    assert found["abandoned"] == [".abandoned-1-step_000000030"]
-    assert ".pending-x-1" in called(capsys, "ls", root)[1]
+    assert found["pending"] == [".aio_ckpt/pending/x-1"]
+    assert found["abandoned"] == [".aio_ckpt/abandoned/1-step_000000030"]
+    assert ".aio_ckpt/pending/x-1" in called(capsys, "ls", root)[1]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -209,7 +209,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     *(("verify", value) for value in ("always", False)),
     *(("on_failure", value) for value in ("ignore", None)),
     *(("step_dir", value) for value in ("step", "{step}/x", ".{step}", "{step}-{step}", "{stop}", "{}")),
-    *(("step_dir", value) for value in ("x" * 251 + "{step}", "x" * 206 + "{step}", "\u00e9" * 103 + "{step:d}")),
+    *(("step_dir", value) for value in ("x" * 251 + "{step}", "x" * 217 + "{step}", "\u00e9" * 109 + "{step:d}")),
 ]
 
 

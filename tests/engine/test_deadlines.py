@@ -16,12 +16,12 @@ from aio_ckpt.errors import StallError
 
 MIB = 1 << 20
 STAGES = {
-    "making its directory": ("make_dir", ".pending-*"),
+    "making its directory": ("make_dir", "pending/*"),
     "writing its data": ("write", "*.distcp"),
     "making its data durable": ("sync", "*.distcp"),
     "writing its .metadata": ("write_file", ".metadata"),
     "writing the rank's manifest": ("write_file", "aio_ckpt.0.bin"),
-    "making its directory durable": ("sync_dir", ".pending-*"),
+    "making its directory durable": ("sync_dir", "pending/*"),
 }
 
 
@@ -96,7 +96,7 @@ def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, cal
             engine.save(weights(number)).result(TIMEOUT)
     file = root / "step_000000002" / "__0_0.distcp"
     file.write_bytes(file.read_bytes().replace(weights(2)["w"].numpy().tobytes(), weights(9)["w"].numpy().tobytes()))
-    (root / ".trash-old").mkdir()
+    (root / ".aio_ckpt/trash/old").mkdir()
     with gated_engine(root, stall_timeout_secs=TIMEOUT) as (engine, storage):
         loading = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)
         assert loading.result(TIMEOUT).step == 1

@@ -253,7 +253,7 @@ def test_a_cancelled_save_is_cleared_away_after_its_last_thread_is_done(
         assert listing(root) == []
 
 
-@pytest.mark.parametrize("stage", [("rename", ".pending-*"), ("sync_dir", "root")])
+@pytest.mark.parametrize("stage", [("rename", "pending/*"), ("sync_dir", "root")])
 def test_a_save_cancelled_once_its_commit_began_is_committed(root: Path, stage: tuple[str, str]) -> None:
     with gated_engine(root) as (engine, storage):
         gate = storage.hold(*stage)
@@ -445,7 +445,7 @@ def test_a_save_that_goes_on_moving_is_never_stalled(root: Path) -> None:
         assert len([call for call in storage.calls if call.name == "write"]) >= 3
 
 
-@pytest.mark.parametrize("stage", [("rename", ".pending-*"), ("sync_dir", "root")])
+@pytest.mark.parametrize("stage", [("rename", "pending/*"), ("sync_dir", "root")])
 def test_a_store_that_stands_still_during_the_commit_ends_the_wait_too(root: Path, stage: tuple[str, str]) -> None:
     with gated_engine(root, stall_timeout_secs=1.0) as (engine, storage):
         gate = storage.hold(*stage)
@@ -467,7 +467,7 @@ def test_an_exchange_that_cannot_be_taken_back_keeps_both_checkpoints_and_says_s
         assert caught.value.in_doubt
         assert "may still become visible, whole" in caught.value.__notes__[0]
         assert value(engine, 5) == 2
-        (pending,) = root.glob(".pending-*")
+        (pending,) = root.glob(".aio_ckpt/pending/*")
         assert (pending / ".metadata").exists(), "after a power loss this may be step 5 again"
 
 
@@ -479,8 +479,13 @@ def test_a_rename_that_was_not_durable_is_taken_back_durably_before_its_files_go
             ticket.result(TIMEOUT)
         assert not caught.value.in_doubt
         assert listing(root) == []
-        names = [(call.name, call.path.name.partition("-")[0]) for call in storage.calls]
-        assert names[-3:] == [("rename", "step_000000001"), ("sync_dir", "root"), ("remove_tree", ".pending")]
+        calls = [(call.name, call.path.relative_to(root).parent.name or call.path.name) for call in storage.calls]
+        assert calls[-4:] == [
+            ("rename", "step_000000001"),
+            ("sync_dir", ".aio_ckpt"),
+            ("sync_dir", "root"),
+            ("remove_tree", "pending"),
+        ]
 
 
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ENOTEMPTY, errno.EIO])
@@ -490,7 +495,7 @@ def test_a_directory_that_another_rank_clears_or_still_fills_is_no_leftover(
     """ENOENT: it is gone. ENOTEMPTY: removed once more. Else it stays, and the log says so."""
     with gated_engine(root) as (engine, storage):
         storage.fail("create_data_file", "*", broken())
-        storage.fail("remove_tree", ".pending-*", WriteError(code, os.strerror(code), "/x"))
+        storage.fail("remove_tree", "pending/*", WriteError(code, os.strerror(code), "/x"))
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(1)).result(TIMEOUT)
         assert bool(listing(root)) is (code != errno.ENOTEMPTY)
@@ -501,10 +506,10 @@ def test_a_directory_that_another_rank_clears_or_still_fills_is_no_leftover(
 def test_what_could_not_be_removed_at_once_is_removed_later(root: Path, behind: str) -> None:
     with gated_engine(root) as (engine, storage):
         storage.fail("create_data_file", "*", broken())
-        storage.fail("remove_tree", ".pending-*", WriteError(errno.EIO, os.strerror(errno.EIO), "/x"))
+        storage.fail("remove_tree", "pending/*", WriteError(errno.EIO, os.strerror(errno.EIO), "/x"))
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(1)).result(TIMEOUT)
-        assert [name.partition("-")[0] for name in listing(root)] == [".pending"]
+        assert [name.partition("/")[0] for name in listing(root)] == ["pending"]
         if behind == "close()":
             engine.close_blocking()
         else:
@@ -513,7 +518,7 @@ def test_what_could_not_be_removed_at_once_is_removed_later(root: Path, behind: 
         assert listing(root) == (["step_000000001"] if behind == "a later commit" else [])
 
 
-@pytest.mark.parametrize(("call", "where"), [("rename", ".pending-*"), ("remove_tree", ".trash-*")])
+@pytest.mark.parametrize(("call", "where"), [("rename", "pending/*"), ("remove_tree", "trash/*")])
 def test_what_was_replaced_and_could_not_be_removed_is_removed_behind_a_later_commit(
     root: Path, call: str, where: str
 ) -> None:
@@ -538,7 +543,7 @@ def test_a_directory_that_is_filled_again_and_again_is_left_to_the_next_engine(
     with gated_engine(root) as (engine, storage):
         storage.fail("create_data_file", "*", broken())
         for _ in range(20):
-            storage.fail("remove_tree", ".pending-*", WriteError(errno.ENOTEMPTY, "full again", "/x"))
+            storage.fail("remove_tree", "pending/*", WriteError(errno.ENOTEMPTY, "full again", "/x"))
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(1)).result(TIMEOUT)
         assert "stays until it is cleared: too slow" in caplog.text

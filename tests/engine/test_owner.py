@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
-from builders import weights
+from builders import listing, weights
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,17 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.owner import Owner, clear_leftovers, is_abandoned, keep_alive, pending_path
 from aio_ckpt.errors import ReadError, RootError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
-from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
+from aio_ckpt.format.names import (
+    ABANDONED_DIR,
+    CORRUPT_DIR,
+    ENGINE_DIRS,
+    LOCK_FILE,
+    OWNER_FILE,
+    PENDING_DIR,
+    TRASH_DIR,
+    StepNames,
+    protected_name,
+)
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import FileStatus
 
@@ -46,15 +56,16 @@ async def storage() -> AsyncIterator[GatedStorage]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "root"
-    root.mkdir()
+    for name in ENGINE_DIRS:
+        (root / name).mkdir(parents=True)
     (root / LOCK_FILE).touch()
     return root
 
 
 def leave_pending(root: Path, owner: Owner | bytes | None, *, idle_secs: float = 0, name: str = "old-1") -> Path:
     """What a writer left, last seen by the file system so long ago."""
-    pending = root / f"{PENDING_PREFIX}{name}"
-    pending.mkdir()
+    pending = root / PENDING_DIR / name
+    pending.mkdir(parents=True)
     (pending / DATA).write_bytes(b"half")
     if owner is not None:
         (pending / OWNER_FILE).write_bytes(owner if isinstance(owner, bytes) else msgspec.json.encode(owner))
@@ -75,9 +86,9 @@ def dead_pid() -> int:
 
 
 async def clear(storage: GatedStorage, root: Path, *, here: Owner = HERE, stale_after_secs: float = STALE) -> list[str]:
-    return await clear_leftovers(
-        storage, root, StepNames("step_{step:09d}"), here=here, stale_after_secs=stale_after_secs
-    )
+    names = StepNames("step_{step:09d}")
+    cleared = await clear_leftovers(storage, root, names, here=here, stale_after_secs=stale_after_secs)
+    return [Path(name).name for name in cleared]
 
 
 # -- who is dead ------------------------------------------------------------------------------------
@@ -112,7 +123,7 @@ async def test_only_what_this_host_proves_to_be_dead_is_cleared_at_once(
     pending = leave_pending(root, make())
     assert await clear(storage, root) == ([pending.name] if is_cleared else [])
     assert pending.exists() is not is_cleared
-    assert not list(root.glob(".trash-*"))
+    assert not list(root.glob(".aio_ckpt/trash/*"))
 
 
 NAMES = [case for case in PROOFS if not case.startswith(("no owner", "an owner", "a pid as large"))]
@@ -129,7 +140,7 @@ async def test_a_pending_save_that_died_before_its_record_was_whole_is_known_by_
     if "machine" in case and not HERE.machine_id:
         pytest.skip("this machine has no /etc/machine-id")
     name = pending_path(root, owner, 7).name
-    leave_pending(root, record, name=name.removeprefix(PENDING_PREFIX))
+    leave_pending(root, record, name=name)
     assert await clear(storage, root) == ([name] if is_cleared else [])
 
 
@@ -293,32 +304,45 @@ async def test_without_a_clock_only_proven_deaths_count(storage: GatedStorage, r
     assert foreign.exists()
 
 
+@pytest.mark.parametrize("made", range(len(ENGINE_DIRS)))
+def test_a_writer_that_died_while_it_made_its_directories_leaves_the_rest_to_the_next(
+    tmp_path: Path, made: int
+) -> None:
+    for name in ENGINE_DIRS[:made]:
+        (tmp_path / name).mkdir(parents=True)
+    with SyncCheckpointEngine(tmp_path) as engine:
+        assert engine.steps() == []
+        engine.save(weights(1), step=1).result(TIMEOUT)
+    assert all((tmp_path / name).is_dir() for name in ENGINE_DIRS)
+
+
 # -- clearing ---------------------------------------------------------------------------------------
 
 
 async def test_trash_is_cleared_and_everything_else_stays(storage: GatedStorage, root: Path) -> None:
-    stays = [".abandoned-1-step_2", ".corrupt-step_4", "logs", "step_3"]
-    for name in (".trash-step_1", *stays):
+    stays = [f"{ABANDONED_DIR}/1-step_2", f"{CORRUPT_DIR}/step_4", "logs", "step_3"]
+    for name in (f"{TRASH_DIR}/step_1", *stays):
         (root / name).mkdir()
         os.utime(root / name, (0, 0))
-    (root / ".protected-3").touch()
-    assert await clear(storage, root) == [".trash-step_1"]
-    assert sorted(path.name for path in root.iterdir()) == sorted([*stays, LOCK_FILE, ".protected-3"])
+    (root / protected_name(3)).touch()
+    assert await clear(storage, root) == ["step_1"]
+    assert all((root / name).exists() for name in (*stays, LOCK_FILE, protected_name(3)))
 
 
 async def test_protected_steps_that_a_dead_writer_left_as_trash_stand_again(storage: GatedStorage, root: Path) -> None:
     for step in (1, 2, 3, 4, 5):
-        trash = root / f".trash-step_{step:09d}"
+        trash = root / TRASH_DIR / f"step_{step:09d}"
         trash.mkdir()
         if step != 2:  # which may be torn
             (trash / METADATA_FILE).touch()
         if step != 5:
-            (root / f".protected-{step}").touch()
+            (root / protected_name(step)).touch()
     (root / "step_000000003").mkdir()  # saved anew
-    storage.fail("rename", ".trash-step_000000004", WriteError(errno.EIO, "broken", "x"))
-    assert await clear(storage, root) == [f".trash-step_{step:09d}" for step in (2, 3, 5)]
+    storage.fail("rename", "trash/step_000000004", WriteError(errno.EIO, "broken", "x"))
+    assert await clear(storage, root) == [f"step_{step:09d}" for step in (2, 3, 5)]
     left = [f"step_{step:09d}" for step in (1, 3)]
-    assert [path.name for path in sorted(root.glob("*step_*"))] == [".trash-step_000000004", *left]
+    assert [path.name for path in sorted(root.glob("*step_*"))] == left
+    assert [path.name for path in (root / TRASH_DIR).iterdir()] == ["step_000000004"]
     assert await clear(storage, root) == []
     assert (root / "step_000000004" / METADATA_FILE).exists()
 
@@ -329,8 +353,8 @@ async def test_a_directory_is_cleared_by_one_rename_first(storage: GatedStorage,
     storage.fail("remove_tree", "*", WriteError(errno.EIO, "broken", "x"))
     assert await clear(storage, root) == []
     assert not pending.exists()
-    assert [path.name for path in root.glob(".trash-*")] == [".trash-pending-old-1"]
-    assert await clear(storage, root) == [".trash-pending-old-1"]
+    assert [path.name for path in root.glob(".aio_ckpt/trash/*")] == ["old-1"]
+    assert await clear(storage, root) == ["old-1"]
 
 
 async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
@@ -347,7 +371,7 @@ async def test_what_cannot_be_cleared_is_logged_and_hides_nothing_else(
 def test_leftovers_that_cannot_be_cleared_fail_no_save(root: Path) -> None:
     leave_pending(root, changed(pid=dead_pid()))
     with gated_engine(root) as (engine, storage):
-        storage.fail("rename", ".pending-old-1", WriteError(errno.EACCES, "not yours", "x"))
+        storage.fail("rename", "pending/old-1", WriteError(errno.EACCES, "not yours", "x"))
         assert engine.save(weights(1), step=1).result(TIMEOUT).step == 1
 
 
@@ -375,7 +399,7 @@ def test_a_pending_save_renews_its_heartbeat(root: Path) -> None:
         beat, gate = storage.hold("touch", OWNER_FILE), storage.hold("sync", "*.distcp")
         ticket = engine.save(weights(1), step=1)
         gate.wait_reached(), beat.wait_reached()
-        (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        (pending,) = root.glob(f"{PENDING_DIR}/*")
         storage.wait_for("write_file", OWNER_FILE)
         os.utime(pending / OWNER_FILE, (0, 0))
         beat.open()
@@ -467,7 +491,7 @@ async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_c
 ) -> None:
     root = tmp_path / "root"
     with started(WRITER, str(root)) as child:
-        (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        (pending,) = root.glob(f"{PENDING_DIR}/*")
         assert await clear(storage, root) == []
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
@@ -475,13 +499,13 @@ async def test_a_writer_killed_midway_leaves_the_last_step_and_what_it_left_is_c
         with gated_engine(root) as (engine, _):
             assert engine.steps() == [4]
             engine.save(weights(2), step=5).result(TIMEOUT)
-    assert sorted(path.name for path in root.iterdir()) == [LOCK_FILE, "step_000000004", "step_000000005"]
+    assert listing(root) == ["step_000000004", "step_000000005"]
 
 
 def test_a_second_writer_is_refused_by_name_until_the_first_is_killed(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with started(WRITER, str(root)) as child, SyncCheckpointEngine(root) as second:
-        (pending,) = root.glob(f"{PENDING_PREFIX}*")
+        (pending,) = root.glob(f"{PENDING_DIR}/*")
         with pytest.raises(RootError, match=f"locked by another writer: process {child.pid} on "):
             second.save(weights(9), 9)
         with pytest.raises(RootError):
@@ -506,7 +530,7 @@ COPIER = """
         if sys.argv[2] == "copied":
             shutil.copytree(root, root.with_name("copy"))  # closes a descriptor of the lock's file
         else:
-            (root / ".aio_ckpt.lock").unlink()
+            (root / ".aio_ckpt/lock").unlink()
         engine.save({"w": torch.ones(10)}, step=2).result(30)
         print("writing", flush=True)
         sys.stdin.readline()
@@ -514,7 +538,7 @@ COPIER = """
             shutil.rmtree(root.with_name("copy"))
             shutil.copytree(root, root.with_name("copy"))
         else:
-            (root / ".aio_ckpt.lock").unlink()
+            (root / ".aio_ckpt/lock").unlink()
         print("lost", flush=True)
         sys.stdin.readline()
         try:

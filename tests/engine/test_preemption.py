@@ -192,7 +192,7 @@ def test_a_deletion_that_is_under_way_ends_and_no_other_begins(tmp_path: Path) -
             engine.save(weights(number)).result(TIMEOUT)
     with gated_engine(tmp_path / "root", keep_last=1) as (engine, storage):
         engine.on_preemption()
-        gate = storage.hold("remove_tree", ".trash-*")
+        gate = storage.hold("remove_tree", "trash/*")
         engine.save(weights(4)).result(TIMEOUT)
         gate.wait_reached()
         send(signal.SIGTERM)

@@ -63,7 +63,7 @@ def bytes_below(path: Path) -> dict[str, bytes]:
 
 
 def aside(root: Path) -> list[Path]:
-    return sorted(root.glob(".corrupt-*"))
+    return sorted(root.glob(".aio_ckpt/corrupt/*"))
 
 
 # -- walking back ---------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_the_first_save_after_the_load_sets_the_damaged_one_aside_whole(root: Pa
         save(engine, 3)  # the number is free again
         assert engine.steps() == [1, 2, 3]
     (moved,) = aside(root)
-    assert moved.name.startswith(f".corrupt-{THREE}-")
+    assert moved.name.startswith(f"{THREE}-")
     assert bytes_below(moved) == before
     damage(root, 3)
     with SyncCheckpointEngine(root) as engine:
@@ -191,7 +191,7 @@ def test_the_writer_sets_aside_at_once_and_durably(root: Path) -> None:
         (entry,) = report.skipped
         assert [entry.quarantined] == aside(root)
         calls = [(call.name, call.path) for call in storage.calls]
-        assert calls == [("rename", root / TWO), ("remove_file", root / ".protected-2"), ("sync_dir", root)]
+        assert calls == [("rename", root / TWO), ("sync_dir", aside(root)[0].parent), ("sync_dir", root)]
         assert engine.steps() == [1]
 
 
@@ -472,7 +472,7 @@ def test_a_step_that_a_writer_removes_meanwhile_makes_the_reader_look_again(root
     def overtake() -> None:
         with SyncCheckpointEngine(root) as writer:
             save(writer, 2)
-        (root / ONE).rename(root / ".trash-one")
+        (root / ONE).rename(root / ".aio_ckpt/trash/one")
 
     storage.act = overtake
     report = load(engine, weights(0))
@@ -538,7 +538,7 @@ def test_the_command_line_lists_what_was_set_aside_and_no_step(root: Path, capsy
     assert run(["ls", str(root), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in shown["checkpoints"]] == [1, 3]
-    assert shown["quarantined"] == [aside(root)[0].name]
+    assert shown["quarantined"] == [f".aio_ckpt/corrupt/{aside(root)[0].name}"]
     assert run(["ls", str(root)]) == 0
-    assert "damaged, set aside: .corrupt-step_000000002-" in " ".join(capsys.readouterr().out.split())
+    assert "damaged, set aside: .aio_ckpt/corrupt/step_000000002-" in " ".join(capsys.readouterr().out.split())
     assert run(["verify", str(root)]) == 0

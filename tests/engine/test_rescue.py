@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from builders import listing
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from image_files import pin_chunk_bytes
 from rank_processes import Ranks, engine_on
@@ -37,7 +38,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
-from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.cuda import HostCopies
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.rescue import commit as rescue
@@ -85,10 +86,6 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     return code, json.loads(capsys.readouterr().out)
 
 
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
 def step_dir(step: int) -> str:
     return f"step_{step:09d}"
 
@@ -130,11 +127,11 @@ def test_a_snapshot_that_was_whole_when_the_trainer_was_killed_is_committed(
 ) -> None:
     train_until_killed(root, shm, point)
     assert len(segments_in(shm)) == 1
-    assert [name for name in names(root) if name.startswith(".pending-")]
+    assert list((root / PENDING_DIR).iterdir())
     code, told = called(capsys, root)
     assert (code, told["refused"]) == (0, [])
     assert [saved["step"] for saved in told["rescued"]] == [2]
-    assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(2)]
+    assert listing(root) == [step_dir(1), step_dir(2)]
     assert segments_in(shm) == []
     manifest = decode_root((root / step_dir(2) / ROOT_MANIFEST).read_bytes(), name=ROOT_MANIFEST)
     assert (manifest.step, manifest.metrics, manifest.world_size) == (2, {"loss": 0.5}, 1)
@@ -304,7 +301,7 @@ def test_a_disk_that_is_full_leaves_the_snapshot_where_it_is(
     with pytest.raises(WriteError):
         asyncio.run(run())
     assert executor.close(TIMEOUT)
-    assert names(root) == [".aio_ckpt.lock", SEGMENTS_FILE, step_dir(1)]
+    assert listing(root) == ["segments.json", step_dir(1)]
     assert len(segments_in(shm)) == 1
     assert called(capsys, root)[0] == 0
     assert_holds(root, 2)
@@ -322,7 +319,7 @@ def test_a_snapshot_that_was_not_whole_is_refused_and_its_memory_given_back(
     (refused,) = told["refused"]
     assert "not sealed" in refused["reason"]
     assert refused["is_removed"]
-    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+    assert (listing(root), segments_in(shm)) == ([step_dir(1)], [])
 
 
 @pytest.mark.parametrize("nbytes", [0, 20])
@@ -333,7 +330,7 @@ def test_a_segment_that_was_never_filled_is_no_loss_and_goes(
     killed.copy(root, shm).write_bytes(bytes(nbytes))
     code, told = called(capsys, root)
     assert (code, [other["reason"] for other in told["refused"]]) == (0, ["never filled"])
-    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+    assert (listing(root), segments_in(shm)) == ([step_dir(1)], [])
 
 
 def damage_image(data: bytearray) -> None:
@@ -370,7 +367,7 @@ def test_a_torn_snapshot_is_refused_and_nothing_becomes_visible(
     (refused,) = told["refused"]
     assert any(word in refused["reason"] for word in ("torn", "does not fit its length"))
     assert (refused["is_loss"], refused["is_removed"]) == (True, False)
-    assert [name for name in names(root) if name.startswith((".pending", "step"))] == [step_dir(1)]
+    assert [name for name in listing(root) if name.startswith(("pending", "step"))] == [step_dir(1)]
     assert segments_in(shm) == [path]
 
 
@@ -393,7 +390,7 @@ def test_without_a_lock_too_a_living_trainer_keeps_its_snapshot(
     """As on file systems that have none."""
     child = start_trainer(root, shm)
     try:
-        (root / ".aio_ckpt.lock").unlink()
+        (root / LOCK_FILE).unlink()
         code, told = called(capsys, root)
         assert (code, told["rescued"]) == (1, [])
         assert "its trainer may be alive" in told["refused"][0]["reason"]
@@ -433,7 +430,7 @@ def test_the_next_engine_tells_of_it_keeps_it_and_gives_it_up_with_its_first_com
         engine.close()
     assert "is given up: a later run has committed" in caplog.text
     assert segments_in(shm) == []
-    assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(5)]
+    assert listing(root) == [step_dir(1), step_dir(5)]
 
 
 def test_an_engine_without_a_place_of_its_own_gives_it_up_too(
@@ -445,7 +442,7 @@ def test_an_engine_without_a_place_of_its_own_gives_it_up_too(
         engine.prepare(state(2)).result(TIMEOUT)
         assert len(segments_in(shm)) == 1
         engine.save(state(1), step=1, overwrite=True).result(TIMEOUT)
-    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+    assert (listing(root), segments_in(shm)) == ([step_dir(1)], [])
     assert called(capsys, root, "--shm-path", shm)[1]["rescued"] == []
 
 
@@ -457,7 +454,7 @@ def test_what_a_trainer_left_that_died_behind_the_opening_is_given_up_too(root: 
         kill(child)
     engine.save(state(1), step=1, overwrite=True).result(TIMEOUT)
     engine.close()
-    assert (names(root), segments_in(shm)) == ([".aio_ckpt.lock", step_dir(1)], [])
+    assert (listing(root), segments_in(shm)) == ([step_dir(1)], [])
 
 
 def save_where_only_the_other_rank_was_told(rank: int, count: int, root: Path, shm: Path) -> None:
@@ -588,7 +585,7 @@ def test_an_engine_that_cannot_tell_its_place_leaves_what_was_told(
     killed.copy(root, shm)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as other:
         with gated_engine(root, shm_path=other) as (engine, storage):
-            storage.fail(call, ".aio_ckpt.shm*", WriteError(errno.ENOSPC, "No space left on device", "x"))
+            storage.fail(call, "segments.json*", WriteError(errno.ENOSPC, "No space left on device", "x"))
             with pytest.raises(WriteError):
                 engine.save(state(2))
         with SyncCheckpointEngine(root, EngineConfig(shm_path=other)) as later:
@@ -596,14 +593,14 @@ def test_an_engine_that_cannot_tell_its_place_leaves_what_was_told(
             assert json.loads((root / SEGMENTS_FILE).read_text()) == [other, str(shm)]
     code, told = called(capsys, root)
     assert (code, [saved["step"] for saved in told["rescued"]]) == (0, [2])
-    assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(2)]
+    assert listing(root) == [step_dir(1), step_dir(2)]
 
 
 def test_the_place_is_not_told_anew(killed: Killed, root: Path, shm: Path) -> None:
     killed.copy(root, shm)
     with gated_engine(root, shm_path=shm) as (engine, storage):
         engine.prepare(state(2)).result(TIMEOUT)
-    assert [call for call in storage.begun if call.path.name.startswith(SEGMENTS_FILE)] == []
+    assert [call for call in storage.begun if call.path.name.startswith("segments.json")] == []
 
 
 @pytest.mark.parametrize("with_path", [True, False])
@@ -618,7 +615,7 @@ def test_the_next_engine_reclaims_what_nobody_can_commit(
         assert len(segments_in(shm)) == with_path
     assert "not sealed: its writer died" in caplog.text
     assert segments_in(shm) == []
-    assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(2)]
+    assert listing(root) == [step_dir(1), step_dir(2)]
 
 
 def test_the_snapshot_of_the_dead_gives_way_to_the_memory_of_the_living(
@@ -684,7 +681,7 @@ engine.save({{"w": torch.ones(1 << 20)}}, step=2)
 """
     run_warm(source, str(root), str(shm), options=())
     assert segments_in(shm) == []
-    assert names(root) == [".aio_ckpt.lock", step_dir(1), step_dir(2)]
+    assert listing(root) == [step_dir(1), step_dir(2)]
 
 
 # -- the segment while the trainer lives ----------------------------------------------------------
@@ -693,7 +690,7 @@ engine.save({{"w": torch.ones(1 << 20)}}, step=2)
 def test_it_is_sealed_from_the_staged_snapshot_to_the_commit_and_never_outside(root: Path, shm: Path) -> None:
     with gated_engine(root, shm_path=shm) as (engine, storage):
         for step in (1, 2, 3):
-            gate = storage.hold("rename", ".pending-*")
+            gate = storage.hold("rename", "pending/*")
             ticket = engine.save(state(step), step=step)
             gate.wait_reached()
             (path,) = segments_in(shm)
@@ -723,7 +720,7 @@ def test_it_is_not_sealed_while_anything_is_still_to_be_captured(
 
     monkeypatch.setattr(HostCopies, "copy", copy)
     with gated_engine(root, shm_path=shm) as (engine, storage), ThreadPoolExecutor(1) as trainer:
-        gate = storage.hold("rename", ".pending-*")
+        gate = storage.hold("rename", "pending/*")
         saving = trainer.submit(engine.save, {str(n): torch.full((MIB,), float(n)) for n in (1, 2, 3)})
         assert held.wait(TIMEOUT)
         storage.wait_for("write", "*.distcp")
@@ -833,7 +830,7 @@ def test_a_directory_that_cannot_hold_segments_is_refused_when_the_engine_is_ope
     if on_disk != "tmpfs":
         with pytest.raises(ConfigError, match="whose pages go to a disk"):
             SyncCheckpointEngine(root, EngineConfig(shm_path=tmp_path))
-    assert names(root) == []
+    assert list(root.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -854,7 +851,7 @@ def test_memory_that_a_budget_forbids_makes_no_segment(root: Path, shm: Path) ->
 def test_a_root_that_nobody_staged_for_is_not_touched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root.mkdir()
     assert called(capsys, root) == (0, {"root": str(root), "rescued": [], "refused": []})
-    assert names(root) == []
+    assert list(root.iterdir()) == []
 
 
 def test_steps_of_another_pattern_are_not_committed_without_it(
@@ -866,7 +863,7 @@ def test_steps_of_another_pattern_are_not_committed_without_it(
     assert (code, told["rescued"]) == (1, [])
     assert "give the trainer's --step-dir" in told["refused"][0]["reason"]
     assert called(capsys, root, "--step-dir", "run-{step}")[0] == 0
-    assert names(root) == [".aio_ckpt.lock", "run-1", "run-2"]
+    assert listing(root) == ["run-1", "run-2"]
 
 
 @pytest.mark.parametrize("odd", ["", "a\0b", "none", "/" + "x" * 5000])

@@ -29,7 +29,7 @@ from aio_ckpt.commit.publish import Committed
 from aio_ckpt.commit.retention import Policy, best, check_metrics, expired
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
-from aio_ckpt.format.names import protected_name
+from aio_ckpt.format.names import ABANDONED_DIR, PROTECTED_DIR, TRASH_DIR, protected_name
 
 LOSS = KeepBest(metric="loss")
 
@@ -168,14 +168,14 @@ def test_a_step_expires_by_a_rename_that_is_durable_before_a_file_is_deleted(roo
         engine.save(weights(1), 1).result(TIMEOUT)
         storage.calls.clear()
         engine.save(weights(2), 2).result(TIMEOUT)
-        storage.wait_for("remove_tree", ".trash-*")
-        calls = [(call.name, call.path.name) for call in storage.calls]
-        trash = ".trash-step_000000001"
-        durable = calls.index(("sync_dir", "root"))
-        expires = [("rename", "step_000000001"), ("sync_dir", "root")]
-        torn = [("remove_file", ".metadata"), ("sync_dir", trash), ("remove_tree", trash)]
-        assert calls[-5:] == expires + torn, "renamed, durably, before a file is deleted, .metadata before the others"
-        assert durable < len(calls) - 5, "begun before the new step was durable"
+        storage.wait_for("remove_tree", "trash/*")
+        calls = [(call.name, call.path) for call in storage.calls]
+        old, trash = root / "step_000000001", root / TRASH_DIR / "step_000000001"
+        durable = calls.index(("sync_dir", root))
+        expires = [("rename", old), ("sync_dir", trash.parent), ("sync_dir", root)]
+        torn = [("remove_file", trash / ".metadata"), ("sync_dir", trash), ("remove_tree", trash)]
+        assert calls[-6:] == expires + torn, "renamed, durably, before a file is deleted, .metadata before the others"
+        assert durable < len(calls) - 6, "begun before the new step was durable"
 
 
 def test_a_failed_save_deletes_nothing(root: Path) -> None:
@@ -208,7 +208,7 @@ def test_many_saves_in_a_row_leave_what_the_policy_says(root: Path) -> None:
     """A pass that waits for another one looks at the newest commit, whoever asked for it."""
     with gated_engine(root, keep_last=1) as (engine, storage):
         engine.save(weights(1), 1).result(TIMEOUT)
-        gate = storage.hold("remove_tree", ".trash-step_000000001")
+        gate = storage.hold("remove_tree", "trash/step_000000001")
         engine.save(weights(2), 2).result(TIMEOUT)
         gate.wait_reached()
         for step in (3, 4, 5, 6):
@@ -233,7 +233,7 @@ def test_what_cannot_be_deleted_fails_no_save_is_told_and_tried_again(
             assert list(engine.undeleted_steps) == [1]
             assert "not yours" in engine.undeleted_steps[1]
             engine.save(weights(3), 3).result(TIMEOUT)
-            storage.wait_for("remove_tree", ".trash-step_000000002")
+            storage.wait_for("remove_tree", "trash/step_000000002")
         assert "step 1 is kept beyond its time" in caplog.text
         assert engine.steps() == [3]
     assert engine.undeleted_steps == {}
@@ -246,7 +246,7 @@ def test_a_deletion_that_stops_midway_leaves_trash_that_is_never_listed(root: Pa
         gate = storage.hold("rename", "step_000000001")
         engine.save(weights(2), 2).result(TIMEOUT)
         gate.wait_reached()
-        name = "root" if where == "sync_dir" else ".trash-step_000000001"
+        name = "root" if where == "sync_dir" else "trash/step_000000001"
         storage.fail(where, name, WriteError(errno.EIO, "broken", "x"))
         gate.open()
         engine._root_session.passes[-1].result(TIMEOUT)
@@ -254,12 +254,12 @@ def test_a_deletion_that_stops_midway_leaves_trash_that_is_never_listed(root: Pa
         assert engine.steps() == [2]
         if where == "remove_tree":
             engine.save(weights(3), 3).result(TIMEOUT)
-            storage.wait_for("remove_tree", ".trash-step_000000001")
+            storage.wait_for("remove_tree", "trash/step_000000001")
         else:  # whether the rename is durable is not known: removed by the next holder of the lock
-            assert ".trash-step_000000001" in listing(root)
+            assert "trash/step_000000001" in listing(root)
     with SyncCheckpointEngine(root) as engine:
         engine.save(weights(4), 4).result(TIMEOUT)
-    assert [name for name in listing(root) if name.startswith(".")] == []
+    assert [name for name in listing(root) if "/" in name] == []
 
 
 def test_a_deletion_that_hangs_ends_by_its_deadline_and_closing_does_not_wait_longer(
@@ -280,7 +280,7 @@ def test_a_step_that_is_overwritten_while_a_pass_deletes_others_stays(root: Path
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
     with gated_engine(root, keep_last=1) as (engine, storage):
-        gate = storage.hold("remove_tree", ".trash*")
+        gate = storage.hold("remove_tree", "trash/*")
         engine.save(weights(3), 3).result(TIMEOUT)
         gate.wait_reached()  # the pass has listed both
         storage.release(gate)
@@ -300,7 +300,7 @@ def test_what_a_load_fell_back_to_is_not_deleted_by_a_pass_that_found_it_superfl
     with SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
     with gated_engine(root, keep_last=1) as (engine, storage):
-        gate = storage.hold("remove_tree", ".trash-step_000000001")
+        gate = storage.hold("remove_tree", "trash/step_000000001")
         engine.save(weights(3), 3).result(TIMEOUT)
         gate.wait_reached()  # 2 is next
         damage(root, 3)
@@ -314,7 +314,7 @@ def test_what_becomes_one_of_the_best_while_a_pass_deletes_stays(root: Path) -> 
     with SyncCheckpointEngine(root) as engine:
         save_with(engine, {1: 0.9, 2: 0.5, 3: 0.1})
     with gated_engine(root, keep_last=1, keep_best=KeepBest(metric="loss", count=2)) as (engine, storage):
-        gate = storage.hold("remove_tree", ".trash-step_000000001")
+        gate = storage.hold("remove_tree", "trash/step_000000001")
         engine.save(weights(4), 4, metrics={"loss": 0.2}).result(TIMEOUT)
         gate.wait_reached()  # 2 is next
         engine.save(weights(30), 3, overwrite=True, metrics={"loss": 0.95}).result(TIMEOUT)
@@ -356,7 +356,7 @@ def test_the_commit_of_an_old_step_lets_what_newer_ones_made_superfluous_go(root
         save(engine, 2, 3, 4, 5)
         engine.protect(3)
     with gated_engine(root, keep_last=1) as (engine, storage):
-        gate = storage.hold("remove_tree", ".trash-step_000000002")
+        gate = storage.hold("remove_tree", "trash/step_000000002")
         engine.save(weights(6), 6).result(TIMEOUT)
         gate.wait_reached()
         engine.save(weights(30), 3, overwrite=True).result(TIMEOUT)
@@ -414,7 +414,7 @@ def test_an_expired_step_cannot_be_overwritten_but_a_committed_one_can(root: Pat
     with gated_engine(root, keep_last=1) as (engine, storage):
         for step in (1, 2):
             engine.save(weights(step), step).result(TIMEOUT)
-        storage.wait_for("remove_tree", ".trash-step_000000001")
+        storage.wait_for("remove_tree", "trash/step_000000001")
         with pytest.raises(StepOrderError, match=r"rollback\(1\)"):
             engine.save(weights(10), 1, overwrite=True)
         engine.save(weights(20), 2, overwrite=True).result(TIMEOUT)
@@ -607,7 +607,7 @@ def test_a_rollback_past_a_protected_step_leaves_no_mark_for_what_is_saved_anew_
         assert engine.protected_steps() == [1]
         save(engine, 2, 3)
     assert committed(root) == [1, 3]
-    assert len(list(root.glob(".abandoned-*"))) == 2
+    assert len(list(root.glob(".aio_ckpt/abandoned/*"))) == 2
 
 
 def test_a_rollback_takes_marks_away_durably_and_not_before_the_steps_are_set_aside(root: Path) -> None:
@@ -617,11 +617,12 @@ def test_a_rollback_takes_marks_away_durably_and_not_before_the_steps_are_set_as
         engine.protect(2)
         storage.calls.clear()
         engine.rollback(1)
-        assert [(call.name, call.path.name) for call in storage.calls] == [
-            ("rename", "step_000000002"),
-            ("sync_dir", root.name),
-            ("remove_file", protected_name(2)),
-            ("sync_dir", root.name),
+        assert [(call.name, call.path) for call in storage.calls] == [
+            ("rename", root / "step_000000002"),
+            ("sync_dir", root / ABANDONED_DIR),
+            ("sync_dir", root),
+            ("remove_file", root / protected_name(2)),
+            ("sync_dir", root / PROTECTED_DIR),
         ]
 
 
@@ -630,7 +631,7 @@ def test_protection_is_durable_before_the_call_returns(root: Path) -> None:
         engine.save(weights(1), 1).result(TIMEOUT)
         storage.calls.clear()
         engine.protect(1)
-        marked = [Call("write_file", root / protected_name(1)), Call("sync_dir", root)]
+        marked = [Call("write_file", root / protected_name(1)), Call("sync_dir", root / PROTECTED_DIR)]
         assert storage.calls == marked
         storage.calls.clear()
         engine.unprotect(1)
@@ -678,7 +679,7 @@ def protect_in_the_moment_of_expiry(
 def test_a_protected_step_that_could_not_be_put_back_is_put_back_by_the_next_pass(root: Path) -> None:
     with gated_engine(root, keep_last=1) as (engine, storage), SyncCheckpointEngine(root) as other:
         reached = protect_in_the_moment_of_expiry(engine, storage, other)
-        storage.fail("rename", ".trash-step_000000001", WriteError(errno.EIO, "broken", "x"))
+        storage.fail("rename", "trash/step_000000001", WriteError(errno.EIO, "broken", "x"))
         reached.open()
         engine._root_session.passes[-1].result(TIMEOUT)
         assert engine.steps() == [2]
@@ -691,7 +692,7 @@ def test_a_step_that_is_rolled_back_and_saved_anew_while_it_is_being_protected_i
     with ThreadPoolExecutor(1) as pool, SyncCheckpointEngine(root) as engine:
         save(engine, 1, 2)
         with gated_engine(root) as (other, storage):
-            gate = storage.hold("sync_dir", "root")
+            gate = storage.hold("sync_dir", "protected")
             protecting = pool.submit(other.protect, 2)
             gate.wait_reached()
             engine.rollback(1)
@@ -705,7 +706,7 @@ def test_a_mark_that_was_there_stays_when_another_asks_while_the_step_is_being_d
     """The first was told that the step is protected: the second, to whom it is gone, must not take the mark away."""
     with gated_engine(root, keep_last=1) as (engine, storage), SyncCheckpointEngine(root) as other:
         reached = protect_in_the_moment_of_expiry(engine, storage, other)
-        back = storage.hold("rename", ".trash-*")
+        back = storage.hold("rename", "trash/*")
         reached.open()
         back.wait_reached()
         with pytest.raises(CheckpointNotFoundError):
@@ -741,7 +742,7 @@ def test_a_deletion_whose_rename_could_not_be_made_durable_is_told_and_tried_aga
         reached.open()
         engine._root_session.passes[-1].result(TIMEOUT)
         assert list(engine.undeleted_steps) == [1]
-        assert ".trash-step_000000001" in listing(root)
+        assert "trash/step_000000001" in listing(root)
         engine.save(weights(3), 3).result(TIMEOUT)
         for done in engine._root_session.passes:
             done.result(TIMEOUT)
@@ -786,16 +787,16 @@ def test_the_command_line_protects_and_shows_it(root: Path, capsys: pytest.Captu
     assert cli.run(["unprotect", str(root), "1"]) == 0
     assert cli.run(["protect", str(root), "9"]) == 2
     assert "no such committed step" in capsys.readouterr().err
-    assert not list(root.glob(".protected-*"))
+    assert not list(root.glob(".aio_ckpt/protected/*"))
 
 
 def test_protection_outlives_the_step_and_the_marks_of_others_are_left_alone(root: Path) -> None:
     with SyncCheckpointEngine(root, EngineConfig(keep_last=1)) as engine:
         save(engine, 1)
         engine.protect(1)
-        (root / ".protected-notes").touch()
-        (root / ".protected-1.bak").touch()
+        (root / PROTECTED_DIR / "notes").touch()
+        (root / PROTECTED_DIR / "1.bak").touch()
         assert engine.protected_steps() == [1]
         shutil.rmtree(root / "step_000000001")
         save(engine, 2)
-    assert listing(root) == [".protected-1", ".protected-1.bak", ".protected-notes", "step_000000002"]
+    assert listing(root) == ["protected/1", "protected/1.bak", "protected/notes", "step_000000002"]

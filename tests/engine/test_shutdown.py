@@ -27,6 +27,7 @@ from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.engine import save_call as saver
 from aio_ckpt.engine import steps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
+from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.memory import cuda as device
 
 
@@ -61,7 +62,7 @@ async def test_an_engine_that_a_cancel_scope_leaves_is_closed_all_the_same(root:
 async def test_an_engine_whose_task_is_cancelled_again_is_closed_all_the_same(root: Path) -> None:
     """As by a timeout around a timeout: the later ones come while the block waits for what is pending."""
     with gated_engine(root) as (engine, storage):
-        gate = storage.hold("rename", ".pending-*")
+        gate = storage.hold("rename", "pending/*")
         is_saving = asyncio.Event()
 
         async def body() -> None:
@@ -335,7 +336,7 @@ def test_terminate_releases_the_engine_though_a_save_does_not_end(
     monkeypatch.setattr(undo, "SETTLE_SECS", 1.0)
     with gated_engine(root, stall_timeout_secs=0.2) as (engine, storage):
         storage.hold("sync", "*.distcp")
-        storage.hold("remove_tree", ".pending-*")
+        storage.hold("remove_tree", "pending/*")
         engine.save(weights(1))
         engine.terminate()
         assert "step 1 does not end" in caplog.text
@@ -346,8 +347,8 @@ def test_terminate_releases_the_engine_though_a_save_does_not_end(
 def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> None:
     """So on a rank that does not lead."""
     with SyncCheckpointEngine(root) as engine:
-        left = root / ".pending-of-this-engine"
-        left.mkdir()
+        left = root / PENDING_DIR / "of-this-engine"
+        left.mkdir(parents=True)
         engine._engine._ctx.left_behind.add(left, lambda: True)
     assert listing(root) == []
 

@@ -76,7 +76,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def pending_files(root: Path) -> list[str]:
-    return sorted(path.name for directory in root.glob(".pending-*") for path in directory.iterdir())
+    return sorted(path.name for directory in root.glob(".aio_ckpt/pending/*") for path in directory.iterdir())
 
 
 # -- between the two topics of a miss -----------------------------------------------------------------

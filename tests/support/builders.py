@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import WriteError
-from aio_ckpt.format.names import LOCK_FILE
+from aio_ckpt.format.names import ENGINE_DIR
 
 __all__ = ["broken", "flip", "listing", "save", "steps_dir", "weights"]
 
@@ -28,8 +28,10 @@ def save(engine: Any, *steps: int) -> None:
 
 
 def listing(root: Path) -> list[str]:
-    """Names in a root, without the lock."""
-    return sorted(path.name for path in root.iterdir() if path.name != LOCK_FILE)
+    """Names in a root, and of what is pending, set aside, trash or a mark (``pending/...``); without the lock."""
+    own = [path for path in (root / ENGINE_DIR).glob("*") if path.is_file() and path.name != "lock"]
+    below = [f"{path.parent.name}/{path.name}" for path in (root / ENGINE_DIR).glob("*/*")]
+    return sorted([*(path.name for path in (*root.iterdir(), *own) if path.name != ENGINE_DIR), *below])
 
 
 def steps_dir(root: Path, step: int) -> Path:

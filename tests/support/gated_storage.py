@@ -32,7 +32,8 @@ class Call:
     data: bytes = field(default=b"", repr=False)
 
     def matches(self, name: str, where: str) -> bool:
-        return self.name == name and fnmatch.fnmatch(self.path.name, where)
+        last = self.path.name if "/" not in where else f"{self.path.parent.name}/{self.path.name}"
+        return self.name == name and fnmatch.fnmatch(last, where)
 
 
 class Gate:
@@ -67,7 +68,8 @@ class Gate:
 
 
 class GatedStorage:
-    """``LocalStorage`` under test control. ``where`` is a pattern for the last part of the (first) path.
+    """``LocalStorage`` under test control. ``where`` is a pattern for the last part of the (first) path, or
+    for its last two.
 
     ``calls`` holds the calls that ended well, in the order of their ends, ``begun`` all, in that of their starts.
     """

@@ -128,9 +128,15 @@ def dropped(calls: Sequence[Call], index: int) -> list[Call]:
 
 def check_root_mode(calls: Sequence[Call], *, top: Path, final: Path, was_committed: bool = False) -> None:
     """A loss after any call leaves the step whole or invisible, never loses a committed one; the end is durable."""
-    disk = Disk(top)
+    disk, pending = Disk(top), final
     for call in calls:
         disk.apply(call)
+        if call.name in ("rename", "exchange") and call.other == final:
+            pending = call.path
+        if call.name == "remove_file" and call.path.name == "writer.json":
+            names = disk.directory(pending.parent).after_loss(pending.name)
+            if len(names) != 1:  # without its owner nobody could tell that it is dead
+                raise NotDurableError(f"after {call}: a power loss may bring {pending.name} back")
         seen = disk.directory(final.parent).after_loss(final.name)
         for node in seen:
             if node is not None:

@@ -22,7 +22,7 @@ POINTS = {
     "writing its data": ("write", "*.distcp"),
     "making its data durable": ("sync", "*.distcp"),
     "writing its manifest": ("write_file", "aio_ckpt.0.bin"),
-    "before the rename": ("rename", ".pending-*"),
+    "before the rename": ("rename", "pending/*"),
     "behind the rename": ("sync_dir", "root"),
 }
 """Where the last save is held when the trainer is killed: a call of the storage."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.format.names import PENDING_PREFIX, TRASH_PREFIX
+from aio_ckpt.format.names import CORRUPT_DIR, PENDING_DIR, TRASH_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage
 from tests.campaigns.crash.contents import differs, is_overwrite, state_of, step_of, tensors_of
@@ -132,7 +132,7 @@ def _engine_saves_on(root: Path, number: int) -> None:
     with _engine(root) as engine:
         _save(engine, number)
     names = sorted(os.listdir(root))
-    left = [name for name in names if name.startswith((PENDING_PREFIX, TRASH_PREFIX, ".corrupt"))]
+    left = [str(path) for name in (PENDING_DIR, TRASH_DIR, CORRUPT_DIR) for path in (root / name).iterdir()]
     if left:
         raise BrokenError(f"leftovers stay: {left}")
     steps = [int(name.removeprefix("step_")) for name in names if name.startswith("step_")]

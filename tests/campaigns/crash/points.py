@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from aio_ckpt.commit.directory import PENDING
+from aio_ckpt.format.names import ENGINE_DIR
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, RootLock, Storage
 
@@ -19,8 +20,6 @@ __all__ = ["KillPoint", "PointedStorage", "When"]
 T = TypeVar("T")
 When = Literal["before", "within", "after"]
 _ROLES = (
-    (re.compile(r"\.pending-.*"), "pending"),
-    (re.compile(r"\.trash-.*"), "trash"),
     (re.compile(r"step_\d+"), "step"),
     (re.compile(r"\d+|rehearsal"), "parent"),
 )
@@ -108,7 +107,10 @@ class PointedStorage:
         return await self._inner.read_file(path, max_bytes=max_bytes)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """See :class:`Storage`."""
+        """See :class:`Storage`. The engine's own directories are made once in a root: no point of a save."""
+        if path.parent.name == ENGINE_DIR:
+            await self._inner.make_dir(path, parents=parents)
+            return
         await self.run(f"make_dir {_role(path)}", lambda: self._inner.make_dir(path, parents=parents))
 
     async def sync_dir(self, path: Path) -> None:
@@ -199,6 +201,10 @@ class _PointedFile:
 
 
 def _role(path: Path) -> str:
+    if path.parent.parent.name == ENGINE_DIR:
+        return path.parent.name
+    if path.parent.name == ENGINE_DIR:
+        return f"all {path.name}"
     for pattern, role in _ROLES:
         if pattern.fullmatch(path.name):
             return role

@@ -15,7 +15,7 @@ import msgspec
 from aio_ckpt import CheckpointEngine
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE
+from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.clock import Clock
 from tests.campaigns.faults.ground import Ground, Outcome, explain, is_state, small_chunks, state_of
 from tests.campaigns.faults.store import CALLS, ERRORS, SYNCS, Call, Fault
@@ -29,7 +29,7 @@ PASSING_SECS = 1000.0
 """Longer than every deadline."""
 
 _RENAMES = frozenset({"rename", "exchange"})
-_CLEARED = (".pending-dead", ".trash-pending-dead", ".trash-step_000000007", LOCK_FILE)
+_CLEARED = (f"{PENDING_DIR}/dead", f"{TRASH_DIR}/dead", f"{TRASH_DIR}/step_000000007", LOCK_FILE)
 
 FAULTS: tuple[Fault, ...] = (
     *(Fault(name=errno.errorcode[code], code=code) for code in ERRORS),
@@ -112,10 +112,10 @@ def _ground(root: Path, saving: Saving, fault: Fault, clock: Clock) -> Iterator[
 def _leave(root: Path) -> None:
     """What a dead writer leaves: a pending directory with its owner, and trash."""
     dead = msgspec.structs.replace(Owner.of_this_process("dead"), started_ticks=1)
-    for name in (".pending-dead-1", ".trash-step_000000007"):
+    for name in (f"{PENDING_DIR}/dead-1", f"{TRASH_DIR}/step_000000007"):
         (root / name).mkdir(parents=True)
         (root / name / "__0_0.distcp").write_bytes(bytes(100))
-    (root / ".pending-dead-1" / OWNER_FILE).write_bytes(msgspec.json.encode(dead))
+    (root / PENDING_DIR / "dead-1" / OWNER_FILE).write_bytes(msgspec.json.encode(dead))
 
 
 def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Clock) -> Point | None:
@@ -139,7 +139,7 @@ def _strike(ground: Ground, saving: Saving, fault: Fault, number: int, clock: Cl
         decision.strays = frozenset({OWNER_FILE})  # documented: nothing is called on a store that stands still
     kept = decision.leftovers
     if saving.has_leftovers and outcome.error is not None:
-        kept += (".pending-dead", ".trash-")  # cleared when the engine becomes the writer
+        kept += ("pending/dead", "trash/")  # cleared when the engine becomes the writer
     problems += ground.look(leftovers=kept, strays=decision.strays)
     again = ground.save(overwrite=saving.overwrites)  # else each point adds a step, and with it calls
     if again.error is not None:
@@ -178,7 +178,7 @@ class Decision:
         final = ground.root / f"step_{outcome.step:09d}"
         self._was_durable = _is_durable(ground.storage.done[: ground.storage.done_at_hit], final)
         """Whether the checkpoint was committed when the fault came."""
-        self._was_clearing = hit.name != "lock" and any(part.startswith(_CLEARED) for part in hit.path.parts)
+        self._was_clearing = hit.name != "lock" and _below(ground.root, hit.path).startswith(_CLEARED)
         """Whether it came while a dead writer's leftovers were cleared."""
 
     def problems(self) -> list[str]:
@@ -186,10 +186,10 @@ class Decision:
         error = self._outcome.error
         if self._was_durable or self._fault.is_lasting:
             # What a commit replaces, an expired step, what a broken disk holds: logged, cleared by a later engine.
-            self.leftovers = (".pending-", ".trash-", *_expired(self._ground))
+            self.leftovers = ("pending/", "trash/", *_expired(self._ground))
             self.strays = frozenset({OWNER_FILE})
         if self._was_clearing:  # documented: logged, the next holder of the lock tries again
-            self.leftovers += (".pending-dead", ".trash-")
+            self.leftovers += ("pending/dead", "trash/")
         if error is None:
             self._ground.keep(self._outcome)
             if self._was_clearing:
@@ -201,7 +201,7 @@ class Decision:
             return [f"the save failed, though it was durable: {explain(error)}"]
         found = [*self._wrong_error(error), *self._retried()]
         if isinstance(error, AioCkptError) and error.in_doubt:  # documented: it may become visible, whole
-            self.leftovers += (".pending-",)
+            self.leftovers += ("pending/",)
             self.strays = frozenset({OWNER_FILE})
             if self._shows():
                 self._ground.keep(self._outcome)
@@ -253,7 +253,11 @@ class Decision:
 
 def _is_durable(done: Sequence[Call], final: Path) -> bool:
     places = [index for index, call in enumerate(done) if call.name in _RENAMES and call.path == final]
-    return bool(places) and Call("sync_dir", final.parent) in done[places[-1] :]
+    return bool(places) and Call("sync_dir", final.parent / PENDING_DIR) in done[places[-1] :]  # after the root's
+
+
+def _below(root: Path, path: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else ""
 
 
 def _expired(ground: Ground) -> tuple[str, ...]:

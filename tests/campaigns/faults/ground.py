@@ -20,7 +20,7 @@ import torch
 
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.names import LOCK_FILE, StepNames
+from aio_ckpt.format.names import ENGINE_DIR, LOCK_FILE, StepNames
 from aio_ckpt.plan import layout
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.portal import Executor
@@ -187,11 +187,13 @@ class Ground:
         return [*self._look_at_disk(leftovers, strays), *self._look_at_process()]
 
     def _look_at_disk(self, leftovers: tuple[str, ...], strays: frozenset[str]) -> Iterator[str]:
-        here = set(os.listdir(self.root)) - {LOCK_FILE}
+        here = set(os.listdir(self.root)) - {ENGINE_DIR}
+        own = self.root / ENGINE_DIR
+        here |= {f"{path.parent.name}/{path.name}" for path in own.glob("*/*")}
         wanted = {self._names.name(step) for step in self.committed}
         for name in sorted(here - wanted):
             if not name.startswith(leftovers or ("/",)):
-                yield f"left behind: {name}: {sorted(os.listdir(self.root / name))}"
+                yield f"left behind: {name}"
         for engine in (self.engine, self._reader):
             if engine.steps() != sorted(self.committed):
                 yield f"listed are {engine.steps()}, committed {sorted(self.committed)}"

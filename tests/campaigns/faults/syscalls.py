@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, TRASH_DIR
 from tests.campaigns.faults.campaign import Point
 from tests.campaigns.faults.ground import is_state, small_chunks
 
@@ -114,11 +115,15 @@ def _stream(stream: IO[str] | None) -> IO[str]:
 @contextlib.contextmanager
 def _strace(child: Child, root: Path, step: int, injection: Injection, number: int, log: Path) -> Iterator[None]:
     """Injects into calls on what the next save of the child touches, for as long as this is open."""
-    pending = root / f"{child.pending}-{child.saves + 1}"
+    pending = root / PENDING_DIR / f"{child.pending}-{child.saves + 1}"
     final = root / f"step_{step:09d}"
-    trash = root / f".trash-{pending.name}"
+    trash = root / TRASH_DIR / pending.name
     names = ("", "__0_0.distcp", ".metadata", "aio_ckpt.0.bin", "aio_ckpt.json", "writer.json")
-    paths = [root, *(folder / name for folder in (pending, final, trash) for name in names)]
+    paths = [
+        root,
+        *(root / name for name in ENGINE_DIRS),
+        *(folder / name for folder in (pending, final, trash) for name in names),
+    ]
     command = ["strace", "-f", "-p", str(child.process.pid), "-o", str(log), "-e", f"trace={injection.calls}"]
     command += ["-e", f"inject={injection.calls}:error={injection.error}:when={number}"]
     command += [part for path in paths for part in ("-P", str(path))]
@@ -257,4 +262,4 @@ class _Reader:
         self._allowed = self._leftovers()
 
     def _leftovers(self) -> set[str]:
-        return {name for name in os.listdir(self.root) if name.startswith(".pending-")}
+        return set(os.listdir(self.root / PENDING_DIR))

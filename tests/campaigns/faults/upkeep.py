@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from aio_ckpt.errors import AioCkptError, ReadError, RootError, StallError, WriteError
-from aio_ckpt.format.names import ABANDONED_PREFIX, CORRUPT_PREFIX, PROTECTED_PREFIX, StepNames, protected_name
+from aio_ckpt.format.names import CORRUPT_DIR, ENGINE_DIR, PROTECTED_DIR, StepNames
 from aio_ckpt.read.verify import verify_checkpoint
 from aio_ckpt.reports import LoadReport
 from tests.campaigns.faults.campaign import PASSING_SECS, STALL_SECS, Point
@@ -23,7 +23,7 @@ from tests.campaigns.faults.store import Call, Fault
 __all__ = ["UPKEEPS", "Upkeep", "short_reads", "upkeep_points"]
 
 _STEPS = 3
-_SET_ASIDE = (ABANDONED_PREFIX, CORRUPT_PREFIX)
+_MAY_STAY = ("abandoned/", "corrupt/", "protected/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def _strike(root: Path, upkeep: Upkeep, fault: Fault, number: int) -> Point | No
             problems.append(f"the next save failed: {explain(again.error)}")
         else:
             ground.keep(again)
-        problems += ground.look(leftovers=(*_SET_ASIDE, PROTECTED_PREFIX))
+        problems += ground.look(leftovers=_MAY_STAY)
         return Point(name=f"{upkeep.name}, {fault.name}, {number}: {hit}", problems=tuple(problems))
 
 
@@ -99,10 +99,10 @@ def _wrong_error(error: Exception, struck: Sequence[Call], fault: Fault) -> Iter
 def _lost(ground: Ground) -> Iterator[str]:
     """Every state that was ever committed here is still somewhere, whole."""
     names = StepNames(ground.config.step_dir)
-    here = os.listdir(ground.root)
+    here = [*ground.root.iterdir(), *(ground.root / ENGINE_DIR).glob("*/*")]
     for step in range(1, _STEPS + 1):
-        places = [name for name in here if names.name(step) in name]
-        if len(places) != 1 or len(os.listdir(ground.root / places[0])) != len(_FILES):
+        places = [path for path in here if names.name(step) in path.name]
+        if len(places) != 1 or len(os.listdir(places[0])) != len(_FILES):
             yield f"step {step} is at {places}"
 
 
@@ -150,7 +150,7 @@ def _protect(ground: Ground) -> object:
 def _judge_protect(ground: Ground, _: Call, outcome: object) -> Iterator[str]:
     if not isinstance(outcome, Exception):
         yield "it returned, though a call failed"
-    if not set(_marks(ground)) <= {protected_name(2)}:
+    if not set(_marks(ground)) <= {"2"}:
         yield f"marks: {_marks(ground)}"
 
 
@@ -168,7 +168,7 @@ def _unprotect(ground: Ground) -> object:
 def _judge_unprotect(ground: Ground, hit: Call, outcome: object) -> Iterator[str]:
     if not isinstance(outcome, Exception):
         yield f"it returned, though {hit} failed"
-    if protected_name(3) not in _marks(ground):
+    if "3" not in _marks(ground):
         yield "another step's mark is gone"
 
 
@@ -184,7 +184,11 @@ def _protect_both(ground: Ground) -> None:
 
 
 def _marks(ground: Ground) -> list[str]:
-    return [name for name in os.listdir(ground.root) if name.startswith(PROTECTED_PREFIX)]
+    return _names_below(ground, PROTECTED_DIR)
+
+
+def _names_below(ground: Ground, directory: str) -> list[str]:
+    return sorted(path.name for path in (ground.root / directory).glob("*"))
 
 
 # -- rollback ---------------------------------------------------------------------------------------
@@ -237,7 +241,7 @@ def _load(ground: Ground) -> object:
 
 
 def _judge_load(ground: Ground, hit: Call, outcome: object) -> Iterator[str]:
-    moved = [name for name in os.listdir(ground.root) if name.startswith(CORRUPT_PREFIX)]
+    moved = _names_below(ground, CORRUPT_DIR)
     if isinstance(outcome, Exception):
         return
     report, target = _loaded(outcome)
@@ -261,7 +265,7 @@ def _repair_load(ground: Ground) -> Iterator[str]:
         yield f"it loaded step {report.step}"
     if ground.engine.steps() != list(range(1, _STEPS)):
         yield f"listed are {ground.engine.steps()}"
-    if not any(name.startswith(CORRUPT_PREFIX) for name in os.listdir(ground.root)):
+    if not _names_below(ground, CORRUPT_DIR):
         yield "the damaged step was not set aside"
 
 

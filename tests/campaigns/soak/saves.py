@@ -24,6 +24,7 @@ import torch
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, StallError, WriteError
+from aio_ckpt.format.names import ENGINE_DIR
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import DataFile, LocalStorage
 from tests.campaigns.common import keep_result, log
@@ -222,7 +223,8 @@ def _sample(root: Path, number: int) -> Sample:
 def _disk_bytes(root: Path) -> int:
     """Retention works beside the saves: what it is about to delete does not count."""
     kept = sorted(path for path in root.iterdir() if path.name.startswith("step_"))[-_KEEP_LAST:]
-    others = [path for path in root.iterdir() if not path.name.startswith(("step_", ".trash-"))]
+    others = [path for path in root.iterdir() if not path.name.startswith(("step_", ENGINE_DIR))]
+    others += [path for path in (root / ENGINE_DIR).iterdir() if path.name != "trash"]
     files = itertools.chain.from_iterable(path.rglob("*") if path.is_dir() else [path] for path in kept + others)
     return sum(file.lstat().st_blocks * 512 for file in files)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-from builders import weights
+from builders import listing, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
@@ -19,7 +18,7 @@ from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
-from aio_ckpt.format.names import LOCK_FILE, OWNER_FILE, PENDING_PREFIX, StepNames
+from aio_ckpt.format.names import ABANDONED_DIR, ENGINE_DIR, ENGINE_DIRS, OWNER_FILE, PENDING_DIR, StepNames
 from aio_ckpt.runtime.portal import Executor
 
 STEP = "step_000000005"
@@ -44,7 +43,11 @@ def shown(calls: Sequence[Call]) -> list[str]:
     """The calls as text; the number of writes of a file does not matter."""
     lines = []
     for call in calls:
-        names = [re.sub(r"^\.(pending|trash)-.*", r".\1", part.name) for part in (call.path, call.other) if part]
+        names = [
+            f"{part.parent.name}/*" if part.parent.parent.name == ENGINE_DIR else part.name
+            for part in (call.path, call.other)
+            if part
+        ]
         line = f"{call.name} {' -> '.join(names)}"
         if lines[-1:] != [line] or call.name != "write":
             lines.append(line)
@@ -54,7 +57,7 @@ def shown(calls: Sequence[Call]) -> list[str]:
 def labelled(calls: Sequence[Call]) -> dict[str, int]:
     """Every fsync and rename of the log that a checkpoint's durability rests on."""
     lines = [(f"{shown([call])[0]}", index) for index, call in enumerate(calls) if call.name in DURABILITY]
-    return {line: index for line, index in lines if "writer.json" not in line and ".trash" not in line}
+    return {line: index for line, index in lines if "writer.json" not in line and "trash" not in line}
 
 
 # -- root mode ------------------------------------------------------------------------------------
@@ -62,22 +65,30 @@ def labelled(calls: Sequence[Call]) -> dict[str, int]:
 BESIDE = ["write_file writer.json", f"write_file {META}"]
 """Written while the data is, in any order: nothing of a pending directory counts before the rename."""
 ROOT_MODE = [
-    "make_dir .pending",
+    "make_dir pending/*",
     *BESIDE,
     f"create_data_file {DATA}",
     f"write {DATA}",
     f"sync {DATA}",
     f"write_file {RANK}",
     f"write_file {ROOT}",
-    "sync_dir .pending",
-    f"rename .pending -> {STEP}",
+    "sync_dir pending/*",
+    f"rename pending/* -> {STEP}",
     "sync_dir root",
+    "sync_dir pending",
     "remove_file writer.json",
 ]
 ROOT_STEPS = [line for line in ROOT_MODE if line.startswith(DURABILITY) and "writer.json" not in line]
 
 
+def make_engine_dirs(root: Path) -> None:
+    """As the first writer of a root does: the log of a save is without it."""
+    for name in ENGINE_DIRS:
+        (root / name).mkdir(parents=True, exist_ok=True)
+
+
 def log_of_a_save(path: Path, *, overwrite: bool = False) -> list[Call]:
+    make_engine_dirs(path / "root")
     with gated_engine(path / "root") as (engine, storage):
         if overwrite:
             engine.save(weights(1), step=5).result(TIMEOUT)
@@ -116,7 +127,7 @@ def test_without_any_one_fsync_or_rename_a_power_loss_breaks_the_save(tmp_path: 
 def test_a_rename_before_what_it_shows_is_durable_breaks_the_save(tmp_path: Path) -> None:
     calls = log_of_a_save(tmp_path)
     where = labelled(calls)
-    synced, renamed = where["sync_dir .pending"], where[f"rename .pending -> {STEP}"]
+    synced, renamed = where["sync_dir pending/*"], where[f"rename pending/* -> {STEP}"]
     late = dataclasses.replace(calls[synced], path=tmp_path / "root" / STEP)
     swapped = [*calls[:synced], calls[renamed], late, *calls[renamed + 1 :]]
     with pytest.raises(NotDurableError):
@@ -144,22 +155,22 @@ def test_a_failed_fsync_of_the_parent_undoes_the_rename(tmp_path: Path) -> None:
         with pytest.raises(WriteError, match="the disk is gone"):
             engine.save(weights(1), step=5).result(TIMEOUT)
         assert engine.steps() == []
-        assert [path.name for path in (tmp_path / "root").iterdir()] == [LOCK_FILE]
+        assert listing(tmp_path / "root") == []
         engine.save(weights(2), step=5).result(TIMEOUT)
         assert value(engine) == 2
 
 
-@pytest.mark.parametrize("where", [DATA, RANK, META, ROOT, ".pending-*"])
+@pytest.mark.parametrize("where", [DATA, RANK, META, ROOT, "pending/*"])
 def test_a_failed_fsync_is_never_tried_again_and_nothing_becomes_visible(tmp_path: Path, where: str) -> None:
     with gated_engine(tmp_path / "root") as (engine, storage):
-        name = "sync" if where == DATA else "sync_dir" if where == ".pending-*" else "write_file"
+        name = "sync" if where == DATA else "sync_dir" if where == "pending/*" else "write_file"
         storage.fail(name, where, WriteError(errno.EIO, "the disk is gone", where))
         with pytest.raises(WriteError, match="the disk is gone") as caught:
             engine.save(weights(1), step=5).result(TIMEOUT)
         assert caught.value.errno == errno.EIO
         assert len([call for call in storage.begun if call.matches(name, where)]) == 1
         assert not [call for call in storage.calls if call.name == "rename"]
-        assert [path.name for path in (tmp_path / "root").iterdir()] == [LOCK_FILE]
+        assert listing(tmp_path / "root") == []
 
 
 def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path) -> None:
@@ -171,7 +182,7 @@ def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path)
             engine.save(weights(1), step=5).result(TIMEOUT)
         assert caught.value.errno == errno.EEXIST
         assert "move it away, or save another step" in str(caught.value)
-        assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
+        assert listing(tmp_path / "root") == [STEP]
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
@@ -179,10 +190,10 @@ def test_a_directory_that_is_no_checkpoint_is_never_renamed_over(tmp_path: Path)
 async def test_until_it_is_visible_a_pending_save_says_whose_it_is(tmp_path: Path, point: str) -> None:
     """Whatever point a crash comes at, the next writer can tell that the owner is dead."""
     with gated_engine(tmp_path / "root") as (engine, storage):
-        gate = storage.hold(point, {"write_file": ROOT}.get(point, ".pending-*"))
+        gate = storage.hold(point, {"write_file": ROOT}.get(point, "pending/*"))
         ticket = engine.save(weights(1), step=5)
         gate.wait_reached()
-        (pending,) = (tmp_path / "root").glob(f"{PENDING_PREFIX}*")
+        (pending,) = (tmp_path / "root").glob(f"{PENDING_DIR}/*")
         owner = msgspec.json.decode((pending / OWNER_FILE).read_bytes(), type=Owner)
         assert owner.pid == os.getpid()
         gate.open()
@@ -190,7 +201,7 @@ async def test_until_it_is_visible_a_pending_save_says_whose_it_is(tmp_path: Pat
         assert {path.name for path in (tmp_path / "root" / STEP).iterdir()} == CHECKPOINT
 
 
-@pytest.mark.parametrize("call", [("remove_file", "writer.json"), ("remove_tree", ".trash-*")])
+@pytest.mark.parametrize("call", [("remove_file", "writer.json"), ("remove_tree", "trash/*")])
 def test_what_cannot_be_removed_after_the_commit_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, call: tuple[str, str]
 ) -> None:
@@ -204,19 +215,20 @@ def test_what_cannot_be_removed_after_the_commit_fails_no_save(
 
 # -- overwrite ------------------------------------------------------------------------------------
 
-OVERWRITE = [*ROOT_MODE[:-3], "write_file writer.json", f"exchange .pending -> {STEP}", *ROOT_MODE[-2:]]
+OVERWRITE = [*ROOT_MODE[:-4], "write_file writer.json", f"exchange pending/* -> {STEP}", *ROOT_MODE[-3:]]
 OVERWRITE_STEPS = [line for line in OVERWRITE if line.startswith(DURABILITY) and "writer.json" not in line]
-OVERWRITE += ["rename .pending -> .trash", "remove_tree .trash"]
+OVERWRITE += ["rename pending/* -> trash/*", "remove_tree trash/*"]
 
 
 def test_an_overwrite_exchanges_the_directories_and_removes_the_old_one_last(tmp_path: Path) -> None:
     calls = log_of_a_save(tmp_path, overwrite=True)
     assert in_turn(calls) == OVERWRITE
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
+    assert listing(tmp_path / "root") == [STEP]
     check_root_mode(log_of_two_saves(tmp_path / "b"), top=tmp_path / "b", final=tmp_path / "b" / "root" / STEP)
 
 
 def log_of_two_saves(path: Path) -> list[Call]:
+    make_engine_dirs(path / "root")
     with gated_engine(path / "root") as (engine, storage):
         engine.save(weights(1), step=5).result(TIMEOUT)
         engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
@@ -241,7 +253,7 @@ def test_a_failed_fsync_of_the_parent_undoes_an_exchange(tmp_path: Path) -> None
             engine.save(weights(2), step=5, overwrite=True).result(TIMEOUT)
         assert engine.steps() == [5]
         assert value(engine) == 1
-        assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [LOCK_FILE, STEP]
+        assert listing(tmp_path / "root") == [STEP]
 
 
 # -- rollback -------------------------------------------------------------------------------------
@@ -249,14 +261,17 @@ def test_a_failed_fsync_of_the_parent_undoes_an_exchange(tmp_path: Path) -> None
 
 async def test_a_power_loss_during_a_rollback_leaves_no_gap_in_the_steps(storage: GatedStorage, tmp_path: Path) -> None:
     names = StepNames("step_{step}")
+    (tmp_path / ABANDONED_DIR).mkdir(parents=True)
     for step in (1, 2, 3):
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / META).touch()
     assert await commit.abandon_after(storage, tmp_path, names, 1, "tag") == [3, 2]
     assert shown(storage.calls) == [
-        "rename step_3 -> .abandoned-tag-step_3",
+        "rename step_3 -> abandoned/*",
+        "sync_dir abandoned",
         f"sync_dir {tmp_path.name}",
-        "rename step_2 -> .abandoned-tag-step_2",
+        "rename step_2 -> abandoned/*",
+        "sync_dir abandoned",
         f"sync_dir {tmp_path.name}",
     ]
 
@@ -284,6 +299,7 @@ async def test_a_rollback_takes_nothing_for_a_step_that_only_has_the_name_of_one
     tmp_path: Path, storage: GatedStorage
 ) -> None:
     names = StepNames("step_{step:09d}")
+    (tmp_path / ABANDONED_DIR).mkdir(parents=True)
     for step in (2, 3):
         (tmp_path / names.name(step)).mkdir()
         (tmp_path / names.name(step) / META).touch()

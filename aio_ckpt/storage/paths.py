@@ -1,0 +1,50 @@
+"""Paths of the user's, and directories that are made durably."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from aio_ckpt.config import is_path
+from aio_ckpt.errors import RootError, shown
+
+__all__ = ["checked_path", "make_dirs", "sync_dir"]
+
+
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """``path``, as it is given; nothing is looked up.
+
+    Raises:
+        RootError: it is no path, empty text, or a name that no file system can hold.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        remedy = "give a str or a pathlib.Path"
+        raise RootError(errno.EINVAL, f"the root is a {type(path).__name__}, no path: {remedy}", shown(path))
+    name = os.fspath(path)
+    if not name:
+        raise RootError(errno.ENOENT, "the root is empty text: give a directory, '.' for the current one", "")
+    if not is_path(name):
+        raise RootError(errno.EINVAL, "no file system can hold this name (a NUL, or a lone surrogate)", ascii(name))
+    return Path(path)
+
+
+def make_dirs(path: Path) -> None:
+    """Make a directory and its parents, durably; it may be there. Raises what the system raises."""
+    if path.is_dir():
+        return
+    make_dirs(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_dir(path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    """Make the names in a directory durable. Raises what the system raises."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the answer of file systems that have no fsync of directories
+            raise
+    finally:
+        os.close(descriptor)
