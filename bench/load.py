@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.limits import PlainRead, pack
-from bench.measure import Contender, beside, interleave
-from bench.options import Options, log, parse, work_folder
-from bench.report import Goal, Report, Row, make_row, publish
-from bench.rivals import check_equal, filled_by, loaders
-from bench.states import SHAPES, Shape
+from bench.common.limits import PlainRead, pack
+from bench.common.measure import Contender, beside, interleave
+from bench.common.options import Options, log, parse, work_folder
+from bench.common.results import Goal, Report, Row, make_row, publish
+from bench.common.rivals import check_equal, filled_by, loaders
+from bench.common.states import SHAPES, Shape
 
 __all__ = ["bench_shape", "goals", "main"]
 
@@ -27,7 +27,7 @@ def main() -> None:
             shapes[title] = rows
             reached += goals(SHAPES[name], {row.name: row for row in rows})
     report = Report(bench="load", settings=options.settings(), shapes=shapes, goals=reached)
-    path = publish(report, options.folder, out=options.out, writes_readme=options.write)
+    path = publish(report, options.folder, out=options.out)
     log(f"wrote {path}")
 
 

@@ -11,10 +11,10 @@ import psutil
 import torch
 
 from aio_ckpt.engine.engine import CheckpointEngine
-from bench.measure import Spread
-from bench.options import Options, log, parse, work_folder
-from bench.report import FigureRow, Goal, Report, publish
-from bench.states import SHAPES
+from bench.common.measure import Spread
+from bench.common.options import Options, log, parse, work_folder
+from bench.common.results import FigureRow, Goal, Report, publish
+from bench.common.states import SHAPES
 
 __all__ = ["Held", "main", "many_saves"]
 
@@ -66,7 +66,7 @@ def main() -> None:
             del state
     settings = options.settings() | {"saves": options.saves}
     report = Report(bench="memory", settings=settings, figures=figures, goals=goals)
-    log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
+    log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
 def many_saves(state: dict[str, object], folder: Path, options: Options) -> tuple[Held, Held]:

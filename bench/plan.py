@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.memory.host_copy import copy_all
 from aio_ckpt.reports import SaveReport
-from bench.limits import page_aligned
-from bench.measure import Spread
-from bench.options import Options, log, parse, work_folder
-from bench.report import FigureRow, Goal, Report, publish
-from bench.states import flattened_optimizer, tiny_tensors
+from bench.common.limits import page_aligned
+from bench.common.measure import Spread
+from bench.common.options import Options, log, parse, work_folder
+from bench.common.results import FigureRow, Goal, Report, publish
+from bench.common.states import flattened_optimizer, tiny_tensors
 
 __all__ = ["main", "planning"]
 
@@ -43,7 +43,7 @@ def main() -> None:
         Goal(text=f"{title}: caller's time less the copies", figure=optimizer_cost, bound=15.0, unit="ms"),
     ]
     report = Report(bench="plan", settings=options.settings(), figures=[*figures, *more], goals=goals)
-    log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
+    log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
 def planning(title: str, state: Mapping[str, object], folder: Path, options: Options) -> tuple[list[FigureRow], float]:

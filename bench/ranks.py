@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from aio_ckpt import CheckpointEngine, EngineConfig, LoadReport, PerRank, SyncCheckpointEngine
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
-from bench.measure import Spread
-from bench.options import log, parse, work_folder
-from bench.pagecache import fsync_tree, make_cold
-from bench.report import FigureRow, Goal, Report, publish
+from bench.common.measure import Spread
+from bench.common.options import log, parse, work_folder
+from bench.common.pagecache import fsync_tree, make_cold
+from bench.common.results import FigureRow, Goal, Report, publish
 
 __all__ = ["main"]
 
@@ -60,7 +60,7 @@ def main() -> None:
             figures += _rows(f"{crowd} ranks that share a store", _slowest(told))
     goals = _goals(found[many], small, many, count)
     report = Report(bench="ranks", settings=options.settings(), figures=figures, goals=goals)
-    log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
+    log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
 def _goals(large: _Figures, small: _Figures, world: int, count: int) -> list[Goal]:

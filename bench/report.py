@@ -1,262 +1,143 @@
-"""Results: rows and goals, as JSON and as tables in ``bench/README.md``."""
+"""``python -m bench.report``: the pages of docs/benchmarks, rendered from the JSON files in bench/results."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
-import torch
+from bench.common import tables as common_tables
+from bench.common.results import BENCH, RESULTS
+from bench.gpu import tables as gpu_tables
 
-from bench.measure import Beside, Contender, Sample, Spread, ratio
+__all__ = ["PAGES", "main", "render_page"]
 
-__all__ = ["FigureRow", "Goal", "Report", "Row", "machine", "make_row", "publish"]
-
-BENCH = Path(__file__).parent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One contender on one shape."""
-
-    name: str
-    """Contender."""
-    durability: str
-    """What is on the disk when it is done."""
-    first_secs: float
-    """First operation, not in the spread: it maps buffers and plans."""
-    total: Spread
-    """Seconds from the call until done."""
-    ratio: float
-    """Median over the limit's median."""
-    ratio_by_round: Spread
-    """Ratio within each round."""
-    gb_per_sec: float
-    """Payload over the median."""
-    blocked: Spread
-    """Seconds that the caller's thread was held."""
-    cpu_secs_per_gb: float
-    """Median CPU seconds of the process per GB of payload."""
-    beside: Beside | None = None
-    """What the caller feels, for contenders that work in the background."""
+DOCS = BENCH.parent / "docs" / "benchmarks"
+NOTE = "<!-- Rendered by `python -m bench.report` from bench/results. Do not edit. -->"
+ONE, TWO, FOUR, CPU = "1x-nvidia-h200", "2x-nvidia-h200", "4x-nvidia-h200", "2-cores"
 
 
-def make_row(
-    contender: Contender,
-    first: Sample,
-    samples: Sequence[Sample],
-    limits: Sequence[Sample],
-    nbytes: int,
-    felt: Beside | None,
-) -> Row:
-    """Figures of one contender."""
-    totals = [sample.total_secs for sample in samples]
-    relative, by_round = ratio(totals, [sample.total_secs for sample in limits])
-    total = Spread.of(totals)
-    return Row(
-        name=contender.name,
-        durability=contender.durability,
-        first_secs=first.total_secs,
-        total=total,
-        ratio=relative,
-        ratio_by_round=by_round,
-        gb_per_sec=nbytes / 1e9 / total.median,
-        blocked=Spread.of([sample.blocked_secs for sample in samples]),
-        cpu_secs_per_gb=Spread.of([sample.cpu_secs for sample in samples]).median / (nbytes / 1e9),
-        beside=felt,
-    )
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, what its figures are, and the results below it."""
+
+    title: str
+    about: str
+    results: Sequence[str]
+    """Paths below bench/results, without ``.json``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """A figure that was promised."""
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of docs/benchmarks."""
 
-    text: str
-    """What."""
-    figure: float
-    """As measured."""
-    bound: float
-    """What it must not exceed (or reach, with ``is_floor``)."""
-    unit: str = "x"
-    """Of both."""
-    is_floor: bool = False
-    """Larger is better."""
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the promise held in this run."""
-        return self.figure >= self.bound if self.is_floor else self.figure <= self.bound
+    title: str
+    about: str
+    """Paragraphs in Markdown."""
+    sections: Sequence[Section]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FigureRow:
-    """A single figure of the planning and memory benches."""
+METHOD = "[Method and commands](index.md) are the same for all pages. Each table comes from one run."
 
-    text: str
-    """What."""
-    values: Spread
-    """Over the rounds."""
-    unit: str
-    """Of the values."""
+CPU_PAGE = Page(
+    "CPU",
+    f"""{METHOD}
 
+- *x limit* is the ratio of the medians to the limit of that state.
+- *first ms* is the first operation. It maps buffers and plans, and does not count in the other columns.
+- *durable* says what is on the disk when the contender says that it is done.
+- *Beside it*: a ticker of 1 ms runs on the caller's asyncio loop. The table shows how late its ticks were, from the
+  call until done (*whole*), and without the ticks that the call itself held up. A loop in pure Python runs on the
+  caller's thread from the return of the call until done. *keeps* is its rate as a share of its rate alone.
+- `save()` copies host tensors before it returns, so it blocks for one copy of the state. Tensors on a GPU are not
+  copied so.""",
+    (
+        Section("Save", "", (f"{CPU}/save",)),
+        Section("Save, a GPT-like state too", "Seven rounds, one day earlier.", (f"{CPU}/save-all-shapes",)),
+        Section("Load", "", (f"{CPU}/load",)),
+        Section("Plan", "What an unchanged state costs the caller at each save.", (f"{CPU}/plan",)),
+        Section("Memory", "Memory, files and threads over 100 saves.", (f"{CPU}/memory",)),
+    ),
+)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """One run of one bench."""
+GPU_PAGE = Page(
+    "GPU",
+    f"""{METHOD}
 
-    bench: str
-    """``save``, ``load``, ``plan`` or ``memory``."""
-    settings: Mapping[str, object]
-    """Options of the run."""
-    shapes: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    """Rows by shape (title)."""
-    figures: Sequence[FigureRow] = ()
-    """Single figures."""
-    goals: Sequence[Goal] = ()
-    """What was promised."""
+- **States.** `blocks`: 12 transformer blocks in fp32 under bf16 autocast with AdamW, 432 tensors.
+  `small`: 10,000 tensors of 64 KiB under SGD. `fsdp2`: a transformer under `fully_shard` with AdamW.
+- **Alone**: the first save, then some more, with nothing beside them. *blocks*: the call. *staged*: until the trainer
+  may change everything. *done*: by the contender's own word. *durable*: the same with fsync of every file and
+  directory added if the contender does none. *commit*: from the slowest rank's data being durable until done.
+- **Beside training**: a save after two steps, then steps until it is done on all ranks, and one more. *lost a save*
+  is the sum of those steps less as many mean steps without a save. *steps of the drain* is their median over that of
+  steps without a save. What a contender demands before the optimizer may step is done there.
+- *host GB* is the growth to the peak: of the host's used memory without page cache / of the process tree.
+- *of the disk* is the time of the same bytes by O_DIRECT in the same run, over *durable*.
+  *of the link* is the time of one large copy to registered memory, scaled to the state, over *staged*.
+- *tokens/s*: a save, n steps, a save, and so on. A save waits for the one before.
+- With several ranks, each figure is the slowest rank's. *By columns*: a load fills shards of columns from shards of
+  rows.
+- A contender that is not installed or fails is a row with the reason.""",
+    (
+        Section("One GPU: saves", "", (f"{ONE}/gpu-save-blocks-rivals", f"{ONE}/gpu-save-blocks")),
+        Section("One GPU: saves beside steps of 250 ms", "", (f"{ONE}/gpu-save-blocks-rivals-step250",)),
+        Section("One GPU: 2 GB and 34 GB", "", (f"{ONE}/gpu-save-blocks-gb2", f"{ONE}/gpu-save-blocks-gb32")),
+        Section("One GPU: 10,000 small tensors", "", (f"{ONE}/gpu-save-small-16-cores",)),
+        Section("One GPU: FSDP2", "", (f"{ONE}/gpu-save-fsdp2-rivals", f"{ONE}/gpu-save-fsdp2-step200")),
+        Section("One GPU: loads", "", (f"{ONE}/gpu-load-blocks-bracketed", f"{ONE}/gpu-load-fsdp2")),
+        Section("Two GPUs: saves", "", (f"{TWO}/gpu-save-blocks-bracketed", f"{TWO}/gpu-save-fsdp2-rivals")),
+        Section("Two GPUs: loads", "", (f"{TWO}/gpu-load-fsdp2",)),
+        Section("Four GPUs: saves", "", (f"{FOUR}/gpu-save-fsdp2", f"{FOUR}/gpu-save-fsdp2-every")),
+        Section("Four GPUs: saves to a RAM disk", "", (f"{FOUR}/gpu-save-blocks-ram",)),
+        Section("Four GPUs: loads", "", (f"{FOUR}/gpu-load-fsdp2",)),
+    ),
+)
 
+RANKS_PAGE = Page(
+    "Ranks",
+    f"""{METHOD}
 
-def machine(folder: Path) -> dict[str, object]:
-    """The machine, without its name."""
-    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "processor": models[0].partition(":")[2].strip() if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "kernel": platform.release().partition("-")[0],
-        "file_system": max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown",
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "load_average_at_end": round(os.getloadavg()[0], 2),
-    }
+Real processes on one host of two cores, in a gloo group.""",
+    (Section("Saves, loads in other layouts, planning and messages", "", (f"{CPU}/ranks",)),),
+)
 
+SCALE_PAGE = Page(
+    "Scale",
+    f"""{METHOD}
 
-# -- tables ---------------------------------------------------------------------------------------
+No processes: the leader's own code is given the messages that so many ranks would send. Every tensor of the model is
+sharded by rows. Three small sizes give the cost of a rank and of an item; their sum is the model. The whole size was
+measured too, and tells how far off the model is. A first save counts all that the leader does: it takes messages
+apart and checks them, assigns the writes, answers the ranks, renders and fills `.metadata`, and writes the root
+manifest.""",
+    (Section("The leader of 10,000 ranks", "", (f"{CPU}/scale",)),),
+)
 
-
-def _ms(secs: float) -> str:
-    return f"{secs * 1e3:.2f}" if secs < 0.01 else f"{secs * 1e3:.1f}" if secs < 0.1 else f"{secs * 1e3:.0f}"
-
-
-def _range(spread: Spread) -> str:
-    return f"{_ms(spread.low)} .. {_ms(spread.high)}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
-
-
-def _shape_table(rows: Sequence[Row]) -> list[str]:
-    head = ["", "median ms", "min .. max", "x limit", "GB/s", "blocked ms", "CPU-s/GB", "first ms", "durable"]
-    cells = [
-        [
-            row.name,
-            _ms(row.total.median),
-            _range(row.total),
-            f"{row.ratio:.2f}",
-            f"{row.gb_per_sec:.2f}",
-            _ms(row.blocked.median),
-            f"{row.cpu_secs_per_gb:.2f}",
-            _ms(row.first_secs),
-            row.durability,
-        ]
-        for row in rows
-    ]
-    return _table(head, cells)
-
-
-def _beside_table(rows: Sequence[Row]) -> list[str]:
-    felt = [(row.name, row.beside) for row in rows if row.beside is not None]
-    if not felt:
-        return []
-    head = [
-        "beside it",
-        "ticker idle p99 / max ms",
-        "p99 / max ms, whole",
-        "p99 / max ms, after the call",
-        "Python loop keeps",
-        "done ms, Python loop beside",
-    ]
-    cells = [
-        [
-            name,
-            f"{_ms(beside.idle_lag_p99_secs)} / {_ms(beside.idle_lag_max_secs)}",
-            f"{_ms(beside.lag_p99_secs)} / {_ms(beside.lag_max_secs)}",
-            f"{_ms(beside.lag_p99_after_call_secs)} / {_ms(beside.lag_max_after_call_secs)}",
-            f"{beside.python_rate.median:.0%} ({beside.python_rate.low:.0%} .. {beside.python_rate.high:.0%})",
-            _ms(beside.python_total_secs.median),
-        ]
-        for name, beside in felt
-    ]
-    return ["", *_table(head, cells)]
+PAGES: Mapping[str, Page] = {"cpu": CPU_PAGE, "gpu": GPU_PAGE, "ranks": RANKS_PAGE, "scale": SCALE_PAGE}
 
 
-def _figure(value: float, unit: str) -> str:
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 3
-    return f"{value:.{digits}f} {unit}".strip()
-
-
-def render(report: Report, described: Mapping[str, object], date: str) -> str:
-    """The report as Markdown."""
-    about = ", ".join(f"{key} {value}" for key, value in described.items() if value != [])
-    options = ", ".join(f"{key}={value}" for key, value in report.settings.items())
-    lines = [f"Run of {date}. {about}. Options: {options}."]
-    for title, rows in report.shapes.items():
-        lines += ["", f"**{title}**", "", *_shape_table(rows), *_beside_table(rows)]
-    if report.figures:
-        cells = [
-            [row.text, _figure(row.values.median, row.unit), f"{row.values.low:.3f} .. {row.values.high:.3f}"]
-            for row in report.figures
-        ]
-        lines += ["", *_table(["", "median", "min .. max"], cells)]
-    if report.goals:
-        cells = [
-            [
-                goal.text,
-                _figure(goal.figure, goal.unit),
-                f"{'>=' if goal.is_floor else '<='} {_figure(goal.bound, goal.unit)}",
-                "met" if goal.is_met else "**missed**",
-            ]
-            for goal in report.goals
-        ]
-        lines += ["", *_table(["goal", "measured", "promised", ""], cells)]
+def render_page(page: Page) -> str:
+    """Return the page as Markdown."""
+    lines = [NOTE, "", f"# {page.title}", "", page.about]
+    for section in page.sections:
+        lines += ["", f"## {section.title}"] + ([] if not section.about else ["", section.about])
+        for name in section.results:
+            lines += ["", _tables(json.loads((RESULTS / f"{name}.json").read_text())).rstrip()]
     return "\n".join(lines) + "\n"
 
 
-def publish(report: Report, folder: Path, *, out: Path, writes_readme: bool) -> Path:
-    """Print the report, write its JSON to ``out``, and with ``writes_readme`` its tables into bench/README.md."""
-    described = machine(folder)
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    text = render(report, described, date)
-    print(text)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{report.bench}-{date}.json"
-    goals = [asdict(goal) | {"is_met": goal.is_met} for goal in report.goals]
-    document = {"date": date, "machine": described} | asdict(report) | {"goals": goals}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    if writes_readme:
-        readme = BENCH / "README.md"
-        readme.write_text(replace_between(readme.read_text(), report.bench, text))
-    return path
+def _tables(document: Mapping[str, Any]) -> str:
+    return gpu_tables.render(document) if document["bench"] == "gpu" else common_tables.render(document)
 
 
-def replace_between(document: str, name: str, text: str) -> str:
-    """``document`` with ``text`` between the markers of ``name``.
+def main(docs: Path = DOCS) -> None:
+    """Write every page."""
+    for name, page in PAGES.items():
+        (docs / f"{name}.md").write_text(render_page(page))
 
-    Raises:
-        ValueError: a marker is missing.
-    """
-    begin, end = f"<!-- bench:{name} -->\n", f"<!-- /bench:{name} -->"
-    before, found, rest = document.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"bench/README.md lacks the markers {begin.strip()} and {end}")
-    return before + begin + "\n" + text + "\n" + end + after
+
+if __name__ == "__main__":
+    main()

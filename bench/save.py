@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.limits import MemoryCopy, PlainWrite, SequentialWrite, pack
-from bench.measure import Contender, Sample, beside, interleave
-from bench.options import Options, log, parse, work_folder
-from bench.report import Goal, Report, Row, make_row, publish
-from bench.rivals import process_group, savers
-from bench.states import SHAPES, Shape
+from bench.common.limits import MemoryCopy, PlainWrite, SequentialWrite, pack
+from bench.common.measure import Contender, Sample, beside, interleave
+from bench.common.options import Options, log, parse, work_folder
+from bench.common.results import Goal, Report, Row, make_row, publish
+from bench.common.rivals import process_group, savers
+from bench.common.states import SHAPES, Shape
 
 __all__ = ["bench_shape", "goals", "main"]
 
@@ -27,7 +27,7 @@ def main() -> None:
             shapes[title] = rows
             reached += goals(SHAPES[name], {row.name: row for row in rows})
     report = Report(bench="save", settings=options.settings(), shapes=shapes, goals=reached)
-    path = publish(report, options.folder, out=options.out, writes_readme=options.write)
+    path = publish(report, options.folder, out=options.out)
     log(f"wrote {path}")
 
 

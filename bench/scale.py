@@ -33,9 +33,9 @@ from aio_ckpt.ranks.save_ledger import (
     extents_crc32,
 )
 from aio_ckpt.state import flatten as tree
-from bench.measure import Spread
-from bench.options import log, parse
-from bench.report import FigureRow, Goal, Report, publish
+from bench.common.measure import Spread
+from bench.common.options import log, parse
+from bench.common.results import FigureRow, Goal, Report, publish
 
 __all__ = ["main"]
 
@@ -116,7 +116,7 @@ def main() -> None:
         received = whole.message_bytes * _RANKS / 1e6
         goals += _goals(f"{title}, measured", whole.first_secs, whole.later_secs, received, whole.memory_bytes)
     report = Report(bench="scale", settings=options.settings(), figures=figures, goals=goals)
-    log(f"wrote {publish(report, options.folder, out=options.out, writes_readme=options.write)}")
+    log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
 def _goals(title: str, first_secs: float, later_secs: float, received_mb: float, memory_bytes: float) -> list[Goal]:

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
-from bench.measure import Spread
-from bench.options import log
-from bench.report import BENCH, machine
+from bench.common.measure import Spread
+from bench.common.options import log
+from bench.common.results import kept_in, machine
 
 __all__ = ["main"]
 
@@ -154,7 +154,7 @@ def main() -> None:
     print("\n".join(_table(rows)))
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"step-time-{date}.json"
+    path = options.out / "step-time.json"
     settings = {"device": str(options.device), "state_bytes": state_bytes, "batch": options.batch}
     settings |= {"rounds": options.rounds, "saves": options.saves, "baseline_steps": options.steps}
     every = {name: [[asdict(drain) for drain in turn] for turn in turns] for name, turns in drains.items()}
@@ -175,7 +175,8 @@ def _parse() -> Options:
     parser.add_argument("--variants", default="no cap", help="of " + "; ".join(VARIANTS))
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu", help="where it trains")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one turn, two saves")
-    parser.add_argument("--out", type=Path, help="folder of the JSON (default bench/results; --quick: --dir)")
+    parser.add_argument("--out", type=Path, help="folder of the JSON (default: bench-results below --dir)")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in bench/results, by machine")
     given = parser.parse_args()
     # Names hold commas themselves: every name that stands in the text was asked for.
     left, variants = given.variants, list[str]()
@@ -196,7 +197,7 @@ def _parse() -> Options:
         steps=min(given.steps, 10) if given.quick else given.steps,
         variants=tuple(name for name in VARIANTS if name in variants),
         device=device,
-        out=given.out or (given.dir.absolute() / "bench-results" if given.quick else BENCH / "results"),
+        out=given.out or (kept_in(given.dir.absolute()) if given.write else given.dir.absolute() / "bench-results"),
     )
 
 

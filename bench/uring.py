@@ -32,11 +32,11 @@ from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.direct_io import RWF_DONTCACHE
 from aio_ckpt.storage.local import LocalStorage
-from bench.limits import page_aligned
-from bench.measure import Spread, cpu_secs
-from bench.options import log
-from bench.report import BENCH, machine
-from bench.ring import Ring
+from bench.common.limits import page_aligned
+from bench.common.measure import Spread, cpu_secs
+from bench.common.options import log
+from bench.common.results import kept_in, machine
+from bench.common.ring import Ring
 
 __all__ = ["main"]
 
@@ -134,7 +134,7 @@ def main() -> None:
     print("\n".join([*_table(rows), "", *verdict]))
     options.out.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    path = options.out / f"uring-{date}.json"
+    path = options.out / "uring.json"
     settings = {"bytes": options.nbytes, "rounds": options.rounds, "win": _WIN}
     document = {"date": date, "machine": described, "bench": "uring", "settings": settings, "verdict": verdict}
     path.write_text(json.dumps(document | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
@@ -150,7 +150,8 @@ def _parse() -> Options:
     parser.add_argument("--depths", default="1,2,4,8", help="writes in flight")
     parser.add_argument("--rounds", type=int, help="timed rounds, alternated (default 7; 2 with --quick)")
     parser.add_argument("--quick", action="store_true", help="a smoke test")
-    parser.add_argument("--out", type=Path, help="folder of the JSON (default bench/results; --quick: --dir)")
+    parser.add_argument("--out", type=Path, help="folder of the JSON (default: bench-results below --dir)")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in bench/results, by machine")
     given = parser.parse_args()
     engines = (chunk_bytes_for(1), chunk_bytes_for(1 << 40))
     chosen = tuple(int(float(text) * 2**20) for text in given.chunk_mib.split(",") if text)
@@ -160,7 +161,7 @@ def _parse() -> Options:
         chunks=chosen or engines,
         depths=tuple(map(int, given.depths.split(","))),
         rounds=given.rounds or (2 if given.quick else 7),
-        out=given.out or (given.dir.absolute() / "bench-results" if given.quick else BENCH / "results"),
+        out=given.out or (kept_in(given.dir.absolute()) if given.write else given.dir.absolute() / "bench-results"),
     )
 
 

@@ -14,7 +14,7 @@ __all__ = ["covering_bytes", "is_read_by_several", "wanted_bytes"]
 _SHARING_PAYS_READERS = 1.5
 """Readers a byte from which on the page cache, which serves all but the first, beats O_DIRECT for each. 2 GiB on 32
 cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.34 to 0.38
-(``bench/results/load-shared-2026-11-23.txt``); where two cores read 1 GiB at 3.5 GB/s, 0.95 to 1.4 of it."""
+(``bench/results/2-cores/load-shared.txt``); where two cores read 1 GiB at 3.5 GB/s, 0.95 to 1.4 of it."""
 
 
 def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.common.options import log
 from bench.gpu.options import GpuOptions, Trial, parse
 from bench.gpu.raw import RAW
-from bench.gpu.results import Document, Row, row_of, write_readme
+from bench.gpu.results import Document, Row, row_of
 from bench.gpu.supervise import Outcome, Processes, Ranks, free_port
 from bench.gpu.trial import contender_keys
-from bench.options import log
 
 __all__ = ["main", "run"]
 
@@ -36,9 +36,7 @@ def main() -> None:
 
         for path in draw(options.plot):
             log(f"wrote {path}")
-    if options.readme:
-        write_readme(options.readme)
-    if options.plot is None and not options.readme:
+    else:
         run(options)
 
 
@@ -73,8 +71,6 @@ def run(options: GpuOptions) -> None:
     if document is not None:
         print(document.render())
         log(f"wrote {document.write()}")
-        if options.write:
-            write_readme([document.path])
 
 
 def _try(

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from aio_ckpt.config import EngineConfig, Staging
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
+from bench.common.rivals import DCP_DURABILITY, ENGINE_SAVE_DURABILITY
 from bench.gpu.train import Ground, Trainer, local_of
-from bench.rivals import DCP_DURABILITY, ENGINE_SAVE_DURABILITY
 
 __all__ = ["SAVERS", "Saver", "UnavailableError"]
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from bench.common.rivals import DCP_DURABILITY
 from bench.gpu.contenders import NO_DURABILITY, WAIT_SECS, Saver, UnavailableError
 from bench.gpu.train import Ground, Trainer, local_of
-from bench.rivals import DCP_DURABILITY
 
 __all__ = ["GUESTS"]
 

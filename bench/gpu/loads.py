@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from aio_ckpt.sync import SyncCheckpointEngine
+from bench.common.pagecache import fsync_tree
 from bench.gpu.contenders import WAIT_SECS, UnavailableError
 from bench.gpu.train import Ground, Trainer, local_of
-from bench.pagecache import fsync_tree
 
 __all__ = ["LOADERS", "Loader"]
 

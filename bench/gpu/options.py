@@ -12,8 +12,6 @@ from typing import Literal
 
 import torch
 
-from bench.report import BENCH
-
 __all__ = ["SHAPES", "GpuOptions", "Trial", "parse"]
 
 SHAPES = ("blocks", "small", "fsdp2")
@@ -93,12 +91,8 @@ class GpuOptions:
     """Seconds after which a contender is killed; None: from the size."""
     label: str | None
     """In the name of the JSON; None: from the machine."""
-    out: Path
-    """Folder of the JSON."""
-    write: bool
-    """Whether bench/README.md is rewritten at the end."""
-    readme: tuple[Path, ...]
-    """Write these JSON files' tables into bench/README.md, measure nothing."""
+    out: Path | None
+    """Folder of the JSON; None: among the results of this machine."""
     plot: Path | None
     """Draw this JSON file, measure nothing."""
 
@@ -153,9 +147,8 @@ def parse(arguments: list[str] | None = None) -> GpuOptions:
     parser.add_argument("--secs", type=float, default=540, help="seconds for the whole run")
     parser.add_argument("--limit", type=float, help="seconds after which one contender is killed")
     parser.add_argument("--label", help="in the name of the JSON")
-    parser.add_argument("--out", type=Path, help="folder of the JSON (default: with --write bench/results, else --dir)")
-    parser.add_argument("--write", action="store_true", help="JSON to bench/results, tables to bench/README.md")
-    parser.add_argument("--readme", type=Path, nargs="+", default=(), metavar="FILE", help="JSON to tables, no run")
+    parser.add_argument("--out", type=Path, help="folder of the JSON (default: bench-results below --dir)")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in bench/results, by machine")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="JSON to PNG beside it, no run; needs matplotlib")
     given = parser.parse_args(arguments)
     shapes = tuple(given.shape.split(","))
@@ -177,8 +170,6 @@ def parse(arguments: list[str] | None = None) -> GpuOptions:
         secs=given.secs,
         limit=given.limit,
         label=given.label,
-        out=given.out or (BENCH / "results" if given.write else folder / "bench-results"),
-        write=given.write,
-        readme=tuple(given.readme),
+        out=given.out or (None if given.write else folder / "bench-results"),
         plot=given.plot,
     )

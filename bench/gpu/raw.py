@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from bench.common.limits import PlainRead, PlainWrite, pack
+from bench.common.pagecache import make_cold
 from bench.gpu.options import Trial
 from bench.gpu.train import Ground, Trainer
-from bench.limits import PlainRead, PlainWrite, pack
-from bench.pagecache import make_cold
 
 __all__ = ["RAW", "measure_raw"]
 

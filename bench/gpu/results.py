@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.common.results import kept_in, machine
 from bench.gpu.contenders import SAVERS
 from bench.gpu.guests import GUESTS
 from bench.gpu.loads import LOADERS
@@ -18,9 +19,8 @@ from bench.gpu.options import GpuOptions
 from bench.gpu.raw import RAW
 from bench.gpu.supervise import Event, Outcome
 from bench.gpu.tables import render
-from bench.report import BENCH, machine, replace_between
 
-__all__ = ["Document", "Row", "row_of", "shares", "write_readme"]
+__all__ = ["Document", "Row", "row_of", "shares"]
 
 Figures = dict[str, float]
 
@@ -207,11 +207,8 @@ class Document:
         self._date = datetime.now(UTC).strftime("%Y-%m-%d")
         self._world = world
         self._machine = machine(options.folder)
-        devices = self._machine["devices"]
-        first = str(devices[0]) if isinstance(devices, list) and devices else "cpu"
-        name = re.sub(r"[^a-z0-9]+", "-", f"{world}x {first}".lower()).strip("-")
-        label = options.label or "-".join((options.mode, *options.shapes, name))
-        self.path = options.out / f"gpu-{label}-{self._date}.json"
+        label = options.label or "-".join((options.mode, *options.shapes))
+        self.path = (options.out or kept_in(options.folder, world)) / f"gpu-{label}.json"
 
     def add(self, row: Row) -> None:
         """One more."""
@@ -257,15 +254,3 @@ def rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [rounded(item) for item in value]
     return value
-
-
-def write_readme(paths: Sequence[Path]) -> None:
-    """The tables of these JSON files, one after the other, into bench/README.md; plots that lie beside them, too."""
-    parts: list[str] = []
-    for path in paths:
-        text = render(json.loads(path.read_text()))
-        for plot in sorted(path.parent.glob(f"{path.stem}*.png")):
-            text += f"\n![{plot.stem}](results/{plot.name})\n"
-        parts.append(text)
-    readme = BENCH / "README.md"
-    readme.write_text(replace_between(readme.read_text(), "gpu", "\n".join(parts)))

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from bench.common.results import BENCH
 from bench.gpu.options import Trial
-from bench.report import BENCH
 
 __all__ = ["EventReader", "Outcome", "Processes", "Ranks", "free_port"]
 

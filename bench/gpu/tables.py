@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from bench.report import Goal
+from bench.common.results import Goal
+from bench.common.tables import about_run, table, target_table
 
 __all__ = ["goals", "of_state", "render"]
 
@@ -17,10 +19,8 @@ GOAL_GB = 8.0
 
 def render(document: Mapping[str, Any]) -> str:
     """Tables of all states in the order in which they were measured."""
-    described, ranks = document["machine"], document["ranks"]
-    about = ", ".join(f"{key} {value}" for key, value in described.items() if value != [])
-    options = ", ".join(f"{key}={value}" for key, value in document["settings"].items() if value != [])
-    lines = [f"Run of {document['date']} with {ranks} rank{'s' * (ranks > 1)}. {about}. Options: {options}."]
+    ranks = document["ranks"]
+    lines = [f"{about_run(document)} {ranks} rank{'s' * (ranks > 1)}."]
     rows: Sequence[Line] = document["rows"]
     for shape, gb in dict.fromkeys((row["shape"], row["gb"]) for row in rows):
         chosen = of_state(rows, shape, gb)
@@ -28,14 +28,7 @@ def render(document: Mapping[str, Any]) -> str:
         lines += ["", f"**{shape}: {sized['tensors']} tensors, {sized['nbytes'] / 1e9:.2f} GB a rank**", ""]
         lines += _loads(chosen) if document["settings"]["mode"] == "load" else _saves(chosen)
         lines += _tokens(chosen) + _missing(chosen)
-    if reached := goals(document):
-        lines += ["", "| goal | measured | promised |  |", "| --- | ---: | ---: | ---: |"]
-        lines += [
-            f"| {goal.text} | {goal.figure:.3g} {goal.unit} "
-            f"| {'>=' if goal.is_floor else '<='} {goal.bound:g} {goal.unit} "
-            f"| {'met' if goal.is_met else '**missed**'} |"
-            for goal in reached
-        ]
+    lines += target_table([asdict(goal) | {"is_met": goal.is_met} for goal in goals(document)])
     return "\n".join(lines) + "\n"
 
 
@@ -44,11 +37,6 @@ def of_state(rows: Sequence[Line], shape: str, gb: float) -> list[Line]:
     chosen = [row for row in rows if (row["shape"], row["gb"]) == (shape, gb)]
     titles = list(dict.fromkeys(row["title"] for row in chosen))
     return sorted(chosen, key=lambda row: titles.index(row["title"]))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
 def _name(row: Line) -> str:
@@ -69,8 +57,8 @@ def _saves(rows: Sequence[Line]) -> list[str]:
         "worst step ms", "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link",
         "on disk when done",
     ]  # fmt: skip
-    table = [_save(row) for row in rows if "first_blocked_secs" in row["figures"]]
-    return [*_limits(rows), *(_table(head, table) if table else [])]
+    cells = [_save(row) for row in rows if "first_blocked_secs" in row["figures"]]
+    return [*_limits(rows), *(table(head, cells) if cells else [])]
 
 
 def _save(row: Line) -> list[str]:
@@ -116,7 +104,7 @@ def _limits(rows: Sequence[Line]) -> list[str]:
 
 def _loads(rows: Sequence[Line]) -> list[str]:
     head = ["", "first s", "load s", "GB/s", "of the disk", "CPU-s/GB", "host GB", "device GB"]
-    table = []
+    lines = []
     for row in rows:
         if row["contender"] == "raw" or "load_secs" not in row["figures"]:
             continue
@@ -124,8 +112,8 @@ def _loads(rows: Sequence[Line]) -> list[str]:
         host = f"{_cell(row, 'system_bytes', 1e-9)} / {_cell(row, 'tree_bytes', 1e-9)}"
         cells = [_cell(row, "load_first_secs"), _cell(row, "load_secs"), rate]
         cells += [_cell(row, "disk_share"), _cell(row, "cpu_secs_per_gb"), host]
-        table.append([_name(row), *cells, _cell(row, "device_bytes", 1e-9)])
-    return [*_limits(rows), *(_table(head, table) if table else [])]
+        lines.append([_name(row), *cells, _cell(row, "device_bytes", 1e-9)])
+    return [*_limits(rows), *(table(head, lines) if lines else [])]
 
 
 def _tokens(rows: Sequence[Line]) -> list[str]:
@@ -134,11 +122,11 @@ def _tokens(rows: Sequence[Line]) -> list[str]:
         return []
     steps = sorted({int(item["every"]) for row in counted for item in row["every"]})
     head = ["tokens/s, share of no saves", *(f"every {count} step{'s' * (count > 1)}" for count in steps)]
-    table = []
+    lines = []
     for row in counted:
         by_steps = {int(item["every"]): item for item in row["every"]}
-        table.append([_name(row), *(_rate(by_steps.get(count)) for count in steps)])
-    return ["", *_table(head, table)]
+        lines.append([_name(row), *(_rate(by_steps.get(count)) for count in steps)])
+    return ["", *table(head, lines)]
 
 
 def _rate(item: Mapping[str, float] | None) -> str:
@@ -152,7 +140,7 @@ def _missing(rows: Sequence[Line]) -> list[str]:
     bad = [row for row in rows if row["status"] != "ok"]
     if not bad:
         return []
-    return ["", *_table(["did not run to its end", "", "why"], [[_name(r), r["status"], r["error"]] for r in bad])]
+    return ["", *table(["did not run to its end", "", "why"], [[_name(r), r["status"], r["error"]] for r in bad])]
 
 
 def goals(document: Mapping[str, Any]) -> list[Goal]:

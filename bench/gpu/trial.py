@@ -22,13 +22,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from bench.common.pagecache import fsync_tree, make_cold
 from bench.gpu.contenders import SAVERS, Saver, UnavailableError
 from bench.gpu.guests import GUESTS
 from bench.gpu.loads import LOADERS, Loader
 from bench.gpu.options import Trial
 from bench.gpu.raw import RAW, measure_raw
 from bench.gpu.train import Ground, StepClock, Trainer, make_trainer, train_for
-from bench.pagecache import fsync_tree, make_cold
 
 __all__ = ["contender_keys", "main"]
 

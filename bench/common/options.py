@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.config import EngineConfig
-from bench.report import BENCH
-from bench.states import SHAPES, Sizes
+from bench.common.results import kept_in
+from bench.common.states import SHAPES, Sizes
 
 __all__ = ["Options", "log", "parse", "work_folder"]
 
@@ -44,8 +44,6 @@ class Options:
     """Where the JSON goes."""
     quick: bool
     """A smoke test: figures prove nothing."""
-    write: bool
-    """Whether bench/README.md is rewritten."""
 
     def settings(self) -> dict[str, object]:
         """What the report says about the run."""
@@ -75,8 +73,8 @@ def parse(bench: str, about: str) -> Options:
     parser.add_argument("--workers", type=int, default=4, help="EngineConfig.workers")
     parser.add_argument("--beside", type=int, help="operations under ticker and Python loop (default 10; 2)")
     parser.add_argument("--saves", type=int, help="saves of the memory bench (default 100; 30 with --quick)")
-    parser.add_argument("--out", type=Path, help="folder of the JSON (default bench/results; --quick: --dir)")
-    parser.add_argument("--write", action="store_true", help="rewrite the tables in bench/README.md")
+    parser.add_argument("--out", type=Path, help="folder of the JSON (default: bench-results below --dir)")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in bench/results, by machine")
     given = parser.parse_args()
     quick = given.quick
     standard = Sizes.quick() if quick else Sizes()
@@ -95,9 +93,8 @@ def parse(bench: str, about: str) -> Options:
         saves=given.saves or (30 if quick else 100),
         only=tuple(filter(None, given.only.split(","))),
         config=EngineConfig(workers=given.workers),
-        out=given.out or (given.dir.absolute() / "bench-results" if quick else BENCH / "results"),
+        out=given.out or (kept_in(given.dir.absolute()) if given.write else given.dir.absolute() / "bench-results"),
         quick=quick,
-        write=given.write,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import DONE, Contender, Waitable
+from bench.common.measure import DONE, Contender, Waitable
 
 __all__ = ["PAGE_BYTES", "MemoryCopy", "PlainRead", "PlainWrite", "SequentialWrite", "pack", "page_aligned"]
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
-from bench.measure import DONE, Contender, Waitable
-from bench.pagecache import fsync_tree, make_cold
+from bench.common.measure import DONE, Contender, Waitable
+from bench.common.pagecache import fsync_tree, make_cold
 
 __all__ = ["check_equal", "loaders", "process_group", "savers"]
 

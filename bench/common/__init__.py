@@ -1,0 +1,1 @@
+"""What the benches share: states, rivals, limits, options, and results as JSON."""
