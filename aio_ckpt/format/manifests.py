@@ -1,8 +1,7 @@
 """Manifests to and from bytes. Pure: no file, no thread.
 
-Two manifests are ours: one msgpack file a rank (what lies where in its data file, the CRC32 of each block; its tensors
-in columns since 1.2) and one JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest;
-sealed since 1.1).
+Two manifests are ours: one msgpack file a rank (what lies where in its data file, in columns; the CRC32 of each block)
+and one JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest, self-checksum).
 DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.format.dcp_metadata_read`, whose functions are named here too.
 
 Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
@@ -12,17 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import re
 import struct
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.dcp_metadata_read import MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
-from aio_ckpt.format.self_checksum import is_sealed, seal
 from aio_ckpt.format.tensor_table import (
     IntArray,
     Names,
@@ -48,11 +48,10 @@ __all__ = [
     "ObjectEntry",
     "RankManifest",
     "RootManifest",
-    "StaticTensors",
     "TensorColumns",
     "TensorEntry",
+    "add_checksum",
     "block_sums",
-    "check_listed",
     "data_file_name",
     "decode_rank",
     "decode_root",
@@ -65,7 +64,7 @@ __all__ = [
 ]
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 2
+FORMAT_MINOR = 0
 ROOT_MANIFEST = "aio_ckpt.json"
 METADATA_FILE = ".metadata"
 
@@ -140,55 +139,31 @@ class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
 class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
     """What one rank stored: every number lies inside ``file`` once decoded."""
 
-    in_columns: StoredColumns | None = msgspec.field(name="columns", default=None)
-    """Its tensor items, since 1.2; then nothing else tells of them but to :meth:`listed_tensors`."""
-    listed: msgspec.Raw = msgspec.field(name="tensors")
-    """A list of :class:`TensorEntry`: what 1.0 and 1.1 write and read."""
+    stored: StoredColumns = msgspec.field(name="columns")
+    """Its tensor items as they stand in the file, unchecked."""
 
     @functools.cached_property
     def columns(self) -> TensorColumns:
         """Tensor items of this rank, in the order of ``sums``."""
-        return columns_of(self.listed_tensors()) if self.in_columns is None else read_columns(self.in_columns)
+        return read_columns(self.stored)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorEntry, ...]:
         """``columns``, by tensor."""
         return entries_of(self.columns)
 
-    def listed_tensors(self) -> tuple[TensorEntry, ...]:
-        """What a reader of 1.1 sees.
-
-        Raises:
-            msgspec.MsgspecError: no such list.
-        """
-        return _ENTRIES.decode(self.listed)
-
-
-_ENTRIES = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
-
 
 class _RankOut(_RankFields, frozen=True, kw_only=True):
     columns: msgspec.Raw
-    tensors: msgspec.Raw
 
 
 class _Head(msgspec.Struct):
     format: _Format
 
 
-class StaticTensors(NamedTuple):
+def encode_static(tensors: Sequence[TensorEntry]) -> bytes:
     """The tensors' part of a rank manifest: a function of the plan alone, so encoded once per plan."""
-
-    columns: bytes
-    """:class:`aio_ckpt.format.tensor_table.StoredColumns`."""
-    entries: bytes
-    """The same as a list of :class:`TensorEntry`."""
-
-
-def encode_static(tensors: Sequence[TensorEntry]) -> StaticTensors:
-    """The tensors' part of a rank manifest."""
-    encode = msgspec.msgpack.encode
-    return StaticTensors(encode(stored_columns(columns_of(tensors))), encode(tensors))
+    return msgspec.msgpack.encode(stored_columns(columns_of(tensors)))
 
 
 def encode_rank(
@@ -198,7 +173,7 @@ def encode_rank(
     rank: int,
     world_size: int,
     file: FileEntry | None,
-    tensors: StaticTensors,
+    tensors: bytes,
     sums: bytes,
     objects: Sequence[ObjectEntry],
     skeleton: bytes,
@@ -215,8 +190,7 @@ def encode_rank(
         sums=sums,
         objects=tuple(objects),
         skeleton=skeleton,
-        columns=msgspec.Raw(tensors.columns),
-        tensors=msgspec.Raw(tensors.entries),
+        columns=msgspec.Raw(tensors),
     )
     return msgspec.msgpack.encode(manifest)
 
@@ -236,23 +210,6 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
     if fault:
         raise CorruptCheckpointError(f"{name}: {fault}")
     return manifest
-
-
-def check_listed(manifest: RankManifest, *, name: str) -> None:
-    """Hold what readers of 1.1 see of the tensors against the columns. ``name`` is the file, for messages.
-
-    Raises:
-        CorruptCheckpointError: they differ, in number or in the tensor that is named.
-    """
-    try:
-        listed = manifest.listed_tensors()
-    except _UNREADABLE as exc:
-        raise CorruptCheckpointError(f"{name}: its list of tensors: {exc}") from exc
-    if len(listed) != len(manifest.tensors):
-        raise CorruptCheckpointError(f"{name}: {len(listed)} tensors in its list, {len(manifest.tensors)} in columns")
-    for entry, other in zip(listed, manifest.tensors, strict=True):
-        if entry != other:
-            raise CorruptCheckpointError(f"{name}: its list and its columns differ in tensor {other.fqns[0]!r}")
 
 
 def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
@@ -336,15 +293,15 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     created_unix: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds since 1970 by the leader's clock."""
     metrics: dict[str, float | None] = {}
-    """What ``save(metrics=)`` was given; None stands for a value that is not finite. Since 1.1, absent if empty."""
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite. Absent if empty."""
 
 
 _ROOTS: _Decoders[RootManifest] = msgspec.json.Decoder(RootManifest).decode, msgspec.json.Decoder(_Head).decode
 
 
 def encode_root(manifest: RootManifest) -> bytes:
-    """Bytes of ``aio_ckpt.json``: indented JSON that ends in its seal and a newline."""
-    return seal(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+    """Bytes of ``aio_ckpt.json``: indented JSON that ends in its self-checksum and a newline."""
+    return add_checksum(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 
 def decode_root(data: bytes, *, name: str) -> RootManifest:
@@ -352,15 +309,39 @@ def decode_root(data: bytes, *, name: str) -> RootManifest:
 
     Raises:
         FormatVersionError: written by a newer major version of the format.
-        MismatchError: its seal is broken, or missing although its version has one.
+        MismatchError: its self-checksum does not match, or is missing.
         CorruptCheckpointError: anything else that is not right; names the file.
     """
-    sealed = is_sealed(data)
-    if sealed is False:
+    found = _CHECKSUM.search(data, max(len(data) - 128, 0))
+    is_whole = _is_json(data) if found is None else found[1] == _digest(data[: found.start()])
+    if not is_whole:
         raise MismatchError(f"{name}: not what was written: its own sum does not match, or it is cut short")
     manifest = _decode(data, _ROOTS, name)
-    if sealed is None and manifest.format > (1, 0):
+    if found is None:
         raise MismatchError(f"{name}: not what was written: its own sum is missing")
     if len(manifest.ranks) != manifest.world_size:
         raise CorruptCheckpointError(f"{name}: {len(manifest.ranks)} ranks for a world of {manifest.world_size}")
     return manifest
+
+
+# The self-checksum of the root manifest: a last member that holds the digest of all bytes before it.
+_END = b"\n}\n"
+_CHECKSUM = re.compile(rb',\n "blake2b": "([0-9a-f]{64})"\n\}\n\Z')
+
+
+def add_checksum(document: bytes) -> bytes:
+    """``document``, a JSON object as :func:`msgspec.json.format` indents it by 1, with its self-checksum."""
+    body = document.removesuffix(_END)
+    return b'%b,\n "blake2b": "%b"%b' % (body, _digest(body), _END)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).hexdigest().encode()
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        msgspec.json.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+    return True

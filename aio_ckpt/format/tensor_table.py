@@ -1,7 +1,6 @@
 """Columns: the tensor items of a rank's manifest, field by field. Pure: no file, no thread.
 
-A manifest holds them twice since format 1.2: in columns, which are decoded and checked all at once, and as one entry a
-tensor, which readers of 1.0 and 1.1 know. An entry by itself costs 0.5 us to decode and as much to check.
+Columns are decoded and checked all at once. An entry a tensor would cost 0.5 us to decode and as much to check.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ __all__ = [
     "Names",
     "Size",
     "StoredColumns",
-    "StoredLook",
     "TensorColumns",
     "TensorEntry",
+    "TensorSignature",
     "are_sizes",
     "columns_fault",
     "columns_of",
@@ -37,7 +36,7 @@ Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """At least one."""
 _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
-StoredLook: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
+TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
 """dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 _QUANTIZED = ("qint", "quint")
@@ -74,10 +73,10 @@ class TensorColumns(NamedTuple):
     """First of ``fqns``."""
     ties: Mapping[int, tuple[str, ...]]
     """By row, the rest of ``fqns`` where there is any."""
-    look_numbers: Sequence[int]
-    """Position in ``looks``."""
-    looks: Sequence[StoredLook]
-    """A model has few looks and many tensors."""
+    signature_numbers: Sequence[int]
+    """Position in ``signatures``."""
+    signatures: Sequence[TensorSignature]
+    """A model has few signatures and many tensors."""
     shards: Mapping[int, tuple[int, ...]]
     """By row, ``offsets`` that are not all 0."""
     item_offsets: IntArray
@@ -91,15 +90,15 @@ class TensorColumns(NamedTuple):
 
 
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
-    """:class:`TensorColumns` as a manifest holds them; ``raw_bytes`` follow from the looks."""
+    """:class:`TensorColumns` as a manifest holds them; ``raw_bytes`` follow from the signatures."""
 
     names: tuple[str, ...]
     """As there."""
     ties: dict[Size, Names]
     """As there."""
-    look_numbers: bytes
+    signature_numbers: bytes
     """u32 little-endian each."""
-    looks: tuple[StoredLook, ...]
+    signatures: tuple[TensorSignature, ...]
     """As there."""
     shards: dict[Size, _Dims]
     """As there."""
@@ -113,14 +112,15 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
 
 def columns_of(entries: Sequence[TensorEntry]) -> TensorColumns:
     """The same by column."""
-    looks: dict[StoredLook, int] = {}
+    signatures: dict[TensorSignature, int] = {}
     return TensorColumns(
         names=[entry.fqns[0] for entry in entries],
         ties={row: entry.fqns[1:] for row, entry in enumerate(entries) if len(entry.fqns) > 1},
-        look_numbers=[
-            looks.setdefault((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), len(looks)) for e in entries
+        signature_numbers=[
+            signatures.setdefault((e.dtype, e.shape, e.stride, len(e.offsets), e.raw_bytes), len(signatures))
+            for e in entries
         ],
-        looks=list(looks),
+        signatures=list(signatures),
         shards={row: entry.offsets for row, entry in enumerate(entries) if any(entry.offsets)},
         item_offsets=np.array([entry.item_offset for entry in entries], np.int64),
         item_bytes=np.array([entry.item_bytes for entry in entries], np.int64),
@@ -133,10 +133,10 @@ def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
     """The same by tensor, of columns without a fault."""
     numbers = (columns.item_offsets, columns.item_bytes, columns.raw_offsets, columns.raw_bytes)
     entries = []
-    for row, (name, look, *places) in enumerate(
-        zip(columns.names, columns.look_numbers, *(column.tolist() for column in numbers), strict=True)
+    for row, (name, signature, *places) in enumerate(
+        zip(columns.names, columns.signature_numbers, *(column.tolist() for column in numbers), strict=True)
     ):
-        dtype, shape, stride, dims, _ = columns.looks[look]
+        dtype, shape, stride, dims, _ = columns.signatures[signature]
         offsets = columns.shards.get(row) or (0,) * dims
         entries.append(TensorEntry((name, *columns.ties.get(row, ())), dtype, shape, stride, offsets, *places))
     return tuple(entries)
@@ -147,8 +147,8 @@ def stored_columns(columns: TensorColumns) -> StoredColumns:
     return StoredColumns(
         names=tuple(columns.names),
         ties=dict(columns.ties),
-        look_numbers=np.array(columns.look_numbers, "<u4").tobytes(),
-        looks=tuple(columns.looks),
+        signature_numbers=np.array(columns.signature_numbers, "<u4").tobytes(),
+        signatures=tuple(columns.signatures),
         shards=dict(columns.shards),
         item_offsets=columns.item_offsets.astype("<i8").tobytes(),
         item_bytes=columns.item_bytes.astype("<i8").tobytes(),
@@ -166,27 +166,27 @@ def read_columns(stored: StoredColumns) -> TensorColumns:
     item_offsets, item_bytes, raw_offsets = places = [
         _numbers(column, "<i8", count) for column in (stored.item_offsets, stored.item_bytes, stored.raw_offsets)
     ]
-    look_numbers = _numbers(stored.look_numbers, "<u4", count)
-    if count and look_numbers.max() >= len(stored.looks):
-        raise ValueError(f"a tensor with look {look_numbers.max()} of {len(stored.looks)}")
+    signature_numbers = _numbers(stored.signature_numbers, "<u4", count)
+    if count and signature_numbers.max() >= len(stored.signatures):
+        raise ValueError(f"a tensor with signature {signature_numbers.max()} of {len(stored.signatures)}")
     if not all(map(are_sizes, places)):
         raise ValueError("offsets or lengths of tensors that no file has")
     for row in (*stored.ties, *stored.shards):
         if row >= count:
             raise ValueError(f"tells of tensor {row} of {count}")
     for row, offsets in stored.shards.items():
-        if len(offsets) != stored.looks[look_numbers[row]][3]:
+        if len(offsets) != stored.signatures[signature_numbers[row]][3]:
             raise ValueError(f"tensor {stored.names[row]!r}: offsets of {len(offsets)} dimensions")
     return TensorColumns(
         names=stored.names,
         ties=stored.ties,
-        look_numbers=look_numbers.tolist(),
-        looks=stored.looks,
+        signature_numbers=signature_numbers.tolist(),
+        signatures=stored.signatures,
         shards=stored.shards,
         item_offsets=item_offsets,
         item_bytes=item_bytes,
         raw_offsets=raw_offsets,
-        raw_bytes=np.array([look[4] for look in stored.looks], np.int64)[look_numbers],
+        raw_bytes=np.array([signature[4] for signature in stored.signatures], np.int64)[signature_numbers],
     )
 
 
@@ -204,11 +204,11 @@ def _numbers(data: bytes, dtype: str, count: int) -> IntArray:
 
 def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
     """What is wrong with tensors in a data file of this length, or ''."""
-    for number, look in enumerate(columns.looks):
-        if fault := _look_fault(*look):
+    for number, signature in enumerate(columns.signatures):
+        if fault := _signature_fault(*signature):
             return f"tensor {_named(columns, number)}: {fault}"
     for row, offsets in columns.shards.items():
-        _, shape, *_ = columns.looks[columns.look_numbers[row]]
+        _, shape, *_ = columns.signatures[columns.signature_numbers[row]]
         if any(start + size > MAX_BYTES for start, size in zip(offsets, shape, strict=True)):
             return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets}, beyond what a tensor has"
     # Two of MAX_BYTES add up inside 64 bits only without a sign.
@@ -221,11 +221,17 @@ def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
     return ""
 
 
-def _named(columns: TensorColumns, look: int) -> str:
-    return repr(columns.names[columns.look_numbers.index(look)]) if look in columns.look_numbers else "of no name"
+def _named(columns: TensorColumns, signature: int) -> str:
+    return (
+        repr(columns.names[columns.signature_numbers.index(signature)])
+        if signature in columns.signature_numbers
+        else "of no name"
+    )
 
 
-def _look_fault(dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int) -> str:
+def _signature_fault(
+    dtype_name: str, shape: tuple[int, ...], stride: tuple[int, ...], dims: int, raw_bytes: int
+) -> str:
     dtype = DTYPES.get(dtype_name)
     if dtype is None or dtype_name.startswith(_QUANTIZED):
         return f"unknown dtype {dtype_name!r}"

@@ -20,7 +20,6 @@ from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.manifests import (
     MetadataTemplate,
-    StaticTensors,
     TensorEntry,
     data_file_name,
     encode_static,
@@ -97,8 +96,8 @@ class Plan(ImagePlan):
     """With several ranks: the name of what was agreed that this rank writes; empty before."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the state that other ranks store."""
-    tensors_static: StaticTensors
-    """Pre-encoded tensor entries of the rank manifest."""
+    tensors_static: bytes
+    """The tensors' part of the rank manifest, encoded."""
     skeleton: bytes
     """Encoded skeleton."""
     stored_names: frozenset[str]

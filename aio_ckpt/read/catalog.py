@@ -267,7 +267,7 @@ def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallIte
         [_NO_NUMBERS, *(_small_part(manifest, number) for number, (manifest, _) in enumerate(stored))], axis=1
     )
     columns = [manifest.columns for manifest, _ in stored]
-    firsts = itertools.accumulate((len(part.looks) for part in columns), initial=0)
+    firsts = itertools.accumulate((len(part.signatures) for part in columns), initial=0)
     is_small = arrays[4].astype(np.bool_)
     if not is_small.all():
         kept = is_small.tolist()
@@ -276,9 +276,11 @@ def _small_items(stored: Sequence[_Stored], rows: Mapping[str, int]) -> SmallIte
         rows=rows,
         names=np.array([name for part in columns for name in part.names], np.object_),
         look_numbers=[
-            first + number for first, part in zip(firsts, columns, strict=False) for number in part.look_numbers
+            first + number for first, part in zip(firsts, columns, strict=False) for number in part.signature_numbers
         ],
-        looks=[Look(DTYPES[dtype], shape, stride) for part in columns for dtype, shape, stride, _, _ in part.looks],
+        looks=[
+            Look(DTYPES[dtype], shape, stride) for part in columns for dtype, shape, stride, _, _ in part.signatures
+        ],
         files=[file.name for _, file in stored],
         file_numbers=arrays[0],
         starts=arrays[1],

@@ -1,8 +1,8 @@
-"""The state that the golden checkpoints hold, and how one is written: ``python tests/support/golden_state.py ROOT``.
+"""The state that the golden checkpoint holds, and how it is written: ``python tests/support/golden_state.py ROOT``.
 
-``tests/golden/v<major>.<minor>/`` (``v1`` is 1.0) keeps a checkpoint of each format version for ever. A new one is
-written once, when the version changes, from a root of a neutral name (it stands in ``.metadata``); an old one is never
-written again.
+``tests/golden/v1/`` keeps a checkpoint of format 1.0. Before the first release it is written anew when the format
+changes; after it, a changed format gets a directory of its own and this one stays for ever. The root has a neutral name
+(it stands in ``.metadata``), and only the directory of the step is kept.
 """
 
 from __future__ import annotations

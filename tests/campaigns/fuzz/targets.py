@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
-from aio_ckpt.format.manifests import block_sums, decode_rank, decode_root, parse_metadata
-from aio_ckpt.format.self_checksum import seal
+from aio_ckpt.format.manifests import add_checksum, block_sums, decode_rank, decode_root, parse_metadata
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.read.catalog import catalog_of_manifests, catalog_of_metadata
@@ -59,7 +58,7 @@ def _rank(data: bytes) -> None:
 
 
 def _root(data: bytes) -> None:
-    for document in (data, seal(data)):
+    for document in (data, add_checksum(data)):
         with suppress(CorruptCheckpointError):
             decode_root(document, name="r")
 

@@ -22,8 +22,8 @@ from aio_ckpt.format.manifests import (
     ObjectEntry,
     RootManifest,
     TensorEntry,
+    add_checksum,
     block_sums,
-    check_listed,
     data_file_name,
     decode_rank,
     decode_root,
@@ -32,7 +32,6 @@ from aio_ckpt.format.manifests import (
     encode_static,
     rank_manifest_name,
 )
-from aio_ckpt.format.self_checksum import seal
 from aio_ckpt.format.tensor_table import StoredColumns
 
 # -- the rank's manifest --------------------------------------------------------------------------
@@ -57,13 +56,6 @@ def raw_rank(**changes: object) -> bytes:
 
 def fields_of(data: bytes) -> dict:
     return msgspec.msgpack.decode(data, strict=False)
-
-
-def encoded_by_1_1(*entries: TensorEntry, **changes: object) -> bytes:
-    """As 1.0 and 1.1 wrote it: the tensors in a list alone."""
-    fields = fields_of(encoded(**changes)) | {"format": [1, 1], "tensors": list(entries)}
-    del fields["columns"]
-    return msgspec.msgpack.encode(fields)
 
 
 def test_the_functions_of_metadata_are_found_here_too():
@@ -149,7 +141,6 @@ def test_every_field_of_a_rank_manifest_is_checked(field, value):
 
 
 BAD_TENSOR = {
-    "fqns": ((),),
     "dtype": ("nothing", "float32", "load"),
     "shape": ((3, 1 << 19), (-3, -(1 << 20)), (3 << 20,), (0, 1 << 20), (True, 1 << 20), (1,) * 65),
     "stride": ((1, 4), (1,), (-1, 3), (1 << 62, 1 << 62), (0, 0), (2, 3)),
@@ -165,17 +156,11 @@ BAD_TENSOR = {
 def test_every_number_of_a_tensor_entry_is_checked(field, value):
     entry = msgspec.structs.replace(TENSOR, **{field: value})
     with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
-        decode_rank(encoded_by_1_1(entry, SMALL, EMPTY), name="m.bin")
-
-
-def test_what_1_1_wrote_comes_back_as_it_was():
-    found = decode_rank(encoded_by_1_1(TENSOR, SMALL, EMPTY), name="m")
-    assert found.tensors == (TENSOR, SMALL, EMPTY)
-    assert found.format == (1, 1)
+        decode_rank(encoded(tensors=encode_static([entry, SMALL, EMPTY])), name="m.bin")
 
 
 def columns(**changes: object) -> bytes:
-    """A manifest whose columns were changed; the list beside them is as it was."""
+    """A manifest whose columns were changed."""
     fields = fields_of(encoded())
     stored = dict(zip(StoredColumns.__struct_fields__, fields["columns"], strict=True)) | changes
     return msgspec.msgpack.encode(fields | {"columns": list(stored.values())})
@@ -185,7 +170,7 @@ def i64(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
-LOOKS = [
+SIGNATURES = [
     ["bfloat16", [3, 1 << 20], [1, 3], 2, 6 << 20],
     ["int64", [], [], 0, 8],
     ["float32", [0, 4], [4, 1], 2, 0],
@@ -193,7 +178,7 @@ LOOKS = [
 BAD_COLUMNS = {
     "names": (("a", "b"), ("a", "b", "c", "d"), ("a", "b", 3), (), None),
     "ties": ({3: ("x",)}, {-1: ("x",)}, {0: ()}, {0: (1,)}, {"0": ("x",)}, None),
-    "look_numbers": (
+    "signature_numbers": (
         struct.pack("<3I", 0, 1, 3),
         struct.pack("<3I", 0, 1, 0xFFFFFFFF),
         struct.pack("<3I", 1, 0, 2),
@@ -202,17 +187,20 @@ BAD_COLUMNS = {
         b"",
         [0, 1, 2],
     ),
-    "looks": (
+    "signatures": (
         (),
-        LOOKS[:2],
-        *([[name, *LOOKS[0][1:]], *LOOKS[1:]] for name in ("nothing", "float32", 5)),
+        SIGNATURES[:2],
+        *([[name, *SIGNATURES[0][1:]], *SIGNATURES[1:]] for name in ("nothing", "float32", 5)),
         *(
-            [[name, [3, count], [1, 3], 2, 6 << 20], *LOOKS[1:]]
+            [[name, [3, count], [1, 3], 2, 6 << 20], *SIGNATURES[1:]]
             for name, count in (("quint8", 2 << 20), ("qint32", 1 << 19))
         ),
-        *([["bfloat16", *look], *LOOKS[1:]] for look in ([[3], [1], 1, 6], [[3, 1 << 20], [1, 4], 2, 6 << 20])),
-        *([["bfloat16", [3, 1 << 20], [1, 3], dims, raw], *LOOKS[1:]] for dims, raw in ((1, 6 << 20), (2, 7), (2, -1))),
-        [*LOOKS, ["nothing", [], [], 0, 0]],
+        *([["bfloat16", *look], *SIGNATURES[1:]] for look in ([[3], [1], 1, 6], [[3, 1 << 20], [1, 4], 2, 6 << 20])),
+        *(
+            [["bfloat16", [3, 1 << 20], [1, 3], dims, raw], *SIGNATURES[1:]]
+            for dims, raw in ((1, 6 << 20), (2, 7), (2, -1))
+        ),
+        [*SIGNATURES, ["nothing", [], [], 0, 0]],
     ),
     "shards": ({0: (0, 1 << 62)}, {0: (7,)}, {0: (0, -1)}, {0: (0, 1 << 63)}, {3: (0, 1)}, {1: (1,)}),
     "item_offsets": (i64(-1, 7 << 20, 8 << 20), i64(513, 7 << 20, 8 << 20), i64(1 << 62, 1, 1), i64(0, 1), b"x" * 23),
@@ -227,29 +215,13 @@ BAD_COLUMNS = {
 
 
 def test_unchanged_columns_are_read_as_they_were():
-    assert decode_rank(columns(looks=LOOKS), name="m").tensors == (TENSOR, SMALL, EMPTY)
+    assert decode_rank(columns(signatures=SIGNATURES), name="m").tensors == (TENSOR, SMALL, EMPTY)
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in BAD_COLUMNS for value in BAD_COLUMNS[field]])
 def test_every_number_of_the_columns_is_checked(field, value):
     with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
         decode_rank(columns(**{field: value}), name="m.bin")
-
-
-def test_the_columns_alone_say_what_is_stored_and_verify_finds_a_list_that_says_otherwise():
-    fields = fields_of(encoded())
-    other = msgspec.structs.replace(SMALL, raw_offset=(7 << 20) + 520)
-    for listed, message in (
-        ([TENSOR, other, EMPTY], "'b'"),
-        ([TENSOR, SMALL], "2 tensors in its list, 3 in columns"),
-        ([1], "its list of tensors"),
-    ):
-        found = decode_rank(msgspec.msgpack.encode(fields | {"tensors": listed}), name="m.bin")
-        assert found.tensors == (TENSOR, SMALL, EMPTY)
-        with pytest.raises(CorruptCheckpointError, match=rf"m\.bin.*{message}"):
-            check_listed(found, name="m.bin")
-    for manifest_data in (encoded(), encoded_by_1_1(TENSOR, SMALL, EMPTY)):
-        check_listed(decode_rank(manifest_data, name="m.bin"), name="m.bin")
 
 
 def test_items_without_a_data_file_are_corrupt_even_if_they_are_empty():
@@ -325,7 +297,7 @@ def test_any_contiguous_tensors_come_back_as_they_were(drawn):
 # -- the root manifest ----------------------------------------------------------------------------
 
 ROOT = RootManifest(
-    format=(1, 1),
+    format=(1, 0),
     save_id="s",
     step=100,
     world_size=2,
@@ -347,7 +319,7 @@ def test_a_root_manifest_comes_back_as_it_was_and_is_json_with_lines():
 
 def test_unknown_fields_of_a_root_manifest_are_ignored():
     data = changed_root({"format": [1, 7], "new": [1]})
-    assert decode_root(seal(data), name="r").step == 100
+    assert decode_root(add_checksum(data), name="r").step == 100
 
 
 def changed_root(change: dict) -> bytes:
@@ -373,10 +345,9 @@ def test_every_changed_byte_of_a_root_manifest_is_found():
                 decode_root(damaged, name="r.json")
 
 
-def test_a_root_manifest_of_1_0_has_no_seal_and_one_of_1_1_must_have_one():
-    assert decode_root(changed_root({"format": [1, 0]}), name="r").step == 100
+def test_a_root_manifest_without_its_self_checksum_is_refused():
     with pytest.raises(MismatchError, match="its own sum is missing"):
-        decode_root(changed_root({"format": [1, 1]}), name="r")
+        decode_root(changed_root({}), name="r")
 
 
 @pytest.mark.parametrize(
@@ -402,7 +373,7 @@ def test_a_root_manifest_of_1_0_has_no_seal_and_one_of_1_1_must_have_one():
     ],
 )
 def test_every_field_of_a_root_manifest_is_checked(change):
-    data = seal(changed_root(change))
+    data = add_checksum(changed_root(change))
     with pytest.raises(CorruptCheckpointError, match=r"r\.json"):
         decode_root(data, name="r.json")
 
