@@ -1,0 +1,139 @@
+"""A reader of format 1.0, written from docs/format.md alone: standard library and msgpack, nothing of aio_ckpt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec import msgpack
+
+__all__ = ["Leaf", "StoredTensor", "read_checkpoint"]
+
+_END = re.compile(rb',\n "blake2b": "([0-9a-f]{64})"\n\}\n\Z')
+_MAPPINGS, _SEQUENCES, _PER_RANK = (16, 17, 18), (19, 20), 21
+
+
+class DamagedError(Exception):
+    """A checksum or a number does not match."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor item."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: tuple[int, ...]
+    raw: bytes
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of the state: its code and its name."""
+
+    code: int
+    name: str
+
+
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise DamagedError(what)
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[Any]]:
+    """Everything that is stored by name, objects as bytes, and of each rank the state with a Leaf in each place."""
+    root = _root_manifest((path / "aio_ckpt.json").read_bytes())
+    metadata = _file(path, root["metadata"])
+    check(hashlib.blake2b(metadata, digest_size=32).hexdigest() == root["metadata_blake2b"], "BLAKE2b of .metadata")
+    check(len(root["ranks"]) == root["world_size"], "world_size")
+    values: dict[str, StoredTensor | bytes] = {}
+    states = []
+    for rank, entry in enumerate(root["ranks"]):
+        manifest = msgpack.decode(_file(path, entry), strict=False)
+        _check_version(manifest["format"])
+        check(manifest["rank"] == rank, "rank")
+        check(all(manifest[key] == root[key] for key in ("save_id", "step", "world_size")), "of another save")
+        values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]))
+        states.append(_state(msgpack.decode(manifest["skeleton"]), "", rank))
+    return values, states
+
+
+def _root_manifest(data: bytes) -> dict[str, Any]:
+    end = _END.search(data)
+    check(end is not None, "no self-checksum")
+    assert end is not None
+    check(hashlib.blake2b(data[: end.start()], digest_size=32).hexdigest().encode() == end[1], "self-checksum")
+    check(len(data) - end.start() == 83, "length of the self-checksum")
+    root: dict[str, Any] = json.loads(data)
+    _check_version(root["format"])
+    return root
+
+
+def _check_version(version: list[int]) -> None:
+    if version[0] != 1:
+        raise NotImplementedError(f"format {version[0]}.{version[1]}")
+
+
+def _file(path: Path, entry: list[Any]) -> bytes:
+    name, nbytes, crc32 = entry[:3]
+    data = (path / name).read_bytes()
+    check((len(data), zlib.crc32(data)) == (nbytes, crc32), name)
+    return data
+
+
+def _stored(manifest: dict[str, Any], data: bytes) -> dict[str, StoredTensor | bytes]:
+    found: dict[str, StoredTensor | bytes] = {}
+    names, ties, numbers, signatures, shards, *places = manifest["columns"][:8]
+    rows = len(names)
+    numbers = struct.unpack(f"<{rows}I", numbers)
+    item_offsets, item_bytes, raw_offsets = (struct.unpack(f"<{rows}q", column) for column in places)
+    sums, block_bytes, at = manifest["sums"], manifest["block_bytes"], 0
+    for row, name in enumerate(names):
+        dtype, shape, stride, dimensions, nbytes = signatures[numbers[row]]
+        begin, end = item_offsets[row], item_offsets[row] + item_bytes[row]
+        start = raw_offsets[row]
+        check(0 <= begin <= start and start + nbytes <= end <= len(data), f"places of {name}")
+        raw = data[start : start + nbytes]
+        for block in range(0, nbytes, block_bytes):
+            (wanted,) = struct.unpack_from("<I", sums, at)
+            check(zlib.crc32(raw[block : block + block_bytes]) == wanted, f"a block of {name}")
+            at += 4
+        offsets = shards.get(row, [0] * dimensions)
+        tensor = StoredTensor(dtype, tuple(shape), tuple(stride), tuple(offsets), raw)
+        found |= dict.fromkeys([name, *ties.get(row, [])], tensor)
+    check(at == len(sums), "sums")
+    for names_of_one, offset, nbytes, crc32 in (entry[:4] for entry in manifest["objects"]):
+        value = data[offset : offset + nbytes]
+        check((len(value), zlib.crc32(value)) == (nbytes, crc32), f"object {names_of_one[0]}")
+        found |= dict.fromkeys(names_of_one, value)
+    return found
+
+
+def _state(node: Any, prefix: str, rank: int) -> Any:
+    if isinstance(node, int):
+        return Leaf(node, prefix[:-1])
+    code, keys, children = node
+    if code in _MAPPINGS:
+        thawed = [_key(key) for key in keys]
+        return {key: _state(child, f"{prefix}{key}.", rank) for key, child in zip(thawed, children, strict=True)}
+    if code == _PER_RANK:
+        return _state(children[0], f"{prefix}rank{rank}.", rank)
+    check(code in _SEQUENCES, f"container {code}")
+    made = [_state(child, f"{prefix}{index}.", rank) for index, child in enumerate(children)]
+    return made if code == 19 else tuple(made)
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, str):
+        return key
+    tag, text = key
+    if tag == "t":
+        return tuple(map(_key, text))
+    return {"i": int, "b": lambda text: text == "1", "f": float.fromhex, "n": lambda _: None}[tag](text)

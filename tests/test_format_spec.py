@@ -1,0 +1,74 @@
+"""docs/format.md is a specification: a reader written from the page alone reads the golden checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import ast
+import io
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from format_reader import DamagedError, Leaf, StoredTensor, read_checkpoint
+from golden_state import STEP, golden_state
+
+from aio_ckpt import PerRank
+
+GOLDEN = Path(__file__).parent / "golden" / "v1" / f"step_{STEP:09d}"
+
+
+def rebuilt(place: Any, values: dict[str, StoredTensor | bytes]) -> Any:
+    """The state with its values: torch makes a view of the raw bytes."""
+    if isinstance(place, dict):
+        return {key: rebuilt(child, values) for key, child in place.items()}
+    if isinstance(place, list | tuple):
+        return type(place)(rebuilt(child, values) for child in place)
+    assert isinstance(place, Leaf)
+    value = values[place.name]
+    if isinstance(value, bytes):
+        assert place.code == 2
+        return torch.load(io.BytesIO(value), weights_only=True)
+    raw = torch.frombuffer(bytearray(value.raw), dtype=torch.uint8) if value.raw else torch.empty(0, dtype=torch.uint8)
+    return raw.view(getattr(torch, value.dtype)).as_strided(value.shape, value.stride)
+
+
+def plain(value: Any) -> Any:
+    """Tensors and numpy values as (dtype, shape, bytes); containers as they are."""
+    if isinstance(value, PerRank):
+        return plain(value.value)
+    if isinstance(value, dict):
+        return {key: plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(child) for child in value)
+    if isinstance(value, np.ndarray | np.generic):
+        value = torch.from_numpy(np.array(value))
+    if isinstance(value, torch.Tensor):
+        flat = value.contiguous().view(-1)
+        return str(value.dtype), tuple(value.shape), bytes(flat.view(torch.uint8).tolist()) if value.numel() else b""
+    return value
+
+
+def test_a_reader_from_the_page_reads_the_golden_checkpoint_bit_for_bit() -> None:
+    values, (state,) = read_checkpoint(GOLDEN)
+    assert plain(rebuilt(state, values)) == plain(golden_state())
+    assert list(state) == list(golden_state())
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])
+def test_it_finds_a_flipped_bit_in_every_file(tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(GOLDEN, tmp_path / "copy"))
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(DamagedError):
+        read_checkpoint(copy)
+
+
+def test_the_reader_imports_nothing_of_the_package() -> None:
+    tree = ast.parse((Path(__file__).parent / "format_reader.py").read_text())
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names} == {"msgspec"}
