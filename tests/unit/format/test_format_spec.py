@@ -17,7 +17,8 @@ from golden_state import STEP, golden_state
 
 from aio_ckpt import PerRank
 
-GOLDEN = Path(__file__).parent / "golden" / "v1" / f"step_{STEP:09d}"
+TESTS = Path(__file__).parents[2]
+GOLDEN = TESTS / "golden" / "v1" / f"step_{STEP:09d}"
 
 
 def rebuilt(place: Any, values: dict[str, StoredTensor | bytes]) -> Any:
@@ -68,7 +69,7 @@ def test_it_finds_a_flipped_bit_in_every_file(tmp_path: Path, name: str) -> None
 
 
 def test_the_reader_imports_nothing_of_the_package() -> None:
-    tree = ast.parse((Path(__file__).parent / "format_reader.py").read_text())
+    tree = ast.parse((TESTS / "support" / "format_reader.py").read_text())
     found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names} == {"msgspec"}
