@@ -16,7 +16,7 @@ from bench.common.options import Options, log, parse, work_folder
 from bench.common.results import FigureRow, Goal, Report, publish
 from bench.common.states import SHAPES
 
-__all__ = ["Held", "main", "many_saves"]
+__all__ = ["ShardTable", "main", "many_saves"]
 
 SETTLED_AFTER = 10
 """Saves after which buffers and threads should be all there."""
@@ -24,7 +24,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ShardTable:
     """What a process holds at one moment."""
 
     rss_bytes: int
@@ -37,7 +37,7 @@ class Held:
     """Images of the engine, seen while a save was in flight."""
 
     @classmethod
-    def now(cls, *, arena_bytes: int) -> Held:
+    def now(cls, *, arena_bytes: int) -> ShardTable:
         """Of this process."""
         gc.collect()
         process = psutil.Process()
@@ -69,11 +69,11 @@ def main() -> None:
     log(f"wrote {publish(report, options.folder, out=options.out)}")
 
 
-def many_saves(state: dict[str, object], folder: Path, options: Options) -> tuple[Held, Held]:
+def many_saves(state: dict[str, object], folder: Path, options: Options) -> tuple[ShardTable, ShardTable]:
     """What is held after save ``SETTLED_AFTER`` and after the last; values change before each."""
     tensors = state["state"]
     assert isinstance(tensors, dict)
-    early = late = Held.now(arena_bytes=0)
+    early = late = ShardTable.now(arena_bytes=0)
     engine = CheckpointEngine(folder, options.config)
     try:
         for number in range(1, options.saves + 1):
@@ -87,14 +87,14 @@ def many_saves(state: dict[str, object], folder: Path, options: Options) -> tupl
             assert report is not None
             shutil.rmtree(report.path)
             if number == SETTLED_AFTER:
-                early = Held.now(arena_bytes=arena_bytes)
-        late = Held.now(arena_bytes=arena_bytes)
+                early = ShardTable.now(arena_bytes=arena_bytes)
+        late = ShardTable.now(arena_bytes=arena_bytes)
     finally:
         engine.close_blocking()
     return early, late
 
 
-def _figures(title: str, early: Held, late: Held, saves: int) -> list[FigureRow]:
+def _figures(title: str, early: ShardTable, late: ShardTable, saves: int) -> list[FigureRow]:
     rows = []
     for when, held in ((SETTLED_AFTER, early), (saves, late)):
         for text, value, unit in (
@@ -107,7 +107,7 @@ def _figures(title: str, early: Held, late: Held, saves: int) -> list[FigureRow]
     return rows
 
 
-def _goals(name: str, payload: int, early: Held, late: Held, saves: int) -> list[Goal]:
+def _goals(name: str, payload: int, early: ShardTable, late: ShardTable, saves: int) -> list[Goal]:
     growth = late.rss_bytes - early.rss_bytes
     allowed = max(early.rss_bytes // 100, 4 * _MIB) / _MIB
     span = f"save {SETTLED_AFTER} to {saves}"

@@ -20,7 +20,7 @@ import numpy as np
 from aio_ckpt import PerRank
 from aio_ckpt.commit.manifests import MetadataFile, render_metadata_file, render_root
 from aio_ckpt.format.manifests import FileEntry, MetadataTemplate, rank_manifest_name
-from aio_ckpt.plan.shard_table import Holding, LocalPlan, Look
+from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, TensorSignature
 from aio_ckpt.ranks.messages import Frame, pack, unpack
 from aio_ckpt.ranks.save_ledger import (
     AssignReply,
@@ -230,8 +230,8 @@ def _gather(ledger: Ledger, data: bytes) -> tuple[list[WrittenMsg], list[Extent]
 
 def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
     """The ranks of a model whose every tensor is sharded by rows."""
-    look = Look((4, 64), (4 * ranks, 64), "bfloat16")
-    holdings = [Holding((f"model.layers.{number}.weight",), (0, 0), look) for number in range(items)]
+    signature = TensorSignature((4, 64), (4 * ranks, 64), "bfloat16")
+    holdings = [ShardInfo((f"model.layers.{number}.weight",), (0, 0), signature) for number in range(items)]
     state = {"model": {"layers": {str(number): {"weight": 0} for number in range(items)}}}
     state["rng"] = PerRank({str(number): 0 for number in range(_OBJECTS)})  # type: ignore[assignment]
     skeleton = tree.encode_skeleton(tree.flatten(state, rank=0).skeleton)
@@ -240,7 +240,7 @@ def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
     for rank in range(ranks):
         offsets = np.tile(np.array([4 * rank, 0], "<i8"), items).tobytes()
         objects = msgspec.msgpack.encode([f"rng.rank{rank}.{number}" for number in range(_OBJECTS)])
-        yield PlanMsg(1, LocalPlan(plan.names, plan.looks, offsets, objects, plan.skeleton), sums)
+        yield PlanMsg(1, LocalPlan(plan.names, plan.signatures, offsets, objects, plan.skeleton), sums)
 
 
 def _written(share_id: bytes, items: int, *, is_first: bool) -> WrittenMsg:

@@ -175,7 +175,7 @@ def _capture_and_write(
         work = capture(
             sources.planned,
             image,
-            runtime.copiers,
+            runtime.copy_engines,
             guarded=frozenset(),
             on_captured=lambda runs: runtime.portal.post(progress.tell, runs),
             stall_timeout_secs=limit_secs,

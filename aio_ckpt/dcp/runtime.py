@@ -21,7 +21,7 @@ from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, rank
 from aio_ckpt.plan.layout import chunk_bytes_for
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Lock, Portal
 from aio_ckpt.runtime.priority import lower_priority
-from aio_ckpt.snapshot.capture import Copiers
+from aio_ckpt.snapshot.capture import CopyEngines
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.write.throttle import WriteThrottle
 
@@ -47,7 +47,7 @@ class Runtime:
     """Lends memory that holds a whole state."""
     throttle: WriteThrottle
     """Paces the writes."""
-    copiers: Copiers = field(default_factory=Copiers)
+    copy_engines: CopyEngines = field(default_factory=CopyEngines)
     """Side streams and gather buffers."""
 
     @classmethod

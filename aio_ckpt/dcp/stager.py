@@ -135,7 +135,7 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
         capture(
             planned,
             image,
-            runtime.copiers,
+            runtime.copy_engines,
             guarded=frozenset(),
             on_captured=lambda _: None,
             stall_timeout_secs=config.stall_timeout_secs,

@@ -20,8 +20,8 @@ from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
-from aio_ckpt.snapshot.capture import Capture, Copiers, capture
-from aio_ckpt.snapshot.device_copy import Shadows
+from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
+from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.optimizer_guard import Guards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
@@ -57,7 +57,7 @@ class InFlight:
         self._ctx = ctx
         self._portal = portal
         self._on_settled = on_settled
-        self._copiers = Copiers(shadows=Shadows(ctx.config.device_copy_bytes))
+        self._copy_engines = CopyEngines(device_copier=DeviceCopier(ctx.config.device_copy_bytes))
         self.guards = Guards()
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(ctx.quarantine, max_in_flight=self._max, are_several=ctx.members.are_several)
@@ -116,11 +116,11 @@ class InFlight:
 
     def prepare_buffers(self, plan: Plan) -> None:
         """Make side streams and gather buffers now that the first save of ``plan`` would make."""
-        self._copiers.prepare(plan)
+        self._copy_engines.prepare(plan)
 
     def clear_buffers(self) -> None:
         """Let go of the gather buffers: 64 MiB of each device."""
-        self._copiers.clear()
+        self._copy_engines.clear()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -169,8 +169,8 @@ class InFlight:
             return self._portal.call(save.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
 
         def fence(stream: object) -> None:
-            for mark in save.marks:
-                mark.fence(stream)
+            for event in save.events:
+                event.fence(stream)
 
         try:
             with self._lock:
@@ -231,8 +231,8 @@ class InFlight:
 
         def issued(work: Capture) -> None:
             nonlocal is_staged
-            save.marks = work.source_marks
-            self.guards.wait_for(work.source_marks)
+            save.events = work.source_events
+            self.guards.wait_for(work.source_events)
             is_staged = work.is_done
             save.blocked_secs = save.elapsed()  # now: the loop, woken next, may be done before this goes on
 
@@ -246,7 +246,7 @@ class InFlight:
             work = capture(
                 planned,
                 save.image,
-                self._copiers,
+                self._copy_engines,
                 guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
                 on_captured=captured,
                 on_issued=issued,

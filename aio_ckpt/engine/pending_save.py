@@ -18,7 +18,7 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.config import EngineConfig, check_flag
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.memory.copies import Mark
+from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.read_buffers import BounceRing
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.membership import Membership
@@ -178,10 +178,10 @@ class PendingSave:
     """When all ranks were."""
     sealed_secs: float = 0.0
     """When the directory was."""
-    marks: tuple[Mark, ...] = ()
+    events: tuple[CopyEvent, ...] = ()
     """Behind every copy from a device."""
-    doing: str = "beginning"
-    """What it is doing, for messages."""
+    activity: str = "beginning"
+    """What the save does now, for messages."""
     stage: str = "write"
     """Where it is: ``write``, ``agree``, ``commit``."""
     has_begun: bool = False
@@ -202,10 +202,10 @@ class PendingSave:
         """Seconds since the call."""
         return time.perf_counter() - self.call.started
 
-    def begin(self, doing: str) -> None:
+    def begin(self, activity: str) -> None:
         """On the loop: from now on it is doing this."""
-        self.doing = doing
-        self.call.trace.stage(doing)
+        self.activity = activity
+        self.call.trace.stage(activity)
 
     async def cancel(self) -> bool:
         """On the loop: cancel unless it is being made visible."""

@@ -122,12 +122,12 @@ async def _watch(ctx: EngineContext, save: PendingSave) -> None:
     """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
     limit = ctx.config.stall_timeout_secs
     while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
-        save.call.deadline.check(save.step, save.doing)
+        save.call.deadline.check(save.step, save.activity)
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
                 f"the save of step {save.step} (rank {ctx.members.coordinator.rank}) made no progress for {limit} s: "
-                f"storage under {ctx.root} is stalled, it was {save.doing}"
+                f"storage under {ctx.root} is stalled, it was {save.activity}"
             )
         with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):
             await save.progress.raise_failure()

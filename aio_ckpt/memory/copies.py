@@ -8,9 +8,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from aio_ckpt import _torch
-from aio_ckpt.memory.host_copy import Moves, copy_all, memmove
+from aio_ckpt.memory.host_copy import CopyVectors, copy_all, memmove
 
-__all__ = ["FOREACH_DTYPES", "Copies", "Groups", "HostCopies", "Mark", "foreach_copy"]
+__all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "Groups", "HostCopies", "foreach_copy"]
 
 FOREACH_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -25,7 +25,7 @@ _OPENMP_PAYS_THREADS = 8
 barriers fight with the threads that write (240 to 440 ms a GiB beside them, against 120 to 260)."""
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """A point in a sequence of copies."""
 
     def query(self) -> bool:
@@ -44,21 +44,21 @@ class Mark(Protocol):
 class Copies(Protocol):
     """The copies of one save from one device, or of one load to one, in the order of the calls.
 
-    Those of a load are issued by several threads: a mark covers what its own thread issued before.
+    Those of a load are issued by several threads: an event covers what its own thread issued before.
     """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` to ``target`` (host memory, same dtype and shape) with the values it has now."""
         ...
 
-    def issue(self, base: int, moves: Moves) -> None:
+    def issue(self, base: int, vectors: CopyVectors) -> None:
         """Copy by address; the offsets of the targets count from ``base``."""
         ...
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` (same dtype and shape, any layout) to ``target``.
 
-        ``source`` is host memory, free then, or made of :meth:`buffer`, free behind the next mark.
+        ``source`` is host memory, free then, or made of :meth:`buffer`, free behind the next event.
         """
         ...
 
@@ -74,8 +74,8 @@ class Copies(Protocol):
         """Bytes on the device for :meth:`assemble` and :meth:`fill`; None if they cannot be had."""
         ...
 
-    def mark(self) -> Mark:
-        """A mark behind all copies so far."""
+    def record_event(self) -> CopyEvent:
+        """An event behind all copies so far."""
         ...
 
 
@@ -100,9 +100,9 @@ class HostCopies:
         else:
             target.copy_(source)
 
-    def issue(self, base: int, moves: Moves) -> None:
+    def issue(self, base: int, vectors: CopyVectors) -> None:
         """Blocks until copied."""
-        copy_all(base, moves)
+        copy_all(base, vectors)
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """By torch, whatever the device."""
@@ -121,7 +121,7 @@ class HostCopies:
         """Host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         """Already reached."""
         return _Done()
 

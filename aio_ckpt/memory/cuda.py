@@ -15,9 +15,9 @@ from typing import cast
 import torch
 
 from aio_ckpt.errors import ConfigError, shown
-from aio_ckpt.memory.copies import Copies, Groups, HostCopies, Mark, foreach_copy
+from aio_ckpt.memory.copies import Copies, CopyEvent, Groups, HostCopies, foreach_copy
 from aio_ckpt.memory.cuda_driver import batch_copy
-from aio_ckpt.memory.host_copy import Moves
+from aio_ckpt.memory.host_copy import CopyVectors
 
 __all__ = [
     "CopyStreams",
@@ -43,7 +43,7 @@ _GATHERED_BESIDE_BATCHES_BYTES = 64 << 10
 """In a batch 10,000 of 64 KiB cost the host 4.2 ms and reach 53 GB/s, without a copy on the device (bench/results)."""
 
 
-class _CudaMark:
+class _CudaEvent:
     """An event of a side stream."""
 
     def __init__(self, side: torch.cuda.Stream) -> None:
@@ -85,11 +85,11 @@ class CudaCopies:
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issued, not done; the source must be kept alive until a later mark is reached."""
+        """Issued, not done; the source must be kept alive until a later event is reached."""
         with self._on_side():
             target.copy_(source, non_blocking=True)
 
-    def issue(self, base: int, moves: Moves) -> None:
+    def issue(self, base: int, vectors: CopyVectors) -> None:
         """Issued, not done, as :meth:`copy`.
 
         Raises:
@@ -97,15 +97,15 @@ class CudaCopies:
         """
         copy, side = self._driver_copy, self._side.cuda_stream
         with torch.cuda.device(self._device):
-            if self._batch is not None and len(moves) > 1 and not self._batch(moves, base, side):
+            if self._batch is not None and len(vectors) > 1 and not self._batch(vectors, base, side):
                 return  # else one by one, which says what is wrong
-            for start, address, nbytes in moves.tolist():
+            for start, address, nbytes in vectors.tolist():
                 code = copy(base + start, address, nbytes, side)
                 if code:
                     raise RuntimeError(f"copy of {nbytes} bytes, host and {self._device}: CUDA error {code}")
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until ``source``, if host memory, was read; ``target`` is filled behind the next mark."""
+        """Blocks until ``source``, if host memory, was read; ``target`` is filled behind the next event."""
         with self._on_side(), torch.no_grad():
             target.copy_(source)
 
@@ -127,9 +127,9 @@ class CudaCopies:
         except torch.OutOfMemoryError:
             return None
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         """An event of the side stream."""
-        return _CudaMark(self._side)
+        return _CudaEvent(self._side)
 
 
 class CudaUploads(CudaCopies):
@@ -140,14 +140,14 @@ class CudaUploads(CudaCopies):
         self._driver_copy = _driver_copy("cuMemcpyHtoDAsync_v2", holds_gil=False)
         self._is_full = False
 
-    def issue(self, base: int, moves: Moves) -> None:
-        """Issued, not done if the sources are page-locked; they must stay as they are until a later mark is reached."""
+    def issue(self, base: int, vectors: CopyVectors) -> None:
+        """Issued, not done if the sources are page-locked; they must stay as they are until a later event."""
         with using(self._device):
             self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
-            super().issue(base, moves)
+            super().issue(base, vectors)
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Memory of the current stream's pool, where the trainer finds it again; to be dropped behind a mark."""
+        """Memory of the current stream's pool, where the trainer finds it again; to be dropped behind an event."""
         if self._is_full or not copies_by_address(self._device):
             return None
         try:

@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from aio_ckpt.memory.host_copy import Moves
+from aio_ckpt.memory.host_copy import CopyVectors
 
 __all__ = ["Batch", "batch_copy"]
 
-Batch: TypeAlias = Callable[[Moves, int, int], int]
+Batch: TypeAlias = Callable[[CopyVectors, int, int], int]
 """(moves, base of their target offsets, stream) to the driver's error number, 0 for none."""
 
 _SOURCE_ORDER_STREAM = 1
@@ -53,12 +53,12 @@ def batch_copy() -> Batch | None:
     same_for_all = (ctypes.byref(attributes), ctypes.byref(zero), ctypes.c_size_t(1))
     tell_failed = () if latest else (ctypes.byref(failed),)  # where the first one that failed is told
 
-    def copy(moves: Moves, base: int, stream: int) -> int:
-        columns = moves.T.copy()
+    def copy(vectors: CopyVectors, base: int, stream: int) -> int:
+        columns = vectors.T.copy()
         columns[0] += np.uint64(base % (1 << 64))
         start, column_bytes = columns.ctypes.data, columns.strides[0]
         targets, sources, sizes = (ctypes.c_void_p(start + index * column_bytes) for index in range(3))
-        count = ctypes.c_size_t(len(moves))
+        count = ctypes.c_size_t(len(vectors))
         return int(call(targets, sources, sizes, count, *same_for_all, *tell_failed, ctypes.c_void_p(stream)))
 
     return copy

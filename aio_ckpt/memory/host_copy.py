@@ -15,9 +15,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Moves", "copy_all", "memmove", "unreadable"]
+__all__ = ["CopyVectors", "copy_all", "memmove", "unreadable"]
 
-Moves: TypeAlias = npt.NDArray[np.uint64]
+CopyVectors: TypeAlias = npt.NDArray[np.uint64]
 """Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
 _Vectors: TypeAlias = npt.NDArray[np.uint64]
 """Rows of struct iovec: address, length."""
@@ -46,30 +46,30 @@ for _function in (_memmove_holding_gil, memmove):
     _function.restype = ctypes.c_void_p
 
 
-def copy_all(base: int, moves: Moves) -> None:
+def copy_all(base: int, vectors: CopyVectors) -> None:
     """Copy each; ``base`` is the address of target offset 0, which may itself lie outside of the target.
 
     Raises:
         OSError: EFAULT: a source or target is no memory of this process (any more).
     """
-    if not len(moves):
+    if not len(vectors):
         return
     if _is_refused():
-        for start, address, nbytes in moves.tolist():
+        for start, address, nbytes in vectors.tolist():
             _memmove_holding_gil(base + start, address, nbytes)
         return
-    targets, sources = moves[:, ::2].copy(), moves[:, 1:].copy()
+    targets, sources = vectors[:, ::2].copy(), vectors[:, 1:].copy()
     targets[:, 0] += np.uint64(base % (1 << 64))
-    for first in range(0, len(moves), _MOST_VECTORS):
+    for first in range(0, len(vectors), _MOST_VECTORS):
         part = slice(first, first + _MOST_VECTORS)
         _copy(targets[part], sources[part])
 
 
-def unreadable(base: int, moves: Moves) -> int:
+def unreadable(base: int, vectors: CopyVectors) -> int:
     """Which of the moves has a source or target that is no memory of this process (any more); the first if none has."""
-    for row in range(len(moves)):
+    for row in range(len(vectors)):
         try:
-            copy_all(base, moves[row : row + 1])
+            copy_all(base, vectors[row : row + 1])
         except OSError:
             return row
     return 0

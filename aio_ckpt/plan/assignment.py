@@ -17,15 +17,15 @@ import numpy as np
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.tensor_table import IntArray
-from aio_ckpt.plan.replicas import Candidates, Writers, spread
-from aio_ckpt.plan.shard_table import Flags, Held, malformed
+from aio_ckpt.plan.replicas import Candidates, Writers, assign_replicas
+from aio_ckpt.plan.shard_table import Flags, ShardTable, malformed
 
-__all__ = ["Boxes", "Share", "assign", "unequal_replicas"]
+__all__ = ["Assignment", "Boxes", "assign", "unequal_replicas"]
 
 _SHOWN = 5
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """What one rank writes of what it holds: one bit each, the lowest of a byte first."""
 
     tensors: bytes
@@ -34,7 +34,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
     """For each of its objects."""
 
     @classmethod
-    def of(cls, tensors: Sequence[bool] | Flags, objects: Sequence[bool]) -> Share:
+    def of(cls, tensors: Sequence[bool] | Flags, objects: Sequence[bool]) -> Assignment:
         """The share of those that are True."""
         return cls(_packed(tensors), _packed(objects))
 
@@ -92,7 +92,7 @@ class Boxes:
     """Number of boxes."""
 
     @classmethod
-    def of_rows(cls, held: Held) -> Boxes:
+    def of_rows(cls, held: ShardTable) -> Boxes:
         """Sort what is held.
 
         Raises:
@@ -114,21 +114,23 @@ class Boxes:
         return Candidates(rows=rows, counts=counts, begins=np.cumsum(counts) - counts)
 
 
-def _keys(held: Held) -> IntArray:
+def _keys(held: ShardTable) -> IntArray:
     """A number for every row, equal for equal boxes: the place of the shard's first element among all tensors'."""
-    of_look = [math.prod(side + 1 for side in look.size) for look in held.looks]  # a shard may begin at the very end
-    volumes = [of_look[look] for look in held.look_of_name.tolist()]
+    of_signature = [
+        math.prod(side + 1 for side in signature.size) for signature in held.signatures
+    ]  # a shard may begin at the very end
+    volumes = [of_signature[signature] for signature in held.signature_of_name.tolist()]
     if sum(volumes) >= 1 << 63:
         raise PlanChangedError(f"the tensors of all ranks have {sum(volumes)} elements, more than can be numbered")
     key: IntArray = (np.cumsum([0, *volumes], dtype=np.int64)[:-1])[held.name]
-    stride = np.ones(len(held.looks), np.int64)
+    stride = np.ones(len(held.signatures), np.int64)
     for dim in reversed(range(held.offsets.shape[1])):
-        key += held.offsets[:, dim] * stride[held.look]
+        key += held.offsets[:, dim] * stride[held.signature]
         stride *= held.sizes[:, dim] + 1
     return key
 
 
-def unequal_replicas(held: Held, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
+def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
     """Per box, whether its bytes differ between ranks, by the CRC32 of every item of those ranks that captured all.
 
     Raises:
@@ -149,7 +151,9 @@ def unequal_replicas(held: Held, boxes: Boxes, sums: Mapping[int, bytes]) -> Fla
     return unequal
 
 
-def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) -> tuple[list[Share], list[int]]:
+def assign(
+    held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], unequal: Flags
+) -> tuple[list[Assignment], list[int]]:
     """The share of every rank, and how many items it has. ``kept``: ranks that captured only the share that they have.
 
     Raises:
@@ -172,16 +176,16 @@ def assign(held: Held, boxes: Boxes, kept: Mapping[int, Share], unequal: Flags) 
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):
         all_rows = boxes.candidates(boxes.order)
-        spread(writers, several, candidates, came_first=boxes.order[all_rows.begins[several]])
+        assign_replicas(writers, several, candidates, came_first=boxes.order[all_rows.begins[several]])
     starts, objects = held.starts.tolist(), _assign_objects(held, kept)
     shares = [
-        Share.of(writers.is_written[start:stop], own)
+        Assignment.of(writers.is_written[start:stop], own)
         for start, stop, own in zip(starts[:-1], starts[1:], objects, strict=True)
     ]
     return shares, writers.items().tolist()
 
 
-def _assign_objects(held: Held, kept: Mapping[int, Share]) -> list[list[bool]]:
+def _assign_objects(held: ShardTable, kept: Mapping[int, Assignment]) -> list[list[bool]]:
     """Per rank and object, whether the rank writes it."""
     writers = {name: rank for rank, share in kept.items() for name in share.object_names(held.objects[rank])}
     seen: set[int] = set()  # equal names are one tuple: of such ranks the first decides

@@ -1,4 +1,4 @@
-"""Routes: by which way each piece of a state gets into the image. Pure."""
+"""The copy method of each piece of a state: by which way it gets into the image. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from aio_ckpt.memory.copies import FOREACH_DTYPES
 from aio_ckpt.plan.structure import Structure
 from aio_ckpt.plan.values import Chunk, ImageLayout, Piece
 
-__all__ = ["SMALL_COPY_BYTES", "ChunkRoutes", "Span", "choose_routes", "image_order"]
+__all__ = ["SMALL_COPY_BYTES", "ChunkCopyMethods", "GatherRun", "choose_copy_methods", "image_order"]
 
 SMALL_COPY_BYTES = 256 << 10
 """Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
 
 _GATHER_PAYS_ITEMS = 32
 """Fewer are issued one by one: the buffer, which stays for the next save, is not worth it."""
-_SPANS_A_BUFFER = 4
-"""So many of the longest spans fit the gather buffer at once: one is gathered while another is transferred."""
+_RUNS_A_BUFFER = 4
+"""So many of the longest runs fit the gather buffer at once: one is gathered while another is transferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Span:
-    """A stretch of the image that is put together on the device and moved in one transfer.
+class GatherRun:
+    """A run of items that are small, side by side in the image, gathered on the device and moved in one transfer.
 
     The bytes between its pieces are constants of the image, rendered again when the chunk is prepared.
     """
@@ -44,14 +44,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRoutes:
+class ChunkCopyMethods:
     """The pieces of one chunk, by the way they go."""
 
     moved: tuple[Piece, ...]
     """Small dense host tensors: by address, at once."""
     issued: tuple[Piece, ...]
     """Dense tensors on CUDA: by address, on a side stream."""
-    gathered: tuple[Span, ...]
+    gathered: tuple[GatherRun, ...]
     """Small dense tensors on CUDA that lie side by side."""
     copied: tuple[Piece, ...]
     """Other host tensors: by torch."""
@@ -65,16 +65,18 @@ def image_order(device: torch.device, *, is_gathered: bool) -> tuple[bool, str, 
     return (is_host, "" if is_host else str(device), not is_host and not is_gathered)
 
 
-def choose_routes(
+def choose_copy_methods(
     structure: Structure,
     layout: ImageLayout,
     *,
-    issues: Callable[[torch.device], bool],
+    copies_by_address: Callable[[torch.device], bool],
     gathers: Callable[[torch.device, int], bool],
     gather_bytes: int,
-) -> tuple[ChunkRoutes, ...]:
-    """Per chunk of ``layout``. ``issues`` tells whether a device can copy by address, ``gathers`` whether it gathers
-    tensors of so many bytes; its gather buffer may have ``gather_bytes``.
+) -> tuple[ChunkCopyMethods, ...]:
+    """Return the copy method of every piece, per chunk of ``layout``.
+
+    ``copies_by_address`` tells whether a device can copy by address, ``gathers`` whether it gathers tensors of so many
+    bytes. The gather buffer of a device may have ``gather_bytes``.
     """
 
     def is_dense(leaf: int) -> bool:
@@ -84,7 +86,7 @@ def choose_routes(
             and envelope.is_dense(tuple(structure.shapes[leaf]), structure.strides[leaf])
         )
 
-    def route(piece: Piece) -> str:
+    def method(piece: Piece) -> str:
         leaf = layout.items[piece.item].leaf
         device, raw_bytes = structure.devices[leaf], layout.items[piece.item].raw_bytes
         by_torch = "copied" if device.type == "cpu" else "converted"
@@ -94,51 +96,53 @@ def choose_routes(
             return "gathered"
         if device.type == "cpu":
             return "moved" if raw_bytes <= SMALL_COPY_BYTES else by_torch
-        return "issued" if issues(device) else by_torch
+        return "issued" if copies_by_address(device) else by_torch
 
-    span_bytes = gather_bytes // _SPANS_A_BUFFER
-    return tuple(_of_chunk(chunk, structure, layout, route, issues, span_bytes) for chunk in layout.chunks)
+    run_bytes = gather_bytes // _RUNS_A_BUFFER
+    return tuple(_of_chunk(chunk, structure, layout, method, copies_by_address, run_bytes) for chunk in layout.chunks)
 
 
 def _of_chunk(
     chunk: Chunk,
     structure: Structure,
     layout: ImageLayout,
-    route: Callable[[Piece], str],
-    issues: Callable[[torch.device], bool],
-    span_bytes: int,
-) -> ChunkRoutes:
-    ways: dict[str, list[Piece]] = {"moved": [], "issued": [], "copied": [], "converted": []}
-    spans: list[Span] = []
+    method: Callable[[Piece], str],
+    copies_by_address: Callable[[torch.device], bool],
+    run_bytes: int,
+) -> ChunkCopyMethods:
+    by_method: dict[str, list[Piece]] = {"moved": [], "issued": [], "copied": [], "converted": []}
+    runs: list[GatherRun] = []
 
     def device_of(piece: Piece) -> torch.device:
         return structure.devices[layout.items[piece.item].leaf]
 
-    for (way, device), found in groupby(chunk.pieces, key=lambda piece: (route(piece), device_of(piece))):
+    for (method_, device), found in groupby(chunk.pieces, key=lambda piece: (method(piece), device_of(piece))):
         pieces = list(found)
-        if way != "gathered":
-            ways[way] += pieces
+        if method_ != "gathered":
+            by_method[method_] += pieces
             continue
-        for run in _cut(pieces, span_bytes):
+        for run in _cut(pieces, run_bytes):
             if len(run) < _GATHER_PAYS_ITEMS:
-                ways["issued" if issues(device) else "converted"] += run
+                by_method["issued" if copies_by_address(device) else "converted"] += run
             else:
                 leaves = tuple(layout.items[piece.item].leaf for piece in run)
                 stop = run[-1].image_start + run[-1].nbytes
-                spans.append(Span(start=run[0].image_start, stop=stop, device=device, pieces=tuple(run), leaves=leaves))
-    return ChunkRoutes(
-        moved=tuple(ways["moved"]),
-        issued=tuple(ways["issued"]),
-        gathered=tuple(spans),
-        copied=tuple(ways["copied"]),
-        converted=tuple(ways["converted"]),
+                runs.append(
+                    GatherRun(start=run[0].image_start, stop=stop, device=device, pieces=tuple(run), leaves=leaves)
+                )
+    return ChunkCopyMethods(
+        moved=tuple(by_method["moved"]),
+        issued=tuple(by_method["issued"]),
+        gathered=tuple(runs),
+        copied=tuple(by_method["copied"]),
+        converted=tuple(by_method["converted"]),
     )
 
 
-def _cut(pieces: Sequence[Piece], span_bytes: int) -> Iterator[list[Piece]]:
+def _cut(pieces: Sequence[Piece], run_bytes: int) -> Iterator[list[Piece]]:
     run: list[Piece] = []
     for piece in pieces:
-        if run and piece.image_start + piece.nbytes - run[0].image_start > span_bytes:
+        if run and piece.image_start + piece.nbytes - run[0].image_start > run_bytes:
             yield run
             run = []
         run.append(piece)

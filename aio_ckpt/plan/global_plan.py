@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.format.dcp_metadata_write import ShardTable, render_columns
+from aio_ckpt.format.dcp_metadata_write import ShardTable as MetadataTable
+from aio_ckpt.format.dcp_metadata_write import render_columns
 from aio_ckpt.format.manifests import MetadataTemplate, data_file_name, rank_manifest_name
-from aio_ckpt.plan.assignment import Share
+from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.coverage import cover_faults
-from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look
+from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import as_tensor
@@ -68,10 +69,10 @@ def local_plan(
 ) -> LocalPlan:
     """What a rank holds, laid out as ``items``; ``shards`` begin with the shape of the global tensor, by leaf."""
     holdings = [
-        Holding(
+        ShardInfo(
             fqns=item.fqns,
             offsets=item.offsets,
-            look=Look(
+            signature=TensorSignature(
                 item.spec.shape,
                 tuple(shards[item.leaf][0]) if item.leaf in shards else item.spec.shape,
                 str(item.spec.dtype).removeprefix("torch."),
@@ -88,7 +89,7 @@ class Stored:
 
     local: LocalPlan
     """All that it holds."""
-    share: Share
+    share: Assignment
     """What of it it writes."""
     places: bytes
     """Offset and length of every item of the share in its data file: int64, little-endian."""
@@ -107,9 +108,9 @@ def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
     return render_columns(table, _paths(ranks))
 
 
-def _table(ranks: Sequence[Stored]) -> ShardTable:
+def _table(ranks: Sequence[Stored]) -> MetadataTable:
     """What all ranks store, by name."""
-    held = Held.of([rank.local for rank in ranks])
+    held = ShardTable.of([rank.local for rank in ranks])
     starts = held.starts.tolist()
     written = [
         start + rank.share.rows(stop - start) for rank, start, stop in zip(ranks, starts[:-1], starts[1:], strict=True)
@@ -119,14 +120,14 @@ def _table(ranks: Sequence[Stored]) -> ShardTable:
     places = np.frombuffer(b"".join(rank.places for rank in ranks), "<i8").reshape(-1, 2)
     by_name = np.argsort(held.name[rows], kind="stable")
     rows, place = rows[by_name], place[by_name]
-    looks = [held.looks[look] for look in held.look_of_name.tolist()]
-    return ShardTable(
+    signatures = [held.signatures[signature] for signature in held.signature_of_name.tolist()]
+    return MetadataTable(
         names=held.names,
-        dtypes=[look.dtype for look in looks],
-        sizes=[look.size for look in looks],
+        dtypes=[signature.dtype for signature in signatures],
+        sizes=[signature.size for signature in signatures],
         starts=np.cumsum(np.append(0, np.bincount(held.name[rows], minlength=len(held.names)))),
         offsets=held.offsets[rows],
-        shapes=held.shapes[held.look[rows]],
+        shapes=held.shapes[held.signature[rows]],
         file=held.rank[rows].astype(np.int64),
         places=places[place],
         files=[data_file_name(number) for number in range(len(ranks))],

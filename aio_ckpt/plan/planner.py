@@ -26,9 +26,9 @@ from aio_ckpt.format.manifests import (
     render_metadata,
 )
 from aio_ckpt.memory.cuda import copies_by_address, gathered_below_bytes
-from aio_ckpt.plan.assignment import Share
+from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_descriptors import CopyDescriptors, Places
-from aio_ckpt.plan.copy_plan import ChunkRoutes, choose_routes, image_order
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, choose_copy_methods, image_order
 from aio_ckpt.plan.global_plan import dcp_plan, local_plan, shard_offsets, storage_data
 from aio_ckpt.plan.layout import Placement, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
@@ -57,7 +57,7 @@ class ImagePlan:
     """What it was made for."""
     layout: ImageLayout
     """Where everything stands."""
-    routes: tuple[ChunkRoutes, ...]
+    copy_methods: tuple[ChunkCopyMethods, ...]
     """Per chunk, which way each piece goes."""
     places: Places
     """What is copied by address, and where to."""
@@ -289,7 +289,7 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def narrow(plan: Plan, share: Share, share_id: bytes) -> Plan:
+def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
     """The plan of what this rank writes of all that it holds. No item begins behind where it began in ``plan``.
 
     Raises:
@@ -343,18 +343,20 @@ def plan_image(
         return image_order(device, is_gathered=gathers(device, placed.envelope.raw_bytes))
 
     layout = lay_out(sorted(placements, key=order), chunk_bytes=chunk_bytes)
-    routes = choose_routes(structure, layout, issues=copies_by_address, gathers=gathers, gather_bytes=gather_bytes)
-    places = Places.of(structure, layout, routes)
+    copy_methods = choose_copy_methods(
+        structure, layout, copies_by_address=copies_by_address, gathers=gathers, gather_bytes=gather_bytes
+    )
+    places = Places.of(structure, layout, copy_methods)
     return ImagePlan(
         structure=structure,
         layout=layout,
-        routes=routes,
+        copy_methods=copy_methods,
         places=places,
         descriptors=places.at(fingerprint),
         host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
         source=_main_source(structure, layout),
         gather_bytes=gather_bytes,
-        gathers=any(route.gathered for route in routes),
+        gathers=any(route.gathered for route in copy_methods),
     )
 
 

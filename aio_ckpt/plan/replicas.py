@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from aio_ckpt.format.tensor_table import IntArray
-from aio_ckpt.plan.shard_table import Flags, Held, SmallInts
+from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
 
-__all__ = ["Candidates", "Writers", "spread"]
+__all__ = ["Candidates", "Writers", "assign_replicas"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,7 +19,7 @@ class Writers:
     Invariant: a box is taken if and only if exactly one of its rows is written.
     """
 
-    held: Held
+    held: ShardTable
     """What all ranks hold."""
     box: IntArray
     """Per row, its box."""
@@ -29,7 +29,7 @@ class Writers:
     """Per box, whether some rank writes it."""
 
     @classmethod
-    def of(cls, held: Held, box: IntArray, count: int) -> Writers:
+    def of(cls, held: ShardTable, box: IntArray, count: int) -> Writers:
         """Nobody writes anything."""
         return cls(held=held, box=box, is_written=np.zeros(len(box), np.bool_), is_taken=np.zeros(count, np.bool_))
 
@@ -52,7 +52,7 @@ class Writers:
         """Per rank, raw bytes that it writes."""
         rows = self._first_rows()
         load = np.zeros(self.held.ranks, np.int64)
-        np.add.at(load, self.held.rank[rows], self.held.nbytes[self.held.look[rows]])
+        np.add.at(load, self.held.rank[rows], self.held.nbytes[self.held.signature[rows]])
         return load
 
 
@@ -73,35 +73,35 @@ class Candidates:
         return self.rows[_ranges(self.begins[boxes], counts)], counts
 
 
-def spread(writers: Writers, boxes: IntArray, candidates: Candidates, *, came_first: IntArray) -> None:
+def assign_replicas(writers: Writers, boxes: IntArray, candidates: Candidates, *, came_first: IntArray) -> None:
     """Give each of ``boxes`` to one of its candidates.
 
     Largest first, of equals the one that came last (``came_first``: the first row of each of ``boxes``).
     """
     held = writers.held
-    nbytes = held.nbytes[held.look[candidates.rows[candidates.begins[boxes]]]]
+    nbytes = held.nbytes[held.signature[candidates.rows[candidates.begins[boxes]]]]
     order = np.lexsort((came_first, nbytes))[::-1]
     boxes, nbytes = boxes[order], nbytes[order]
     load = writers.load_bytes()
     for equals in np.split(boxes, np.flatnonzero(np.diff(nbytes)) + 1):
-        _spread_equals(writers, *candidates.of_boxes(equals), load=load)
+        _assign_equal_replicas(writers, *candidates.of_boxes(equals), load=load)
 
 
-def _spread_equals(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
+def _assign_equal_replicas(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
     """The same for boxes of equal length, with so many of ``rows`` each.
 
     A box waits for those before it that one of its ranks holds too. Where all ranks of each box come to it as their
     k-th (a model over a mesh), all k-th boxes are one step: 5,000 pairs of ranks take no more steps than one pair.
     """
     held, begins = writers.held, np.cumsum(counts) - counts
-    turn = _turns(held.rank[rows])
-    is_even = (np.minimum.reduceat(turn, begins) == np.maximum.reduceat(turn, begins)).all()
+    occurrence = _occurrences(held.rank[rows])
+    is_even = (np.minimum.reduceat(occurrence, begins) == np.maximum.reduceat(occurrence, begins)).all()
     if held.is_tied[rows].any() or not is_even:
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
             _place_one(writers, rows[begin : begin + count], load=load)
         return
-    order = np.argsort(turn[begins], kind="stable")
-    for step in np.split(order, np.flatnonzero(np.diff(turn[begins][order])) + 1):
+    order = np.argsort(occurrence[begins], kind="stable")
+    for step in np.split(order, np.flatnonzero(np.diff(occurrence[begins][order])) + 1):
         _place_at_once(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
 
 
@@ -112,7 +112,7 @@ def _place_at_once(writers: Writers, rows: IntArray, counts: IntArray, *, load: 
     least = np.flatnonzero(mine == np.repeat(np.minimum.reduceat(mine, begins), counts))
     chosen = rows[least[np.searchsorted(least, begins)]]
     writers.take(chosen)
-    load[held.rank[chosen]] += held.nbytes[held.look[chosen]]
+    load[held.rank[chosen]] += held.nbytes[held.signature[chosen]]
 
 
 def _place_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
@@ -126,17 +126,17 @@ def _place_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
     first, end = np.searchsorted(held.item[start:stop], held.item[row] + np.arange(2))
     tied = np.arange(start + first, start + end)
     if not writers.is_written[tied].any():
-        load[rank] += held.nbytes[held.look[row]]
+        load[rank] += held.nbytes[held.signature[row]]
     writers.take(tied)
 
 
-def _turns(rank: SmallInts) -> IntArray:
+def _occurrences(rank: SmallInts) -> IntArray:
     """Per entry, how many before it are of the same rank."""
     order = np.argsort(rank, kind="stable")
     counts = np.bincount(rank)
-    turn = np.empty(len(rank), np.int64)
-    turn[order] = _ranges(np.zeros(len(counts), np.int64), counts)
-    return turn
+    occurrence = np.empty(len(rank), np.int64)
+    occurrence[order] = _ranges(np.zeros(len(counts), np.int64), counts)
+    return occurrence
 
 
 def _ranges(begins: IntArray, counts: IntArray) -> IntArray:

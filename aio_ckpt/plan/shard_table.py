@@ -1,8 +1,8 @@
 """What every rank holds: as each tells it, and as the leader reads all of them, in columns. Pure.
 
 The leader of 10,000 ranks with 1,000 shards each has ten million of them: one Python object each would be minutes and
-gigabytes. So a plan is told as bytes that are equal on all ranks of one model (names, looks) and as numbers that are
-not (offsets): nothing is done in Python but per rank, per distinct name and per distinct look.
+gigabytes. So a plan is told as bytes that are equal on all ranks of one model (names, signatures) and as numbers that
+are not (offsets): nothing is done in Python but per rank, per distinct name and per distinct signature.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedErro
 from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
 from aio_ckpt.format.tensor_table import IntArray
 
-__all__ = ["Flags", "Held", "Holding", "LocalPlan", "Look", "SmallInts", "malformed", "one_of_equals", "padded"]
+__all__ = [
+    "Flags",
+    "LocalPlan",
+    "ShardInfo",
+    "ShardTable",
+    "SmallInts",
+    "TensorSignature",
+    "intern",
+    "malformed",
+    "padded",
+]
 
 SmallInts: TypeAlias = "npt.NDArray[np.int32]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
@@ -29,8 +39,8 @@ Flags: TypeAlias = "npt.NDArray[np.bool_]"
 # -- as a rank tells it -----------------------------------------------------------------------------
 
 
-class Look(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a shard looks like, wherever it lies."""
+class TensorSignature(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a shard signatures like, wherever it lies."""
 
     shape: tuple[int, ...]
     """Shape of the shard."""
@@ -40,14 +50,14 @@ class Look(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """``str(torch.dtype)`` without ``torch.``."""
 
 
-class Holding(msgspec.Struct, frozen=True, gc=False):
+class ShardInfo(msgspec.Struct, frozen=True, gc=False):
     """A tensor item that one rank holds."""
 
     fqns: tuple[str, ...]
     """Every name of it; tied leaves share it."""
     offsets: tuple[int, ...]
     """Where the shard begins in the global tensor."""
-    look: Look
+    signature: TensorSignature
     """All else."""
 
 
@@ -56,8 +66,8 @@ class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
 
     names: bytes
     """msgpack: every name of each tensor item, in the order of its image."""
-    looks: bytes
-    """msgpack: the distinct looks, and which of them each item has."""
+    signatures: bytes
+    """msgpack: the distinct signatures, and which of them each item has."""
     offsets: bytes
     """Where each item begins in its global tensor: int64, little-endian, as many as that has dimensions."""
     objects: bytes
@@ -66,14 +76,14 @@ class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
     """Containers of its state, encoded."""
 
     @classmethod
-    def of(cls, items: Sequence[Holding], objects: Sequence[str], skeleton: bytes) -> LocalPlan:
+    def of(cls, items: Sequence[ShardInfo], objects: Sequence[str], skeleton: bytes) -> LocalPlan:
         """What a rank tells."""
-        looks: dict[Look, int] = {}
-        numbers = [looks.setdefault(item.look, len(looks)) for item in items]
+        signatures: dict[TensorSignature, int] = {}
+        numbers = [signatures.setdefault(item.signature, len(signatures)) for item in items]
         encode = msgspec.msgpack.encode
         return cls(
             encode([item.fqns for item in items]),
-            encode((list(looks), numbers)),
+            encode((list(signatures), numbers)),
             np.array([offset for item in items for offset in item.offsets], "<i8").tobytes(),
             encode(objects),
             skeleton,
@@ -81,13 +91,13 @@ class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 _NAMES: msgspec.msgpack.Decoder[tuple[tuple[str, ...], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, ...], ...])
-_LOOKS: msgspec.msgpack.Decoder[tuple[tuple[Look, ...], tuple[int, ...]]] = msgspec.msgpack.Decoder(
-    tuple[tuple[Look, ...], tuple[int, ...]]
+_SIGNATURES: msgspec.msgpack.Decoder[tuple[tuple[TensorSignature, ...], tuple[int, ...]]] = msgspec.msgpack.Decoder(
+    tuple[tuple[TensorSignature, ...], tuple[int, ...]]
 )
 _OBJECTS: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tuple[str, ...])
 
 
-def one_of_equals(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[LocalPlan]:
+def intern(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[LocalPlan]:
     """The same plans in the bytes of ``known``, where equal, and else one copy of what several of them tell.
 
     10,000 ranks of one model name its tensors once, and a rank that plans the same anew takes no more memory.
@@ -98,7 +108,7 @@ def one_of_equals(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -
         return seen.setdefault(data, data)
 
     def of_kept(plan: LocalPlan) -> LocalPlan:
-        return LocalPlan(*map(kept, (plan.names, plan.looks, plan.offsets, plan.objects, plan.skeleton)))
+        return LocalPlan(*map(kept, (plan.names, plan.signatures, plan.offsets, plan.objects, plan.skeleton)))
 
     for plan in known:
         of_kept(plan)
@@ -118,15 +128,15 @@ def malformed(rank: int, what: object) -> PeerFailedError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class ShardTable:
     """All that all ranks hold. A row is one name of one item of one rank; rows are in the order of the ranks' plans."""
 
     names: tuple[str, ...]
     """Every name of a tensor, in the order in which the ranks come to it."""
-    looks: tuple[Look, ...]
-    """Every look."""
-    look_of_name: SmallInts
-    """Per name, the first look that it has: its global shape and dtype are the same on all ranks."""
+    signatures: tuple[TensorSignature, ...]
+    """Every signature."""
+    signature_of_name: SmallInts
+    """Per name, the first signature that it has: its global shape and dtype are the same on all ranks."""
     objects: tuple[tuple[str, ...], ...]
     """Per rank, the names of its objects."""
     starts: IntArray
@@ -137,21 +147,21 @@ class Held:
     """Per row, which name."""
     item: SmallInts
     """Per row, which item of its rank."""
-    look: SmallInts
-    """Per row, which look."""
+    signature: SmallInts
+    """Per row, which signature."""
     is_tied: Flags
     """Per row, whether its item has other names too."""
     offsets: IntArray
     """Per row, where the shard begins; zeros behind the tensor's own dimensions."""
     shapes: IntArray
-    """Per look, the shape of the shard; zeros likewise."""
+    """Per signature, the shape of the shard; zeros likewise."""
     sizes: IntArray
-    """Per look, the global shape; zeros likewise."""
+    """Per signature, the global shape; zeros likewise."""
     nbytes: IntArray
-    """Per look, raw bytes of the shard."""
+    """Per signature, raw bytes of the shard."""
 
     @classmethod
-    def of(cls, plans: Sequence[LocalPlan]) -> Held:
+    def of(cls, plans: Sequence[LocalPlan]) -> ShardTable:
         """Read what all ranks told, by rank.
 
         Raises:
@@ -162,25 +172,27 @@ class Held:
         reader = _Reader()
         outlines = [reader.outline(rank, plan) for rank, plan in enumerate(plans)]
         objects = tuple(reader.object_names(rank, plan) for rank, plan in enumerate(plans))
-        look_of_name = _check_names(outlines, objects, reader)
-        dims = max((len(look.size) for look in reader.looks), default=0)
-        looks = tuple(reader.looks)
+        signature_of_name = _check_names(outlines, objects, reader)
+        dims = max((len(signature.size) for signature in reader.signatures), default=0)
+        signatures = tuple(reader.signatures)
         rows = [len(outline.name) for outline in outlines]
         held = cls(
             names=tuple(reader.names),
-            looks=looks,
-            look_of_name=look_of_name,
+            signatures=signatures,
+            signature_of_name=signature_of_name,
             objects=objects,
             starts=np.cumsum([0, *rows]),
             rank=np.repeat(np.arange(len(plans), dtype=np.int32), rows),
             name=_joined([outline.name for outline in outlines]),
             item=_joined([outline.item for outline in outlines]),
-            look=_joined([outline.look for outline in outlines]),
+            signature=_joined([outline.signature for outline in outlines]),
             is_tied=np.concatenate([np.empty(0, np.bool_), *(outline.is_tied for outline in outlines)]),
             offsets=_offsets(plans, outlines, dims),
-            shapes=padded([look.shape for look in looks], dims),
-            sizes=padded([look.size for look in looks], dims),
-            nbytes=np.array([math.prod(look.shape) * DTYPES[look.dtype].itemsize for look in looks], np.int64),
+            shapes=padded([signature.shape for signature in signatures], dims),
+            sizes=padded([signature.size for signature in signatures], dims),
+            nbytes=np.array(
+                [math.prod(signature.shape) * DTYPES[signature.dtype].itemsize for signature in signatures], np.int64
+            ),
         )
         held.check_offsets()
         return held
@@ -202,26 +214,26 @@ class Held:
         outside = np.zeros(len(self.name), np.bool_)
         for dim in range(self.offsets.shape[1]):
             offset = self.offsets[:, dim]
-            outside |= (offset < 0) | (offset > self.sizes[self.look, dim])
+            outside |= (offset < 0) | (offset > self.sizes[self.signature, dim])
         if outside.any():
             row = int(outside.argmax())
-            look = self.looks[self.look[row]]
+            signature = self.signatures[self.signature[row]]
             raise PlanChangedError(
                 f"rank {self.rank[row]} holds a part of {self.names[self.name[row]]!r} that begins at "
-                f"{self.offsets[row, : len(look.size)].tolist()}, outside of its shape {list(look.size)}"
+                f"{self.offsets[row, : len(signature.size)].tolist()}, outside of its shape {list(signature.size)}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Outline:
-    """What ranks with equal names and looks hold: all but where their shards begin."""
+    """What ranks with equal names and signatures hold: all but where their shards begin."""
 
     name: SmallInts
     """Per row, which name of the reader's."""
     item: SmallInts
     """Per row, which item."""
-    look: SmallInts
-    """Per row, which look of the reader's."""
+    signature: SmallInts
+    """Per row, which signature of the reader's."""
     is_tied: Flags
     """Per row, whether its item has other names too."""
     dims: IntArray
@@ -233,16 +245,16 @@ class _Reader:
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
-        self.looks: dict[Look, int] = {}
+        self.signatures: dict[TensorSignature, int] = {}
         self._outlines: dict[tuple[bytes, bytes], _Outline] = {}
         self._objects: dict[bytes, tuple[str, ...]] = {}
 
     def outline(self, rank: int, plan: LocalPlan) -> _Outline:
-        """Names and looks of a plan."""
-        key = plan.names, plan.looks
+        """Names and signatures of a plan."""
+        key = plan.names, plan.signatures
         if key not in self._outlines:
             try:
-                self._outlines[key] = self._read(_NAMES.decode(plan.names), *_LOOKS.decode(plan.looks))
+                self._outlines[key] = self._read(_NAMES.decode(plan.names), *_SIGNATURES.decode(plan.signatures))
             except (ValueError, IndexError) as error:
                 raise malformed(rank, error) from error
         return self._outlines[key]
@@ -259,32 +271,34 @@ class _Reader:
                 raise malformed(rank, "an object twice")
         return found
 
-    def _read(self, names: Sequence[tuple[str, ...]], looks: Sequence[Look], numbers: Sequence[int]) -> _Outline:
+    def _read(
+        self, names: Sequence[tuple[str, ...]], signatures: Sequence[TensorSignature], numbers: Sequence[int]
+    ) -> _Outline:
         flat = [name for fqns in names for name in fqns]
         if len(names) != len(numbers) or min(numbers, default=0) < 0:
-            raise ValueError(f"{len(names)} items with {len(numbers)} looks")
+            raise ValueError(f"{len(names)} items with {len(numbers)} signatures")
         if len(set(flat)) != len(flat) or not all(names):
             raise ValueError("an item without a name, or a name twice")
-        for look in looks:
-            _check_look(look)
-        known = [self.looks.setdefault(look, len(self.looks)) for look in looks]
+        for signature in signatures:
+            _check_signature(signature)
+        known = [self.signatures.setdefault(signature, len(self.signatures)) for signature in signatures]
         counts = [len(fqns) for fqns in names]
         item = np.repeat(np.arange(len(names), dtype=np.int32), counts)
         return _Outline(
             name=np.array([self.names.setdefault(name, len(self.names)) for name in flat], np.int32),
             item=item,
-            look=np.array([known[number] for number in numbers], np.int32)[item],
+            signature=np.array([known[number] for number in numbers], np.int32)[item],
             is_tied=np.array(counts, np.int64)[item] > 1,
-            dims=np.array([len(looks[number].size) for number in numbers], np.int64),
+            dims=np.array([len(signatures[number].size) for number in numbers], np.int64),
         )
 
 
-def _check_look(look: Look) -> None:
-    is_number = all(0 <= number <= MAX_BYTES for number in (*look.shape, *look.size))
-    if len(look.shape) != len(look.size) or look.dtype not in DTYPES or not is_number:
-        raise ValueError(f"a shard of {look}")
-    if math.prod(look.shape) * DTYPES[look.dtype].itemsize > MAX_BYTES:
-        raise ValueError(f"a shard of {look}, which no memory holds")
+def _check_signature(signature: TensorSignature) -> None:
+    is_number = all(0 <= number <= MAX_BYTES for number in (*signature.shape, *signature.size))
+    if len(signature.shape) != len(signature.size) or signature.dtype not in DTYPES or not is_number:
+        raise ValueError(f"a shard of {signature}")
+    if math.prod(signature.shape) * DTYPES[signature.dtype].itemsize > MAX_BYTES:
+        raise ValueError(f"a shard of {signature}, which no memory holds")
 
 
 def _joined(columns: Sequence[SmallInts]) -> SmallInts:
@@ -321,27 +335,27 @@ def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int
 
 
 def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]], reader: _Reader) -> SmallInts:
-    """Per name its first look; DuplicateNameError unless every rank means the same by it."""
-    looks = tuple(reader.looks)
+    """Per name its first signature; DuplicateNameError unless every rank means the same by it."""
+    signatures = tuple(reader.signatures)
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-    kind_of_look = [kinds.setdefault((look.dtype, look.size), len(kinds)) for look in looks]
+    kind_of_signature = [kinds.setdefault((signature.dtype, signature.size), len(kinds)) for signature in signatures]
     names = tuple(reader.names)
     first: dict[str, tuple[int, int | None]] = {}
     seen: set[int] = set()
     are_objects: set[str] = set()
 
-    def check(name: str, rank: int, look: int | None) -> None:
-        other, known_as = first.setdefault(name, (rank, look))
-        if _kind(known_as, kind_of_look) != _kind(look, kind_of_look):
+    def check(name: str, rank: int, signature: int | None) -> None:
+        other, known_as = first.setdefault(name, (rank, signature))
+        if _kind(known_as, kind_of_signature) != _kind(signature, kind_of_signature):
             raise DuplicateNameError(
-                f"{name!r} is {_shown(known_as, looks)} on rank {other} and {_shown(look, looks)} on rank {rank}: name "
-                "them apart, or wrap values of each rank's own in PerRank"
+                f"{name!r} is {_shown(known_as, signatures)} on rank {other} and {_shown(signature, signatures)} on "
+                f"rank {rank}: name them apart, or wrap values of each rank's own in PerRank"
             )
 
     for rank, (outline, own) in enumerate(zip(outlines, objects, strict=True)):
         if id(outline) not in seen:
-            for number, look in zip(outline.name.tolist(), outline.look.tolist(), strict=True):
-                check(names[number], rank, look)
+            for number, signature in zip(outline.name.tolist(), outline.signature.tolist(), strict=True):
+                check(names[number], rank, signature)
         if id(own) not in seen:
             for name in [name for name in own if name not in are_objects]:
                 check(name, rank, None)
@@ -350,9 +364,9 @@ def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]
     return np.array([first[name][1] for name in names], np.int32)
 
 
-def _kind(look: int | None, kind_of_look: Sequence[int]) -> int | None:
-    return None if look is None else kind_of_look[look]
+def _kind(signature: int | None, kind_of_signature: Sequence[int]) -> int | None:
+    return None if signature is None else kind_of_signature[signature]
 
 
-def _shown(look: int | None, looks: Sequence[Look]) -> str:
-    return "object" if look is None else str((looks[look].dtype, looks[look].size))
+def _shown(signature: int | None, signatures: Sequence[TensorSignature]) -> str:
+    return "object" if signature is None else str((signatures[signature].dtype, signatures[signature].size))

@@ -15,9 +15,9 @@ from isal import isal_zlib
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
 from aio_ckpt.format.manifests import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
-from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
 from aio_ckpt.plan.global_plan import Stored, render_global
-from aio_ckpt.plan.shard_table import Flags, Held, LocalPlan, malformed, one_of_equals
+from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, malformed
 
 __all__ = [
     "AssignReply",
@@ -129,7 +129,7 @@ class AssignReply(msgspec.Struct, frozen=True, array_like=True, tag="A"):
 
     share_id: bytes
     """Its name; that of the share which the rank has, if it keeps it."""
-    share: Share | None
+    share: Assignment | None
     """None: the rank keeps what it has."""
 
 
@@ -157,7 +157,7 @@ class _Known:
 
     local: LocalPlan
     """All that the rank held."""
-    share: Share
+    share: Assignment
     """What of it the rank writes."""
     items: int
     """How many tensor items that are."""
@@ -208,8 +208,8 @@ class Ledger:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)
                 kept[rank] = known.share
-        plans = one_of_equals(plans, (known.local for shares in self._ranks for known in shares.values()))
-        held = Held.of(plans)
+        plans = intern(plans, (known.local for shares in self._ranks for known in shares.values()))
+        held = ShardTable.of(plans)
         boxes = Boxes.of_rows(held)
         unequal = unequal_replicas(held, boxes, sums)
         if unequal.any():
@@ -283,7 +283,7 @@ def slowest_ranks(written: Sequence[WrittenMsg]) -> Mapping[str, int]:
     }
 
 
-def _warn(held: Held, boxes: Boxes, unequal: Flags) -> None:
+def _warn(held: ShardTable, boxes: Boxes, unequal: Flags) -> None:
     names = sorted({held.names[name] for name in held.name[unequal[boxes.of]].tolist()})
     _log.warning(
         "%d tensors differ between ranks that hold the same part of them, %s for example: the lowest rank's are saved; "

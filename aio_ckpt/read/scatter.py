@@ -64,7 +64,7 @@ def finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) 
 def _wait_for(issued: Iterable[Copies]) -> None:
     """Until what this thread issued is done: then its sources and targets are free."""
     for copies in issued:
-        copies.mark().synchronize()
+        copies.record_event().synchronize()
 
 
 def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:

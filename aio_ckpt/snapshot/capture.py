@@ -12,55 +12,55 @@ import torch
 
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.format import tensor_zip as envelope
-from aio_ckpt.memory.copies import Copies, Mark
+from aio_ckpt.memory.copies import Copies, CopyEvent
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, unreadable
-from aio_ckpt.plan.copy_plan import Span
+from aio_ckpt.plan.copy_plan import GatherRun
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
 from aio_ckpt.plan.values import Chunk, Piece
 from aio_ckpt.runtime.trace import CALLER, COPIES, Recorder
-from aio_ckpt.snapshot.copy_order import NO_TURNS, KnownTurns
-from aio_ckpt.snapshot.device_copy import Shadows
+from aio_ckpt.snapshot.copy_order import NO_ORDER, KnownCopyOrder
+from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedRun
 
-__all__ = ["Capture", "Copiers", "capture"]
+__all__ = ["Capture", "CopyEngines", "capture"]
 
 _BRIEF_BYTES = 1 << 20
 """A run from the host of no more (the last chunk alone can be so short) is copied before anybody wakes to write it."""
 _RUN_GROWTH = 8
-"""Each run of chunks from devices is so many times longer than the one before: its batch and its mark cost the caller
+"""Each run of chunks from devices is so many times longer than the one before: its batch and its event cost the caller
 tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copiers:
+class CopyEngines:
     """What the captures of one engine share."""
 
     streams: CopyStreams = field(default_factory=CopyStreams)
     """Side streams."""
     gathers: GatherBuffers = field(default_factory=GatherBuffers)
     """Gather buffers."""
-    shadows: Shadows = field(default_factory=lambda: Shadows(0))
+    device_copier: DeviceCopier = field(default_factory=lambda: DeviceCopier(0))
     """Copies on the devices."""
-    turns: KnownTurns = field(default_factory=KnownTurns)
+    copy_order: KnownCopyOrder = field(default_factory=KnownCopyOrder)
     """What comes first."""
 
     def prepare(self, plan: ImagePlan) -> None:
         """Make the side streams and the gather buffers of a plan before its first capture needs them."""
         for device in set(plan.structure.devices):
-            spans = [span for route in plan.routes for span in route.gathered if span.device == device]
+            gathered = [run for methods in plan.copy_methods for run in methods.gathered if run.device == device]
             copies = self.streams.begin(device, is_registered=True)
-            if spans:
-                self.gathers.line(plan, spans[0], copies)
-        self.shadows.of(plan, lambda device: self.streams.begin(device, is_registered=True))
+            if gathered:
+                self.gathers.line(plan, gathered[0], copies)
+        self.device_copier.of(plan, lambda device: self.streams.begin(device, is_registered=True))
 
     def clear(self) -> None:
         """Let go of all memory of devices."""
         self.gathers.clear()
-        self.shadows.clear()
+        self.device_copier.clear()
 
 
 class Capture:
@@ -70,50 +70,54 @@ class Capture:
     """
 
     def __init__(
-        self, planned: PlannedImage, image: Image, copiers: Copiers, guarded: Set[int], trace: Recorder
+        self, planned: PlannedImage, image: Image, copy_engines: CopyEngines, guarded: Set[int], trace: Recorder
     ) -> None:
         self._planned = planned
         self._image = image
-        self._copiers = copiers
+        self._copy_engines = copy_engines
         # In waves nothing may wait for later: the ring needs every chunk now.
         self._guarded = guarded if image.is_whole else frozenset[int]()
-        self._turns = NO_TURNS
-        self._is_shadowed = False
+        self._copy_order = NO_ORDER
+        self._is_copied_on_device = False
         self._copies: dict[torch.device, Copies] = {}
-        self._unmarked: set[Copies] = set()
+        self._without_event: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
-        self.marks: tuple[Mark, ...] = ()
+        self.events: tuple[CopyEvent, ...] = ()
         """Behind every copy, once all are issued."""
-        self.source_marks: tuple[Mark, ...] = ()
+        self.source_events: tuple[CopyEvent, ...] = ()
         """What must be reached before a guarded source may change."""
         self._trace = trace
-        self._runs: list[tuple[str, float, tuple[Mark, ...]]] = []
+        self._runs: list[tuple[str, float, tuple[CopyEvent, ...]]] = []
 
     def issue_first(self) -> None:
         """What nobody guards, on devices: the caller's stream waits for these copies alone.
 
-        With a shadow the copies within the device come first, and the large tensors are moved from there: nobody
-        changes a shadow, so that they need no other guard.
+        With a device copy the copies within the device come first, and the large tensors are moved from there: nobody
+        changes that copy, so that they need no other guard.
         """
         plan = self._planned.plan
-        issues = plan.descriptors.issues
-        shadow = self._copiers.shadows.of(plan, self._copies_from) if self._image.is_whole else None
-        if shadow is not None:
-            for device, groups in shadow.groups.items():
+        device_copies = plan.descriptors.device_copies
+        device_copy = self._copy_engines.device_copier.of(plan, self._copies_from) if self._image.is_whole else None
+        if device_copy is not None:
+            for device, groups in device_copy.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            self._guarded, issues, self._is_shadowed = shadow.leaves, shadow.issues, True
-        self._turns = self._copiers.turns.of(plan.routes, issues, self._guarded)
-        if self._guarded and plan.routes:
-            self._issue_device(self._image.chunks[: len(plan.routes)], is_guarded=False)
+            self._guarded, device_copies, self._is_copied_on_device = (
+                device_copy.leaves,
+                device_copy.device_copies,
+                True,
+            )
+        self._copy_order = self._copy_engines.copy_order.of(plan.copy_methods, device_copies, self._guarded)
+        if self._guarded and plan.copy_methods:
+            self._issue_device(self._image.chunks[: len(plan.copy_methods)], is_guarded=False)
             for copies in self._copies.values():
-                copies.mark().fence()
+                copies.record_event().fence()
 
     def issue(self, run: Sequence[Chunk]) -> None:
         """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
         plan = self._planned.plan
-        run = run[: max(len(plan.routes) - run[0].index, 0)]  # behind the last route are objects alone
+        run = run[: max(len(plan.copy_methods) - run[0].index, 0)]  # behind the last route are objects alone
         for chunk in run:
-            route = plan.routes[chunk.index]
+            route = plan.copy_methods[chunk.index]
             if route.moved:
                 self._move(chunk)
             if route.copied:
@@ -121,34 +125,34 @@ class Capture:
         if run:
             self._issue_device(run, is_guarded=bool(self._guarded))
 
-    def take_marks(self) -> tuple[Mark, ...]:
+    def take_events(self) -> tuple[CopyEvent, ...]:
         """Behind the copies that were issued since the last call."""
-        marks = tuple(copies.mark() for copies in self._unmarked)
-        self._unmarked.clear()
-        return marks
+        events = tuple(copies.record_event() for copies in self._without_event)
+        self._without_event.clear()
+        return events
 
     def capture_run(self, run: Sequence[Chunk], *, is_issued: bool) -> CapturedRun:
         """:meth:`issue` the run; ``is_issued``: from devices, so that its copies end later."""
         name = f"chunk {run[0].index}" + (f" to {run[-1].index}" if run[1:] else "")
         with self._trace.span(f"{'issue' if is_issued else 'copy'} {name}", CALLER):
             self.issue(run)
-            marks = self.take_marks()
+            events = self.take_events()
         if is_issued:
-            self._runs.append((name, time.perf_counter(), marks))
-        return [chunk.index for chunk in run], marks
+            self._runs.append((name, time.perf_counter(), events))
+        return [chunk.index for chunk in run], events
 
     def end(self) -> None:
         """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
-        self.marks = tuple(copies.mark() for copies in self._copies.values())
-        self.source_marks = () if self._is_shadowed else self.marks
+        self.events = tuple(copies.record_event() for copies in self._copies.values())
+        self.source_events = () if self._is_copied_on_device else self.events
         if not self._guarded:
-            for mark in self.marks:
-                mark.fence()
+            for event in self.events:
+                event.fence()
 
     @property
     def is_done(self) -> bool:
         """Whether every copy is done."""
-        return all(mark.query() for mark in self.marks)
+        return all(event.query() for event in self.events)
 
     def check_sources(self) -> None:
         """Raise SourceChangedError if a source moved while it was captured (freed or resized by another thread)."""
@@ -162,14 +166,14 @@ class Capture:
     def finish(self) -> None:
         """Block until every copy is done, then let go of the sources."""
         ended = 0.0
-        for name, issued, marks in self._runs:  # one after the other on the side stream, and so on their lane
-            for mark in marks:
-                mark.synchronize()
+        for name, issued, events in self._runs:  # one after the other on the side stream, and so on their lane
+            for event in events:
+                event.synchronize()
             began, ended = max(issued, ended), time.perf_counter()
             self._trace.add(f"copy {name}", COPIES, began, ended)
         self._runs.clear()
-        for mark in self.marks:
-            mark.synchronize()
+        for event in self.events:
+            event.synchronize()
         self._flat.clear()
         self._planned.tensors.clear()
         self._planned.objects.clear()
@@ -184,42 +188,42 @@ class Capture:
 
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
         """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
-        plan, turns = self._planned.plan, self._turns
-        for device, issues in turns.issues(is_guarded=is_guarded).items():
+        plan, copy_order = self._planned.plan, self._copy_order
+        for device, device_copies in copy_order.device_copies(is_guarded=is_guarded).items():
             # Not to the end of a file whose objects grow: each cut is kept.
-            moves = issues.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
-            if len(moves):
-                self._copies_from(device).issue(self._base(run[0]), moves)
+            vectors = device_copies.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
+            if len(vectors):
+                self._copies_from(device).issue(self._base(run[0]), vectors)
         for chunk in run:
-            route = plan.routes[chunk.index]
-            for span in route.gathered:
-                if (span.start in turns.guarded_spans) is is_guarded:
-                    self._gather(chunk, span)
+            route = plan.copy_methods[chunk.index]
+            for gathered in route.gathered:
+                if (gathered.start in copy_order.guarded_runs) is is_guarded:
+                    self._gather(chunk, gathered)
             if route.converted and not is_guarded:
                 self._copy(chunk, route.converted)
 
     def _move(self, chunk: Chunk) -> None:
         plan, base = self._planned.plan, self._base(chunk)
-        moves = plan.descriptors.moves[chunk.index]
+        vectors = plan.descriptors.vectors[chunk.index]
         try:
-            copy_all(base, moves)
+            copy_all(base, vectors)
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            item = plan.layout.items[plan.routes[chunk.index].moved[unreadable(base, moves)].item]
+            item = plan.layout.items[plan.copy_methods[chunk.index].moved[unreadable(base, vectors)].item]
             raise SourceChangedError(
                 f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
                 "that was truncated: keep it until save() returns, or give a clone()"
             ) from error
 
-    def _gather(self, chunk: Chunk, span: Span) -> None:
-        copies = self._copies_from(span.device)
-        line = self._copiers.gathers.line(self._planned.plan, span, copies)
+    def _gather(self, chunk: Chunk, run: GatherRun) -> None:
+        copies = self._copies_from(run.device)
+        line = self._copy_engines.gathers.line(self._planned.plan, run, copies)
         if line is None:
-            self._copy(chunk, span.pieces)
+            self._copy(chunk, run.pieces)
             return
-        start = span.start + self._shift(chunk)
-        target = self._image.lease.arena.tensor[start : start + span.stop - span.start]
+        start = run.start + self._shift(chunk)
+        target = self._image.lease.arena.tensor[start : start + run.stop - run.start]
         self._assemble(copies, line.groups)
         copies.copy(target, line.memory)
 
@@ -242,8 +246,8 @@ class Capture:
     def _copies_from(self, source: torch.device) -> Copies:
         if source not in self._copies:
             is_registered = self._image.lease.arena.is_registered
-            self._copies[source] = self._copiers.streams.begin(source, is_registered=is_registered)
-        self._unmarked.add(self._copies[source])
+            self._copies[source] = self._copy_engines.streams.begin(source, is_registered=is_registered)
+        self._without_event.add(self._copies[source])
         return self._copies[source]
 
     def _flat_bytes(self, leaf: int, copies: Copies) -> torch.Tensor:
@@ -261,7 +265,7 @@ class Capture:
 def capture(
     planned: PlannedImage,
     image: Image,
-    copiers: Copiers,
+    copy_engines: CopyEngines,
     *,
     guarded: Set[int],
     on_captured: Callable[[Sequence[CapturedRun]], None],
@@ -282,7 +286,7 @@ def capture(
         SourceChangedError: a source moved meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
-    work = Capture(planned, image, copiers, guarded, trace)
+    work = Capture(planned, image, copy_engines, guarded, trace)
     untold: list[CapturedRun] = []
 
     def tell() -> None:
@@ -334,9 +338,9 @@ def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], 
 
 def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
     """Whether a chunk comes from devices, in an image that holds it to the end."""
-    if not image.is_whole or index >= len(plan.routes):
+    if not image.is_whole or index >= len(plan.copy_methods):
         return False
-    return bool(plan.routes[index].issued or plan.routes[index].gathered)
+    return bool(plan.copy_methods[index].issued or plan.copy_methods[index].gathered)
 
 
 def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from isal import isal_zlib
 
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.plan.assignment import Share
+from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.values import ImageLayout
 from aio_ckpt.snapshot.image import Image
@@ -26,7 +26,9 @@ def item_sums(image: Image, layout: ImageLayout) -> bytes:
     return struct.pack(f"<{len(sums)}I", *sums)
 
 
-def narrowed_image(image: Image, before: ImageLayout, share: Share, after: ImageLayout, objects_bytes: int) -> Image:
+def narrowed_image(
+    image: Image, before: ImageLayout, share: Assignment, after: ImageLayout, objects_bytes: int
+) -> Image:
     """The image of ``after``, in the same memory: each item of the share moves forward to its new place.
 
     ``image`` is whole and captured, and ``after`` is the layout of the share, whose items begin nowhere behind where

@@ -1,4 +1,4 @@
-"""Shadows: copies of a state's large tensors on their own devices, moved to the host while training goes on."""
+"""Device copies: copies of a state's large tensors on their own devices, moved to the host while training goes on."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ import torch
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.plan.copy_descriptors import Issues
+from aio_ckpt.plan.copy_descriptors import DeviceCopies
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.plan.values import ImageLayout
 from aio_ckpt.snapshot.gather import LeafGroups, by_dtype, view_at
 
-__all__ = ["Shadow", "Shadows"]
+__all__ = ["DeviceCopier", "DeviceCopy"]
 
 _ALIGNMENT = 512
 _log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shadow:
+class DeviceCopy:
     """Where each large tensor of one layout is copied to, on its device."""
 
     leaves: frozenset[int]
     """Those tensors."""
     groups: Mapping[torch.device, LeafGroups]
     """The copies on each device."""
-    issues: Mapping[torch.device, Issues]
-    """``CopyDescriptors.issues`` with the addresses of the copies."""
+    device_copies: Mapping[torch.device, DeviceCopies]
+    """``CopyDescriptors.device_copies`` with the addresses of the copies."""
 
 
-class Shadows:
-    """The shadow of the newest layout. Holds memory of its own, never a source.
+class DeviceCopier:
+    """The device copy of the newest layout. Holds memory of its own, never a source.
 
-    One shadow serves save after save: all copies of a device are in the order of one stream, so it was moved to the
+    One copy serves save after save: all copies of a device are in the order of one stream, so it was moved to the
     host before the next save's values come.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """``most_bytes`` of each device; 0 for no shadow."""
+        """``most_bytes`` of each device; 0 for no copy."""
         self._most_bytes = most_bytes
         self._layout: ImageLayout | None = None
-        self._shadow: Shadow | None = None
+        self._device_copy: DeviceCopy | None = None
 
-    def of(self, plan: ImagePlan, copies_from: Callable[[torch.device], Copies]) -> Shadow | None:
-        """The shadow of ``plan``; None if it has no large tensors on devices, or a device has no room for them."""
+    def of(self, plan: ImagePlan, copies_from: Callable[[torch.device], Copies]) -> DeviceCopy | None:
+        """The device copy of ``plan``; None if it has no large tensors on devices, or a device has no room for them."""
         if self._most_bytes and self._layout is not plan.layout:
             self.clear()
             with torch.inference_mode(mode=False):  # memory made inside could not be written to outside
-                self._layout, self._shadow = plan.layout, self._lay_out(plan, copies_from)
-        return self._shadow
+                self._layout, self._device_copy = plan.layout, self._lay_out(plan, copies_from)
+        return self._device_copy
 
     def clear(self) -> None:
         """Let go of the memory. What was issued is done first, by stream order."""
-        self._layout = self._shadow = None
+        self._layout = self._device_copy = None
 
-    def _lay_out(self, plan: ImagePlan, copies_from: Callable[[torch.device], Copies]) -> Shadow | None:
+    def _lay_out(self, plan: ImagePlan, copies_from: Callable[[torch.device], Copies]) -> DeviceCopy | None:
         structure, places = plan.structure, _places(plan)
         memory: dict[torch.device, torch.Tensor] = {}
         for device, nbytes in _ends(places).items():
@@ -81,8 +81,8 @@ class Shadows:
             device: by_dtype({leaf: copy for leaf, copy in copies.items() if places[leaf][0] == device})
             for device in memory
         }
-        issues = plan.places.issues(addresses)
-        return Shadow(leaves=frozenset(copies), groups=groups, issues=issues) if copies else None
+        device_copies = plan.places.device_copies(addresses)
+        return DeviceCopy(leaves=frozenset(copies), groups=groups, device_copies=device_copies) if copies else None
 
 
 def _places(plan: ImagePlan) -> dict[int, tuple[torch.device, int, int]]:

@@ -10,7 +10,7 @@ import torch
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.plan.copy_plan import Span
+from aio_ckpt.plan.copy_plan import GatherRun
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.plan.values import ImageLayout
 
@@ -24,7 +24,7 @@ _LINE_ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Line:
-    """Where one span is gathered."""
+    """Where one run is gathered."""
 
     memory: torch.Tensor
     """Its bytes on the device."""
@@ -35,41 +35,41 @@ class Line:
 class GatherBuffers:
     """One gather buffer a device, laid out for the newest layout.
 
-    Spans share a buffer in turn: all copies of a device are in the order of one stream, so a span is moved to the
-    host before the next one that stands in its place is gathered. Holds memory of its own, never a source.
+    Runs share a buffer, one after the other: all copies of a device are in the order of one stream, so a run is moved
+    to the host before the next one that stands in its place is gathered. Holds memory of its own, never a source.
     """
 
     def __init__(self) -> None:
         self._layout: ImageLayout | None = None
-        self._lines: dict[torch.device, dict[Span, Line] | None] = {}
+        self._lines: dict[torch.device, dict[GatherRun, Line] | None] = {}
 
-    def line(self, plan: ImagePlan, span: Span, copies: Copies) -> Line | None:
-        """Where ``span`` of ``plan`` is gathered; None if device memory for it cannot be had."""
+    def line(self, plan: ImagePlan, run: GatherRun, copies: Copies) -> Line | None:
+        """Where ``run`` of ``plan`` is gathered; None if device memory for it cannot be had."""
         if self._layout is not plan.layout:
             self._layout, self._lines = plan.layout, {}
         found = self._lines
-        if span.device not in found:
+        if run.device not in found:
             with torch.inference_mode(mode=False):  # a buffer made inside could not be written to outside
-                found[span.device] = _lay_out(plan, span.device, copies)
-        lines = found[span.device]
-        return None if lines is None else lines[span]
+                found[run.device] = _lay_out(plan, run.device, copies)
+        lines = found[run.device]
+        return None if lines is None else lines[run]
 
     def clear(self) -> None:
         """Let go of the memory: the next save asks for it again. What was issued is done first, by stream order."""
         self._layout, self._lines = None, {}
 
 
-def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[Span, Line] | None:
-    spans = [span for route in plan.routes for span in route.gathered if span.device == device]
-    starts, nbytes = _turns([span.stop - span.start for span in spans], plan.gather_bytes)
+def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[GatherRun, Line] | None:
+    runs = [run for route in plan.copy_methods for run in route.gathered if run.device == device]
+    starts, nbytes = _ring_offsets([run.stop - run.start for run in runs], plan.gather_bytes)
     memory = copies.buffer(nbytes)
     if memory is None:
         return None
-    return {span: _line(plan.layout, span, memory, start) for span, start in zip(spans, starts, strict=True)}
+    return {run: _line(plan.layout, run, memory, start) for run, start in zip(runs, starts, strict=True)}
 
 
-def _turns(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int], int]:
-    """Where each span begins in a buffer, one behind the other and round again; and the length of the buffer."""
+def _ring_offsets(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int], int]:
+    """Where each run begins in a buffer, one behind the other and round again; and the length of the buffer."""
     starts: list[int] = []
     cursor = end = 0
     for nbytes in lengths:
@@ -81,12 +81,12 @@ def _turns(lengths: Sequence[int], buffer_bytes: int) -> tuple[list[int], int]:
     return starts, end
 
 
-def _line(layout: ImageLayout, span: Span, memory: torch.Tensor, start: int) -> Line:
+def _line(layout: ImageLayout, run: GatherRun, memory: torch.Tensor, start: int) -> Line:
     views: dict[int, torch.Tensor] = {}
-    for piece, leaf in zip(span.pieces, span.leaves, strict=True):
+    for piece, leaf in zip(run.pieces, run.leaves, strict=True):
         spec = layout.items[piece.item].spec
-        views[leaf] = view_at(memory, start + piece.image_start - span.start, spec.dtype, spec.shape, spec.stride)
-    return Line(memory=memory[start : start + span.stop - span.start], groups=by_dtype(views))
+        views[leaf] = view_at(memory, start + piece.image_start - run.start, spec.dtype, spec.shape, spec.stride)
+    return Line(memory=memory[start : start + run.stop - run.start], groups=by_dtype(views))
 
 
 def view_at(

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import local_tensor
 from aio_ckpt.errors import ConfigError, EngineClosedError
-from aio_ckpt.memory.copies import Mark
+from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
 from aio_ckpt.state.tensor_memory import span_of
@@ -34,7 +34,7 @@ class Guards:
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
-        self._marks: tuple[Mark, ...] = ()
+        self._events: tuple[CopyEvent, ...] = ()
         self._found: tuple[list[int], list[int], Sequence[int], frozenset[int]] | None = None  # numbers, no tensor
         self._is_closed = False
 
@@ -92,20 +92,20 @@ class Guards:
             found = self._found = (starts, counts, fingerprint, leaves)
         return found[3]
 
-    def wait_for(self, marks: Iterable[Mark]) -> None:
+    def wait_for(self, events: Iterable[CopyEvent]) -> None:
         """From now on each ``step`` waits for these as well, until they are reached."""
         if self._objects:
-            self._marks = tuple(mark for mark in (*self._marks, *marks) if not mark.query())
+            self._events = tuple(event for event in (*self._events, *events) if not event.query())
 
     def close(self) -> None:
         """Take every guard off; what was issued is still awaited by a last wait of the caller's current stream."""
         self._is_closed = True
-        for mark in self._marks:
+        for event in self._events:
             with contextlib.suppress(RuntimeError):  # a dead context: the trainer ends, and nothing steps any more
-                mark.fence()
+                event.fence()
         for remove in self._removers:
             remove()
-        self._objects, self._removers, self._marks = [], [], ()
+        self._objects, self._removers, self._events = [], [], ()
 
     def _before_step(self) -> None:
         if is_capturing_graph():
@@ -113,9 +113,9 @@ class Guards:
                 "a step inside a captured CUDA graph cannot be guarded: its replays would not wait. Leave guard() out, "
                 "or call ticket.fence() before each replay"
             )
-        marks = self._marks
-        for mark in marks:
-            mark.fence()
+        events = self._events
+        for event in events:
+            event.fence()
 
 
 def _before_each_step(guarded: Any, wait: Callable[[], None]) -> Callable[[], None]:

@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from aio_ckpt.memory.copies import Mark
+from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
 __all__ = ["CaptureProgress", "CapturedRun"]
 
-CapturedRun: TypeAlias = tuple[Sequence[int], tuple[Mark, ...]]
-"""(chunks, marks): the chunks are captured once the marks are reached."""
+CapturedRun: TypeAlias = tuple[Sequence[int], tuple[CopyEvent, ...]]
+"""(chunks, events): the chunks are captured once the events are reached."""
 
 
 class CaptureProgress:
     """Which chunks the caller's thread has captured; told and awaited on the loop."""
 
     def __init__(self, chunks: int) -> None:
-        self._marks: list[tuple[Mark, ...] | None] = [None] * chunks  # None: not told yet
+        self._events: list[tuple[CopyEvent, ...] | None] = [None] * chunks  # None: not told yet
         self._awaited: dict[int, asyncio.Event] = {}  # made on the loop, not on the caller's time
         self._error: Exception | None = None
         self._ended_early = asyncio.Event()
@@ -53,10 +53,10 @@ class CaptureProgress:
         return limit_secs if self.is_paused else self.last + limit_secs - time.monotonic()
 
     def tell(self, runs: Sequence[CapturedRun]) -> None:
-        """The chunks of each run are captured once its marks are reached."""
-        for indices, marks in runs:
+        """The chunks of each run are captured once its events are reached."""
+        for indices, events in runs:
             for index in indices:
-                self._marks[index] = marks
+                self._events[index] = events
                 if index in self._awaited:
                     self._awaited[index].set()
         self.touch()
@@ -74,8 +74,8 @@ class CaptureProgress:
 
     async def wait(self, index: int, executor: Executor) -> None:
         """Until chunk ``index`` is captured; for ever if the capture ended early."""
-        if self._marks[index] is None:
+        if self._events[index] is None:
             await self._awaited.setdefault(index, asyncio.Event()).wait()
-        for mark in self._marks[index] or ():
-            if not mark.query():
-                await run_blocking(executor, mark.synchronize)
+        for event in self._events[index] or ():
+            if not event.query():
+                await run_blocking(executor, event.synchronize)

@@ -123,7 +123,7 @@ async def new_file(
 ) -> AsyncIterator[DataFile]:
     """A new data file with room for ``nbytes``; durable when the block ends well, and closed when it ends.
 
-    ``begin(doing)`` is told what is done. Close waits at most ``settle_secs`` for threads that use the file.
+    ``begin(activity)`` is told what is done. Close waits at most ``settle_secs`` for threads that use the file.
 
     Raises:
         WriteError: it exists, there is no room (before a byte is written), or it could not be made durable.

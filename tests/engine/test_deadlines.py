@@ -30,15 +30,17 @@ def value(engine: CheckpointEngine) -> float:
     return float(state["w"][0])
 
 
-@pytest.mark.parametrize("doing", STAGES)
+@pytest.mark.parametrize("activity", STAGES)
 def test_a_save_that_misses_its_deadline_says_where_leaves_nothing_and_the_next_one_works(
-    root: Path, doing: str
+    root: Path, activity: str
 ) -> None:
     with gated_engine(root) as (engine, storage):
         engine.save(weights(1)).result(TIMEOUT)
-        gate = storage.hold(*STAGES[doing])
+        gate = storage.hold(*STAGES[activity])
         ticket = engine.save(weights(2), deadline_secs=0.2)
-        with pytest.raises(StallError, match=rf"step 2 did not end within deadline_secs=0.2: it was {doing}") as caught:
+        with pytest.raises(
+            StallError, match=rf"step 2 did not end within deadline_secs=0.2: it was {activity}"
+        ) as caught:
             ticket.result(TIMEOUT)
         assert isinstance(caught.value, TimeoutError)
         assert listing(root) == ["step_000000001"]
@@ -88,9 +90,9 @@ def test_a_deadline_ends_the_wait_for_a_buffer_that_an_earlier_save_keeps(root: 
 
 
 @pytest.mark.parametrize(
-    ("call", "doing"), [("remove_tree", "clearing leftovers"), ("rename", "setting damaged checkpoints aside")]
+    ("call", "activity"), [("remove_tree", "clearing leftovers"), ("rename", "setting damaged checkpoints aside")]
 )
-def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, call: str, doing: str) -> None:
+def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, call: str, activity: str) -> None:
     with gated_engine(root) as (engine, _):
         for number in (1, 2):
             engine.save(weights(number)).result(TIMEOUT)
@@ -101,7 +103,7 @@ def test_a_deadline_ends_the_wait_for_what_the_first_save_tidies(root: Path, cal
         loading = engine.submit_load(weights(0), None, strict=False, allow_missing=False, fallback=True)
         assert loading.result(TIMEOUT).step == 1
         gate = storage.hold(call)
-        with pytest.raises(StallError, match=rf"did not end within deadline_secs=0.2: it was {doing}"):
+        with pytest.raises(StallError, match=rf"did not end within deadline_secs=0.2: it was {activity}"):
             engine.save(weights(3), deadline_secs=0.2)
         gate.open()
         assert engine.save(weights(3)).result(TIMEOUT).step == 2

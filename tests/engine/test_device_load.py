@@ -23,8 +23,8 @@ from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, align_up
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
-from aio_ckpt.memory.copies import HostCopies, Mark
-from aio_ckpt.memory.host_copy import Moves
+from aio_ckpt.memory.copies import CopyEvent, HostCopies
+from aio_ckpt.memory.host_copy import CopyVectors
 from aio_ckpt.read import fetch
 from aio_ckpt.read import plan as readplan
 from aio_ckpt.read import scatter as place
@@ -36,13 +36,13 @@ RING_BYTES = 16 * MIB
 
 
 class WatchedCopies(HostCopies):
-    """The host's copies, noted; a mark may be held."""
+    """The host's copies, noted; an event may be held."""
 
     def __init__(self) -> None:
         self.runs: list[int] = []
         self.issued: list[tuple[int, int]] = []
         self.unmarked: list[tuple[int, int]] = []
-        self.marks = 0
+        self.events = 0
         self.reached = threading.Event()
         self.goes_on = threading.Event()
         self.goes_on.set()
@@ -53,14 +53,14 @@ class WatchedCopies(HostCopies):
         self.filled_from: list[int] = []
         self.on_synchronize: Callable[[], None] = lambda: None
 
-    def issue(self, base: int, moves: Moves) -> None:
+    def issue(self, base: int, vectors: CopyVectors) -> None:
         self.on_issue()
-        self.runs += moves[:, 2].tolist()
-        self.issued += [(base + target, nbytes) for target, _, nbytes in moves.tolist()]
-        self.unmarked += [(source, source + nbytes) for _, source, nbytes in moves.tolist()]
-        super().issue(base, moves)
+        self.runs += vectors[:, 2].tolist()
+        self.issued += [(base + target, nbytes) for target, _, nbytes in vectors.tolist()]
+        self.unmarked += [(source, source + nbytes) for _, source, nbytes in vectors.tolist()]
+        super().issue(base, vectors)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         return WatchedMark(self)
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
@@ -106,7 +106,7 @@ class WatchedMark:
         assert self.copies.goes_on.wait(TIMEOUT)
         self.copies.on_synchronize()
         self.copies.unmarked.clear()
-        self.copies.marks += 1
+        self.copies.events += 1
 
     def fence(self, stream: object = None) -> None:
         raise AssertionError("a load waits by itself")
@@ -216,7 +216,7 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
     engine.load(state)
     check_equal(state)
     assert len(seen) > 2 * len(set(seen))
-    assert copies.marks
+    assert copies.events
 
 
 def columns(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -429,15 +429,15 @@ async def test_a_load_that_is_given_up_returns_when_no_copy_is_under_way(tmp_pat
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=12), data=st.data())
 def test_joined_runs_move_the_same_bytes(lengths: list[int], data: Any) -> None:
     gaps = [data.draw(st.tuples(st.integers(0, 1), st.integers(0, 1))) for _ in lengths]
-    moves, target, source = [], 100, 1000
+    vectors, target, source = [], 100, 1000
     for nbytes, (skip, gap) in zip(lengths, gaps, strict=True):
         target, source = target + skip, source + gap
-        moves.append((target, source, nbytes))
+        vectors.append((target, source, nbytes))
         target, source = target + nbytes, source + nbytes
-    runs = place._runs(np.array(moves, np.int64)).tolist()
-    assert bytes_moved(runs) == bytes_moved(moves)
+    runs = place._runs(np.array(vectors, np.int64)).tolist()
+    assert bytes_moved(runs) == bytes_moved(vectors)
     assert len(runs) == 1 + sum(1 for gap in gaps[1:] if any(gap))
 
 
-def bytes_moved(moves: Iterable[Iterable[int]]) -> list[tuple[int, int]]:
-    return [(target + i, source + i) for target, source, nbytes in moves for i in range(nbytes)]
+def bytes_moved(vectors: Iterable[Iterable[int]]) -> list[tuple[int, int]]:
+    return [(target + i, source + i) for target, source, nbytes in vectors for i in range(nbytes)]

@@ -27,7 +27,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.memory import lifetime
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan import copy_plan as routes
+from aio_ckpt.plan import copy_plan as copy_methods
 from aio_ckpt.plan import planner as plan
 
 
@@ -162,11 +162,11 @@ def test_another_structure_is_prepared_in_place_of_the_old_one(tmp_path: Path, m
 
 def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
     def buffers(engine: SyncCheckpointEngine) -> list[int]:
-        lines = engine._engine._frontend.in_flight._copiers.gathers._lines.values()
+        lines = engine._engine._frontend.in_flight._copy_engines.gathers._lines.values()
         return [line.memory.untyped_storage().data_ptr() for found in lines for line in (found or {}).values()]
 
     with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=50_000)) as engine:

@@ -239,8 +239,8 @@ def test_a_corrupt_block_is_named_and_not_copied(tmp_path: Path) -> None:
 async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, goes_on, marks = threading.Event(), threading.Event(), []
-    inner, mark = datafile._read_fully, device.CudaUploads.mark
+    begun, goes_on, events = threading.Event(), threading.Event(), []
+    inner, event = datafile._read_fully, device.CudaUploads.record_event
 
     def held(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
         got = inner(numbers, offset, views)
@@ -248,14 +248,14 @@ async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
         assert goes_on.wait(TIMEOUT)
         return got
 
-    def noted(self: device.CudaUploads) -> device.Mark:
-        marks.append(mark(self))
-        return marks[-1]
+    def noted(self: device.CudaUploads) -> device.CopyEvent:
+        events.append(event(self))
+        return events[-1]
 
     async with CheckpointEngine(tmp_path) as engine:
         await engine.save(large(2.0))
         monkeypatch.setattr(datafile, "_read_fully", held)
-        monkeypatch.setattr(device.CudaUploads, "mark", noted)
+        monkeypatch.setattr(device.CudaUploads, "record_event", noted)
         state = large(1.0)
         load = asyncio.ensure_future(engine.load(state))
         await asyncio.to_thread(begun.wait, TIMEOUT)
@@ -264,7 +264,7 @@ async def test_a_load_that_is_given_up_leaves_no_copy_under_way(
         goes_on.set()
         with pytest.raises(asyncio.CancelledError):
             await load
-        assert all(mark.query() for mark in marks)
+        assert all(event.query() for event in events)
         for tensor in state.values():
             tensor.zero_()
         other = large(0.0)

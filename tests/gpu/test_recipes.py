@@ -98,7 +98,7 @@ def device_bytes() -> int:
 
 def gather_buffer_bytes(engine: SyncCheckpointEngine) -> int:
     """What the engine keeps on the device for its next save, until ``clear_cache()`` or ``close()``."""
-    kept = [lines for lines in engine._engine._frontend.in_flight._copiers.gathers._lines.values() if lines]
+    kept = [lines for lines in engine._engine._frontend.in_flight._copy_engines.gathers._lines.values() if lines]
     return sum(next(iter(lines.values())).memory.untyped_storage().nbytes() for lines in kept)
 
 

@@ -15,8 +15,8 @@ from rank_processes import Ranks, engine_on
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
-from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
+from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from tests.ranks.test_failing import acting_engine
 from tests.ranks.test_saving import assert_same, whole, zeroed
@@ -27,11 +27,11 @@ SECS = 30.0
 # -- who writes what: pure ---------------------------------------------------------------------------
 
 
-def holding(*names: str, rows: int = 4, at: int = 0, of: int | None = None) -> Holding:
-    return Holding(names, (at, 0), Look((rows, 8), (of or rows, 8), "float32"))
+def holding(*names: str, rows: int = 4, at: int = 0, of: int | None = None) -> ShardInfo:
+    return ShardInfo(names, (at, 0), TensorSignature((rows, 8), (of or rows, 8), "float32"))
 
 
-def plan(*tensors: Holding, objects: tuple[str, ...] = ()) -> LocalPlan:
+def plan(*tensors: ShardInfo, objects: tuple[str, ...] = ()) -> LocalPlan:
     return LocalPlan.of(tensors, objects, b"")
 
 
@@ -40,10 +40,10 @@ Shared = tuple[list[tuple[int, tuple[str, ...]]], tuple[str, ...]]
 
 
 def assigned(
-    plans: list[LocalPlan], kept: dict[int, Share] | None = None, sums: dict[int, list[int]] | None = None
+    plans: list[LocalPlan], kept: dict[int, Assignment] | None = None, sums: dict[int, list[int]] | None = None
 ) -> list[Shared]:
     """What each rank writes."""
-    held = Held.of(plans)
+    held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
     packed = {rank: struct.pack(f"<{len(found)}I", *found) for rank, found in (sums or {}).items()}
     shares, _ = assign(held, boxes, kept or {}, unequal_replicas(held, boxes, packed))
@@ -63,7 +63,7 @@ def test_every_box_is_written_once_and_replicas_are_spread() -> None:
     shares = assigned([plan(*tensors) for _ in range(4)])
     written = [name for share in shares for name in names_of(share)]
     assert sorted(written) == sorted(f"t{number}" for number in range(40))
-    loads = [sum(32 * tensors[index].look.shape[0] for index, _ in items) for items, _ in shares]
+    loads = [sum(32 * tensors[index].signature.shape[0] for index, _ in items) for items, _ in shares]
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
@@ -77,7 +77,7 @@ def test_tied_names_stay_together_and_objects_go_to_the_lowest_rank() -> None:
 
 def test_a_rank_that_kept_its_plan_is_given_nothing_that_it_did_not_capture() -> None:
     plans = [plan(holding("a"), holding("b")), plan(holding("a"), holding("b"), holding("new"))]
-    zero, one = assigned(plans, {0: Share.of([True, False], [])})
+    zero, one = assigned(plans, {0: Assignment.of([True, False], [])})
     assert names_of(zero) == ["a"]
     assert names_of(one) == ["b", "new"]
 
@@ -85,7 +85,7 @@ def test_a_rank_that_kept_its_plan_is_given_nothing_that_it_did_not_capture() ->
 def test_what_nobody_captured_is_an_error() -> None:
     plans = [plan(holding("a"), holding("b")), plan(holding("b"))]
     with pytest.raises(PlanChangedError, match="'a'"):
-        assigned(plans, {0: Share.of([False, True], [])})
+        assigned(plans, {0: Assignment.of([False, True], [])})
 
 
 def test_one_name_for_two_things_is_an_error() -> None:
@@ -96,7 +96,7 @@ def test_one_name_for_two_things_is_an_error() -> None:
 
 def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None:
     plans = [plan(holding("a"), holding("b")), plan(holding("a"), holding("b"))]
-    held = Held.of(plans)
+    held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
     unequal = unequal_replicas(held, boxes, {0: struct.pack("<2I", 1, 2), 1: struct.pack("<2I", 1, 3)})
     assert {held.names[name] for name in held.name[unequal[boxes.of]]} == {"b"}

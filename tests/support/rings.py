@@ -15,11 +15,11 @@ from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.copy_descriptors import Places
-from aio_ckpt.plan.copy_plan import ChunkRoutes
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlanCache, PlannedImage, PlannedSave
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import Capture, Copiers, capture
+from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.state import flatten as tree
@@ -39,11 +39,12 @@ def issued(state: Mapping[str, object]) -> tuple[ImagePlan, list[torch.Tensor]]:
     """The plan of ``state`` as if every tensor were copied by its address from a device; and the tensors."""
     planned = plan_of(state)
     plan, fingerprint = planned.plan, planned.plan.descriptors.fingerprint
-    routes = tuple(
-        ChunkRoutes(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=()) for chunk in plan.layout.chunks
+    copy_methods = tuple(
+        ChunkCopyMethods(moved=(), issued=chunk.pieces, gathered=(), copied=(), converted=())
+        for chunk in plan.layout.chunks
     )
-    places = Places.of(plan.structure, plan.layout, routes)
-    return replace(plan, routes=routes, places=places, descriptors=places.at(fingerprint)), planned.tensors
+    places = Places.of(plan.structure, plan.layout, copy_methods)
+    return replace(plan, copy_methods=copy_methods, places=places, descriptors=places.at(fingerprint)), planned.tensors
 
 
 def image_of(planned: PlannedImage, manager: LifetimeManager, slots: int | None = None, objects: bytes = b"") -> Image:
@@ -82,7 +83,7 @@ async def save_image(
             capture,
             planned,
             image,
-            Copiers(),
+            CopyEngines(),
             guarded=frozenset(),
             on_captured=lambda runs: loop.call_soon_threadsafe(progress.tell, list(runs)),
             stall_timeout_secs=TIMEOUT,
@@ -100,7 +101,7 @@ async def save_image(
                         image.chunks[-1].stop,
                         writers=workers,
                         settle_secs=TIMEOUT,
-                        begin=lambda doing: None,
+                        begin=lambda activity: None,
                     ),
                     executor,
                     workers=workers,

@@ -9,13 +9,13 @@ import mmap
 import numpy as np
 import pytest
 
-from aio_ckpt.memory import host_copy as moves
-from aio_ckpt.memory.host_copy import Moves, copy_all, unreadable
+from aio_ckpt.memory import host_copy as vectors
+from aio_ckpt.memory.host_copy import CopyVectors, copy_all, unreadable
 
 
 @pytest.fixture(params=["at once", "one by one"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(moves, "_is_refused", lambda: request.param == "one by one")
+    monkeypatch.setattr(vectors, "_is_refused", lambda: request.param == "one by one")
     return request.param
 
 
@@ -29,7 +29,7 @@ def scattered(count: int) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int, 
     return source, target, [(start, offset, n) for (start, offset), n in zip(rows, nbytes, strict=True)]
 
 
-def as_moves(rows: list[tuple[int, int, int]]) -> Moves:
+def as_moves(rows: list[tuple[int, int, int]]) -> CopyVectors:
     """Rows of (target offset, source address, bytes) as an array; those of 0 bytes are left out."""
     made = np.array(rows, dtype=np.uint64).reshape(-1, 3)
     return made[made[:, 2] > 0]
@@ -48,7 +48,7 @@ def test_each_stretch_lands_where_it_belongs_and_nothing_else_is_touched(way: st
 
 
 def test_a_source_that_is_no_memory_any_more_is_an_error_and_no_crash() -> None:
-    if moves._is_refused():
+    if vectors._is_refused():
         pytest.skip("process_vm_readv is refused here")
     memory = mmap.mmap(-1, 1 << 16)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -72,12 +72,12 @@ def test_a_sandbox_that_refuses_the_call_is_found_out(monkeypatch: pytest.Monkey
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(moves, "_readv", refuse)
-    assert moves._is_refused.__wrapped__()
+    monkeypatch.setattr(vectors, "_readv", refuse)
+    assert vectors._is_refused.__wrapped__()
 
 
 def test_it_is_not_refused_to_this_process_unless_a_sandbox_is_in_the_way() -> None:
-    print(f"process_vm_readv of one's own process: {'refused' if moves._is_refused() else 'works'} here")
+    print(f"process_vm_readv of one's own process: {'refused' if vectors._is_refused() else 'works'} here")
     source, target = np.full(1, 7, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
     copy_all(target.ctypes.data, as_moves([(0, source.ctypes.data, 8)]))
     assert target[0] == 7

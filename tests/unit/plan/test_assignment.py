@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
-from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look, one_of_equals
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
+from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature, intern
 from aio_ckpt.ranks.save_ledger import Ledger, PlanMsg, WrittenMsg, extents_crc32
 
 Key = tuple[str, tuple[int, ...]]
-Plan = tuple[list[Holding], tuple[str, ...]]
+Plan = tuple[list[ShardInfo], tuple[str, ...]]
 """Items, objects."""
 Written_ = list[dict[int, tuple[str, ...]]]
 """Per rank, the names that it writes of each item."""
@@ -27,8 +27,8 @@ Written_ = list[dict[int, tuple[str, ...]]]
 # -- the rule, box by box ---------------------------------------------------------------------------
 
 
-def nbytes(item: Holding) -> int:
-    return int(np.prod(item.look.shape)) * {"float32": 4, "int8": 1}[item.look.dtype]
+def nbytes(item: ShardInfo) -> int:
+    return int(np.prod(item.signature.shape)) * {"float32": 4, "int8": 1}[item.signature.dtype]
 
 
 class Rule:
@@ -103,14 +103,16 @@ def plans_of_ranks(draw: Any) -> list[Plan]:
     """Ranks that hold some names, whole or in halves, each with ties of its own."""
     plans: list[Plan] = []
     for _ in range(draw(st.integers(1, 6))):
-        items: list[Holding] = []
+        items: list[ShardInfo] = []
         for names in draw(st.sampled_from([["abc", "de", "f", "g"], ["a", "b", "c", "d", "e", "f"], ["ab", "d", "g"]])):
             size = SIZES[names[0]]
             held = tuple(draw(st.permutations(names)))[: draw(st.integers(1, 3))]
             rows = size[0] // draw(st.sampled_from([1, 1, 2])) if size and size[0] > 1 else 0
             offsets = (draw(st.sampled_from(range(0, size[0], rows))), 0) if rows else (0,) * len(size)
             if draw(st.integers(0, 4)):
-                items.append(Holding(held, offsets, Look((rows, size[1]) if rows else size, size, "float32")))
+                items.append(
+                    ShardInfo(held, offsets, TensorSignature((rows, size[1]) if rows else size, size, "float32"))
+                )
         plans.append((draw(st.permutations(items)), tuple(draw(st.lists(st.sampled_from("xyz"), unique=True)))))
     return plans
 
@@ -120,12 +122,12 @@ def plans_of_ranks(draw: Any) -> list[Plan]:
 def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], data: Any) -> None:
     """Whatever is tied, kept, cut or different on some ranks, each rank writes what the plain rule gives it."""
     kept_ranks = data.draw(st.lists(st.sampled_from(range(len(plans))), unique=True, max_size=2))
-    kept: dict[int, Share] = {}
+    kept: dict[int, Assignment] = {}
     kept_names: dict[int, dict[int, list[str]]] = {}
     for rank in kept_ranks:
         items, objects = plans[rank]
         bits = [[data.draw(st.booleans()) for _ in item.fqns] for item in items]
-        kept[rank] = Share.of([bit for row in bits for bit in row], [True] * len(objects))
+        kept[rank] = Assignment.of([bit for row in bits for bit in row], [True] * len(objects))
         written = {
             index: [name for name, bit in zip(items[index].fqns, row, strict=True) if bit]
             for index, row in enumerate(bits)
@@ -136,7 +138,7 @@ def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], d
         for rank, (items, _) in enumerate(plans)
         if rank not in kept and data.draw(st.integers(0, 3)) == 0
     }
-    held = Held.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
+    held = ShardTable.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
     boxes = Boxes.of_rows(held)
     unequal = unequal_replicas(
         held, boxes, {rank: struct.pack(f"<{len(found)}I", *found) for rank, found in sums.items()}
@@ -154,7 +156,7 @@ def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], d
     _check_objects(shares, plans, kept_ranks)
 
 
-def _check_objects(shares: list[Share], plans: list[Plan], kept_ranks: list[int]) -> None:
+def _check_objects(shares: list[Assignment], plans: list[Plan], kept_ranks: list[int]) -> None:
     """A kept rank's objects stay its own; all others go to the lowest rank."""
     writers: dict[str, int] = {}
     for rank in (*kept_ranks, *(rank for rank in range(len(plans)) if rank not in kept_ranks)):
@@ -174,7 +176,8 @@ def test_replicas_over_a_mesh_are_spread_as_evenly_as_those_of_one_group(replica
 
     def plans_of(group: int, groups: int) -> list[Plan]:
         own = [
-            Holding((f"t{n}",), (group * r, 0), Look((r, 2), (groups * r, 2), "float32")) for n, r in enumerate(rows)
+            ShardInfo((f"t{n}",), (group * r, 0), TensorSignature((r, 2), (groups * r, 2), "float32"))
+            for n, r in enumerate(rows)
         ]
         return [(own, ())] * replicas
 
@@ -183,8 +186,8 @@ def test_replicas_over_a_mesh_are_spread_as_evenly_as_those_of_one_group(replica
     assert together == alone * 4
 
 
-def shares_of(plans: list[Plan]) -> tuple[list[Share], list[int]]:
-    held = Held.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
+def shares_of(plans: list[Plan]) -> tuple[list[Assignment], list[int]]:
+    held = ShardTable.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
     boxes = Boxes.of_rows(held)
     return assign(held, boxes, {}, unequal_replicas(held, boxes, {}))
 
@@ -194,7 +197,7 @@ def shares_of(plans: list[Plan]) -> tuple[list[Share], list[int]]:
 
 def test_a_share_says_which_names_of_which_items_and_refuses_another_plan() -> None:
     """A share is read back as it was made, and one that is too long or too short for a plan is an error."""
-    share = Share.of([True, False, True, False], [False, True])
+    share = Assignment.of([True, False, True, False], [False, True])
     assert share.items([("a", "b"), ("c",), ("d",)]) == [(0, ("a",)), (1, ("c",))]
     assert share.object_names(("x", "y")) == ("y",)
     assert share.count_objects() == 1
@@ -203,7 +206,7 @@ def test_a_share_says_which_names_of_which_items_and_refuses_another_plan() -> N
             share.items(other)
 
 
-GOOD = LocalPlan.of([Holding(("a", "b"), (4, 0), Look((4, 2), (8, 2), "float32"))], ("o",), b"")
+GOOD = LocalPlan.of([ShardInfo(("a", "b"), (4, 0), TensorSignature((4, 2), (8, 2), "float32"))], ("o",), b"")
 pack = msgspec.msgpack.encode
 LOOKS = ([((4, 2), (8, 2), "float32")], [0])
 MALFORMED = {
@@ -213,14 +216,14 @@ MALFORMED = {
     "an item without a name": {"names": pack([[]])},
     "one name twice": {"names": pack([["a", "a"]])},
     "more items than looks": {"names": pack([["a"], ["b"]])},
-    "a look that is none": {"looks": b""},
-    "a look that is not there": {"looks": pack((LOOKS[0], [1]))},
-    "a look before the first": {"looks": pack((LOOKS[0], [-1]))},
-    "another number of dimensions": {"looks": pack(([((4,), (8, 2), "float32")], [0]))},
-    "a negative side": {"looks": pack(([((4, 2), (8, -2), "float32")], [0]))},
-    "a side beyond all memory": {"looks": pack(([((4, 2), (1 << 63, 2), "float32")], [0]))},
-    "a shard beyond all memory": {"looks": pack(([((1 << 40, 1 << 40), (1 << 40, 1 << 40), "float32")], [0]))},
-    "a dtype that torch lacks": {"looks": pack(([((4, 2), (8, 2), "float31")], [0]))},
+    "a look that is none": {"signatures": b""},
+    "a look that is not there": {"signatures": pack((LOOKS[0], [1]))},
+    "a look before the first": {"signatures": pack((LOOKS[0], [-1]))},
+    "another number of dimensions": {"signatures": pack(([((4,), (8, 2), "float32")], [0]))},
+    "a negative side": {"signatures": pack(([((4, 2), (8, -2), "float32")], [0]))},
+    "a side beyond all memory": {"signatures": pack(([((4, 2), (1 << 63, 2), "float32")], [0]))},
+    "a shard beyond all memory": {"signatures": pack(([((1 << 40, 1 << 40), (1 << 40, 1 << 40), "float32")], [0]))},
+    "a dtype that torch lacks": {"signatures": pack(([((4, 2), (8, 2), "float31")], [0]))},
     "too few offsets": {"offsets": GOOD.offsets[:8]},
     "half an offset": {"offsets": GOOD.offsets + b"1234"},
     "objects that are none": {"objects": b"\x01"},
@@ -232,7 +235,7 @@ MALFORMED = {
 def test_a_plan_that_is_none_is_an_error_that_names_its_rank(what: str) -> None:
     """Garbage from a rank ends in PeerFailedError with that rank, before anything is assigned."""
     with pytest.raises(PeerFailedError, match="rank 1 sent a plan that is none") as caught:
-        Held.of([GOOD, msgspec.structs.replace(GOOD, **MALFORMED[what])])
+        ShardTable.of([GOOD, msgspec.structs.replace(GOOD, **MALFORMED[what])])
     assert caught.value.rank == 1
 
 
@@ -241,34 +244,34 @@ def test_a_shard_outside_of_its_tensor_is_an_error_that_names_it() -> None:
     for offsets in ((-1, 0), (9, 0), (0, 3)):
         other = msgspec.structs.replace(GOOD, offsets=struct.pack("<2q", *offsets))
         with pytest.raises(PlanChangedError, match="rank 1 holds a part of 'a'"):
-            Held.of([GOOD, other])
+            ShardTable.of([GOOD, other])
 
 
 def test_tensors_of_more_elements_than_can_be_numbered_are_refused() -> None:
     """What no memory holds ends in a clear error, not in numbers that wrap around."""
-    huge = LocalPlan.of([Holding(("a",), (0, 0), Look((1, 1), (1 << 40, 1 << 40), "int8"))], (), b"")
+    huge = LocalPlan.of([ShardInfo(("a",), (0, 0), TensorSignature((1, 1), (1 << 40, 1 << 40), "int8"))], (), b"")
     with pytest.raises(PlanChangedError, match="more than can be numbered"):
-        Boxes.of_rows(Held.of([huge]))
+        Boxes.of_rows(ShardTable.of([huge]))
 
 
 def test_a_name_that_is_a_tensor_and_an_object_is_an_error() -> None:
     """One name for two kinds is refused, on one rank and between two."""
     both = msgspec.structs.replace(GOOD, objects=pack(["a"]))
     with pytest.raises(DuplicateNameError, match=r"'a' is .* on rank 0 and object on rank 0"):
-        Held.of([both])
+        ShardTable.of([both])
     with pytest.raises(DuplicateNameError, match=r"'o' is object on rank 0 and .* on rank 1"):
-        Held.of([GOOD, LocalPlan.of([Holding(("o",), (0,), Look((1,), (1,), "int8"))], (), b"")])
+        ShardTable.of([GOOD, LocalPlan.of([ShardInfo(("o",), (0,), TensorSignature((1,), (1,), "int8"))], (), b"")])
     with pytest.raises(DuplicateNameError, match=r"'a' is .* on rank 0 and object on rank 1"):
-        Held.of([GOOD, LocalPlan.of([], ("x", "a"), b"")])
+        ShardTable.of([GOOD, LocalPlan.of([], ("x", "a"), b"")])
 
 
 def test_an_object_that_no_rank_captured_is_an_error() -> None:
     """What a kept share leaves out and no other rank has is missed by name; what another has is written there."""
-    kept = {0: Share.of([], [True, False])}
-    held = Held.of([LocalPlan.of([], ("x", "y"), b""), LocalPlan.of([], ("x",), b"")])
+    kept = {0: Assignment.of([], [True, False])}
+    held = ShardTable.of([LocalPlan.of([], ("x", "y"), b""), LocalPlan.of([], ("x",), b"")])
     with pytest.raises(PlanChangedError, match=r"no rank captured \['y'\]"):
         assign(held, Boxes.of_rows(held), kept, np.zeros(0, np.bool_))
-    held = Held.of([LocalPlan.of([], ("x", "y"), b"")] * 2)
+    held = ShardTable.of([LocalPlan.of([], ("x", "y"), b"")] * 2)
     shares, _ = assign(held, Boxes.of_rows(held), kept, np.zeros(0, np.bool_))
     assert [share.object_names(("x", "y")) for share in shares] == [("x",), ("y",)]
 
@@ -277,10 +280,10 @@ def test_what_equal_ranks_tell_is_kept_once() -> None:
     """Of ranks that name and cut their tensors alike, the leader keeps one copy of the names and the looks."""
     copies = [msgspec.msgpack.Decoder(LocalPlan).decode(pack(GOOD)) for _ in range(3)]
     assert copies[0].names is not copies[1].names
-    kept = one_of_equals(copies)
+    kept = intern(copies)
     assert kept == copies
-    assert all(plan.names is kept[0].names and plan.looks is kept[0].looks for plan in kept)
-    (again,) = one_of_equals(copies[1:2], kept)
+    assert all(plan.names is kept[0].names and plan.signatures is kept[0].signatures for plan in kept)
+    (again,) = intern(copies[1:2], kept)
     assert again.offsets is kept[0].offsets, "a rank that plans the same anew"
 
 

@@ -14,16 +14,16 @@ from image_files import MIB, pin_chunk_bytes
 from property_examples import examples
 from rings import TIMEOUT, image_of, issued
 
-from aio_ckpt.memory.copies import HostCopies, Mark
+from aio_ckpt.memory.copies import CopyEvent, HostCopies
 from aio_ckpt.memory.cuda import CopyStreams
-from aio_ckpt.memory.host_copy import Moves, copy_all
+from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.copy_descriptors import Issues
-from aio_ckpt.plan.copy_plan import ChunkRoutes, Span
+from aio_ckpt.plan.copy_descriptors import DeviceCopies
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import Copiers, capture
-from aio_ckpt.snapshot.copy_order import KnownTurns
+from aio_ckpt.snapshot.capture import CopyEngines, capture
+from aio_ckpt.snapshot.copy_order import KnownCopyOrder
 from aio_ckpt.write.trace_file import NO_TRACE
 
 
@@ -40,69 +40,71 @@ def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
 def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tensor(sizes, cuts):
     state = state_of(sizes)
     plan, _ = issued(state)
-    issues = plan.descriptors.issues
+    device_copies = plan.descriptors.device_copies
     image = np.zeros(plan.layout.tensor_bytes, dtype=np.uint8)
     offsets = sorted({0, len(image), *(int(cut * len(image)) for cut in cuts)})
     for start, stop in pairwise(offsets):
-        for found in issues.values():
-            moves = found.within(start, stop)
-            assert (moves[:, 0] >= start).all()
-            assert (moves[:, 0] + moves[:, 2] <= stop).all()
-            assert (moves[:, 2] > 0).all()
-            copy_all(image.ctypes.data, moves)
-    assert sum(len(found.moves) for found in issues.values()) == sum(n > 0 for n in sizes)  # whole, one row each
+        for found in device_copies.values():
+            vectors = found.within(start, stop)
+            assert (vectors[:, 0] >= start).all()
+            assert (vectors[:, 0] + vectors[:, 2] <= stop).all()
+            assert (vectors[:, 2] > 0).all()
+            copy_all(image.ctypes.data, vectors)
+    assert sum(len(found.vectors) for found in device_copies.values()) == sum(
+        n > 0 for n in sizes
+    )  # whole, one row each
     for item in plan.layout.items:
         (name,) = item.fqns
         got = image[item.raw_offset : item.raw_offset + item.raw_bytes]
         assert bytes(got) == ctypes.string_at(state[name].data_ptr(), state[name].nbytes)
 
 
-def leaves_of(issues):
-    return [found.leaves.tolist() for found in issues.values()]
+def leaves_of(device_copies):
+    return [found.leaves.tolist() for found in device_copies.values()]
 
 
 def test_what_is_guarded_comes_later_and_all_else_first():
     plan, _ = issued(state_of([100, 200, 300, 400]))
-    issues, known = plan.places.at([1000, 2000, 3000, 4000]).issues, KnownTurns()
-    turns = known.of(plan.routes, issues, frozenset({0, 3}))
-    assert leaves_of(turns.issues(is_guarded=True)) == [[0, 3]]
-    (first,) = turns.issues(is_guarded=False).values()
-    assert (first.leaves.tolist(), first.moves[:, 1].tolist()) == ([1, 2], [2000, 3000])
+    device_copies, known = plan.places.at([1000, 2000, 3000, 4000]).device_copies, KnownCopyOrder()
+    copy_order = known.of(plan.copy_methods, device_copies, frozenset({0, 3}))
+    assert leaves_of(copy_order.device_copies(is_guarded=True)) == [[0, 3]]
+    (first,) = copy_order.device_copies(is_guarded=False).values()
+    assert (first.leaves.tolist(), first.vectors[:, 1].tolist()) == ([1, 2], [2000, 3000])
 
 
 def test_turns_are_found_once_and_again_for_other_addresses_routes_or_guards():
     plan, _ = issued(state_of([100, 200]))
-    first, second = (plan.places.at(addresses).issues for addresses in ([1000, 2000], [1000, 5000]))
-    known, guarded = KnownTurns(), frozenset({1})
-    turns = known.of(plan.routes, first, guarded)
-    assert known.of(plan.routes, first, guarded) is turns
-    (moved,) = known.of(plan.routes, second, guarded).issues(is_guarded=True).values()
-    assert moved.moves[:, 1].tolist() == [5000]
-    assert leaves_of(known.of(plan.routes, second, frozenset({0})).issues(is_guarded=True)) == [[0]]
-    assert leaves_of(known.of(plan.routes, second, frozenset()).issues(is_guarded=False)) == [[0, 1]]
+    first, second = (plan.places.at(addresses).device_copies for addresses in ([1000, 2000], [1000, 5000]))
+    known, guarded = KnownCopyOrder(), frozenset({1})
+    copy_order = known.of(plan.copy_methods, first, guarded)
+    assert known.of(plan.copy_methods, first, guarded) is copy_order
+    (moved,) = known.of(plan.copy_methods, second, guarded).device_copies(is_guarded=True).values()
+    assert moved.vectors[:, 1].tolist() == [5000]
+    assert leaves_of(known.of(plan.copy_methods, second, frozenset({0})).device_copies(is_guarded=True)) == [[0]]
+    assert leaves_of(known.of(plan.copy_methods, second, frozenset()).device_copies(is_guarded=False)) == [[0, 1]]
 
 
-def route_of(start: int, *leaves: int) -> ChunkRoutes:
-    span = Span(start=start, stop=start + 10, device=torch.device("cpu"), pieces=(), leaves=leaves)
-    return ChunkRoutes(moved=(), issued=(), gathered=(span,), copied=(), converted=())
+def route_of(start: int, *leaves: int) -> ChunkCopyMethods:
+    span = GatherRun(start=start, stop=start + 10, device=torch.device("cpu"), pieces=(), leaves=leaves)
+    return ChunkCopyMethods(moved=(), issued=(), gathered=(span,), copied=(), converted=())
 
 
 def test_a_span_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
-    known, issues, guarded = KnownTurns(), dict[torch.device, Issues](), frozenset({0, 2, 3, 4})
-    routes = [route_of(0, 0, 1), route_of(100, 2, 3), route_of(200, 4)]
-    assert known.of(routes, issues, guarded).guarded_spans == {100, 200}
-    assert known.of([route_of(50, 0)], issues, guarded).guarded_spans == {50}  # another layout
+    known, device_copies, guarded = KnownCopyOrder(), dict[torch.device, DeviceCopies](), frozenset({0, 2, 3, 4})
+    copy_methods = [route_of(0, 0, 1), route_of(100, 2, 3), route_of(200, 4)]
+    assert known.of(copy_methods, device_copies, guarded).guarded_runs == {100, 200}
+    assert known.of([route_of(50, 0)], device_copies, guarded).guarded_runs == {50}  # another layout
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (40, 50), (20, 20)])
 def test_where_nothing_lies_nothing_is_issued(start, stop):
-    moves = np.array([(10, 1, 10), (20, 100, 20)], dtype=np.uint64)
-    assert len(Issues(moves, np.arange(2)).within(start, stop)) == 0
+    vectors = np.array([(10, 1, 10), (20, 100, 20)], dtype=np.uint64)
+    assert len(DeviceCopies(vectors, np.arange(2)).within(start, stop)) == 0
 
 
 def test_addresses_of_the_upper_half_are_no_sign():
-    moves = np.array([(0, (1 << 64) - 100, 50)], dtype=np.uint64)
-    assert Issues(moves, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
+    vectors = np.array([(0, (1 << 64) - 100, 50)], dtype=np.uint64)
+    assert DeviceCopies(vectors, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
 
 
 class WatchedCopies(HostCopies):
@@ -111,11 +113,11 @@ class WatchedCopies(HostCopies):
     def __init__(self) -> None:
         self.order: list[str | int] = []
 
-    def issue(self, base: int, moves: Moves) -> None:
-        self.order += moves[:, 1].tolist()
-        super().issue(base, moves)
+    def issue(self, base: int, vectors: CopyVectors) -> None:
+        self.order += vectors[:, 1].tolist()
+        super().issue(base, vectors)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> CopyEvent:
         return WatchedMark(self)
 
 
@@ -150,7 +152,7 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
     work = capture(
         planned,
         image,
-        Copiers(),
+        CopyEngines(),
         guarded=frozenset(guarded),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=TIMEOUT,
@@ -172,9 +174,9 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
 
 
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
-    issues = Issues(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.arange(2))
-    cut = issues.within(5, 15)
-    assert issues.within(5, 15) is cut
-    assert issues.within(0, 15) is not cut
+    device_copies = DeviceCopies(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.arange(2))
+    cut = device_copies.within(5, 15)
+    assert device_copies.within(5, 15) is cut
+    assert device_copies.within(0, 15) is not cut
     with pytest.raises(ValueError, match="read-only"):
         cut[0, 0] = 1

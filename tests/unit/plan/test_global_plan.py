@@ -38,9 +38,9 @@ from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format import dcp_metadata_write as metadata_pickle
 from aio_ckpt.format.dcp_metadata_read import DTYPES, parse_metadata
 from aio_ckpt.format.manifests import MetadataTemplate, data_file_name
-from aio_ckpt.plan.assignment import Boxes, Share, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
 from aio_ckpt.plan.global_plan import Stored, render_global
-from aio_ckpt.plan.shard_table import Held, Holding, LocalPlan, Look
+from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.state import flatten as tree
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -50,14 +50,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 # -- the same by DCP's planner ----------------------------------------------------------------------
 
 
-def items_of(rank: Stored) -> list[tuple[str, Box, Look]]:
+def items_of(rank: Stored) -> list[tuple[str, Box, TensorSignature]]:
     """Every (name, box, look) that a rank writes, read back from its messages."""
     fqns = msgspec.msgpack.decode(rank.local.names)
-    looks, numbers = msgspec.msgpack.Decoder(tuple[list[Look], list[int]]).decode(rank.local.looks)
+    signatures, numbers = msgspec.msgpack.Decoder(tuple[list[TensorSignature], list[int]]).decode(rank.local.signatures)
     offsets = iter(np.frombuffer(rank.local.offsets, "<i8").tolist())
-    begins = [tuple(itertools.islice(offsets, len(looks[number].size))) for number in numbers]
+    begins = [tuple(itertools.islice(offsets, len(signatures[number].size))) for number in numbers]
     return [
-        (name, (begins[item], looks[numbers[item]].shape), looks[numbers[item]])
+        (name, (begins[item], signatures[numbers[item]].shape), signatures[numbers[item]])
         for item, names in rank.share.items(fqns)
         for name in names
     ]
@@ -74,11 +74,11 @@ def save_plan(rank: Stored) -> SavePlan:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape)),
-                properties=TensorProperties(dtype=DTYPES[look.dtype]),
-                size=torch.Size(look.size),
+                properties=TensorProperties(dtype=DTYPES[signature.dtype]),
+                size=torch.Size(signature.size),
             ),
         )
-        for name, (offsets, shape), look in items_of(rank)
+        for name, (offsets, shape), signature in items_of(rank)
     ]
     return SavePlan([*items, *(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects_of(rank))])
 
@@ -184,7 +184,7 @@ shapes = st.lists(st.integers(1, 7) | st.just(0), max_size=3).map(tuple)
 def models(draw: Any) -> list[LocalPlan]:
     """What each of 1 to 8 ranks holds: tensors cut in all ways, tied names, objects, values of each rank's own."""
     ranks = draw(st.integers(1, 8))
-    tensors: list[list[Holding]] = [[] for _ in range(ranks)]
+    tensors: list[list[ShardInfo]] = [[] for _ in range(ranks)]
     states: list[dict[str, Any]] = [{"own": PerRank([0, {"x": rank}]), "n": {"m": 3}} for rank in range(ranks)]
     objects = [(f"own.rank{rank}.0", f"own.rank{rank}.1.x", "n.m") for rank in range(ranks)]
     for number in range(draw(st.integers(0, 5))):
@@ -193,7 +193,7 @@ def models(draw: Any) -> list[LocalPlan]:
         for rank, box in enumerate(boxes_of(draw(kinds), size, ranks, draw)):
             if box is not None:
                 names = (f"t{number}", f"tied.{number}") if is_tied else (f"t{number}",)
-                tensors[rank].append(Holding(names, box[0], Look(box[1], size, dtype)))
+                tensors[rank].append(ShardInfo(names, box[0], TensorSignature(box[1], size, dtype)))
                 states[rank] |= {"t" + name[1:]: 0 for name in names[:1]}
                 if is_tied:
                     states[rank].setdefault("tied", {})[str(number)] = 0
@@ -208,7 +208,7 @@ def models(draw: Any) -> list[LocalPlan]:
 
 def stored(plans: Sequence[LocalPlan], draw: Any = None) -> list[Stored]:
     """The shares that the ranks agree on, each with places in its file."""
-    held = Held.of(plans)
+    held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
     shares, items = assign(held, boxes, {}, unequal_replicas(held, boxes, {}))
     start = draw(st.sampled_from([0, (1 << 31) - 2000, 1 << 33])) if draw else 0
@@ -237,8 +237,8 @@ def test_metadata_from_columns_is_in_every_field_what_dcps_planner_makes(plans: 
 
 def rows_of(rank: int, ranks: int, names: int) -> LocalPlan:
     """A model whose every tensor is sharded by rows."""
-    looks = [Look((2, 3), (2 * ranks, 3), "float32"), Look((1,), (ranks,), "int8")]
-    items = [Holding((f"t{n}",), (2 * rank, 0) if n % 2 else (rank,), looks[1 - n % 2]) for n in range(names)]
+    signatures = [TensorSignature((2, 3), (2 * ranks, 3), "float32"), TensorSignature((1,), (ranks,), "int8")]
+    items = [ShardInfo((f"t{n}",), (2 * rank, 0) if n % 2 else (rank,), signatures[1 - n % 2]) for n in range(names)]
     state = {f"t{n}": 0 for n in range(names)} | {"own": PerRank({"x": 1})}
     return LocalPlan.of(items, (f"own.rank{rank}.x",), tree.encode_skeleton(tree.flatten(state, rank=rank).skeleton))
 
@@ -329,8 +329,8 @@ def by_hand(boxes: Sequence[Box], size: tuple[int, ...]) -> list[Stored]:
     skeleton = tree.encode_skeleton(tree.flatten({"w": 0}, rank=0).skeleton)
     return [
         Stored(
-            local=LocalPlan.of([Holding(("w",), offsets, Look(shape, size, "int8"))], (), skeleton),
-            share=Share.of([True], []),
+            local=LocalPlan.of([ShardInfo(("w",), offsets, TensorSignature(shape, size, "int8"))], (), skeleton),
+            share=Assignment.of([True], []),
             places=np.array([0, 900], "<i8").tobytes(),
         )
         for offsets, shape in boxes
@@ -403,7 +403,7 @@ def test_ranks_that_do_not_hold_whole_tensors_are_named(size: tuple[int, ...], b
 def test_a_tensor_that_nobody_writes_is_refused(size: tuple[int, ...]) -> None:
     """What ranks hold and no share contains never goes missing without a word, one element or many."""
     held = by_hand([((0,) * len(size), size)] * 2, size)
-    nobody = [dataclasses.replace(rank, share=Share.of([False], []), places=b"") for rank in held]
+    nobody = [dataclasses.replace(rank, share=Assignment.of([False], []), places=b"") for rank in held]
     with pytest.raises(PlanChangedError, match="'w' has"):
         render_global(nobody)
 
@@ -413,7 +413,7 @@ def test_of_two_paths_for_one_name_the_highest_ranks_stands() -> None:
     states = [{"w": {"x": 0}}, {"w.x": 0}, {"w": {"x": 0}}]
     for order in ((0, 1, 2), (1, 0, 1)):
         skeletons = [tree.encode_skeleton(tree.flatten(states[number], rank=0).skeleton) for number in order]
-        item = Holding(("w.x",), (0,), Look((2,), (2,), "int8"))
+        item = ShardInfo(("w.x",), (0,), TensorSignature((2,), (2,), "int8"))
         ranks = stored([LocalPlan.of([item], (), skeleton) for skeleton in skeletons])
         wanted = pickle.loads(pickle.dumps(by_dcp(ranks, ())))
         assert every_field(pickle.loads(filled(render_global(ranks)))) == every_field(wanted)

@@ -28,7 +28,7 @@ from aio_ckpt import PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.plan import planner as plan_module
 from aio_ckpt.plan import structure
-from aio_ckpt.plan.assignment import Share
+from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
@@ -150,27 +150,29 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def spread(order: list[int], placement: object, shape: tuple[int, ...] = (4, 2), **mesh: object) -> dict[str, DTensor]:
+def assign_replicas(
+    order: list[int], placement: object, shape: tuple[int, ...] = (4, 2), **mesh: object
+) -> dict[str, DTensor]:
     found = DeviceMesh("cpu", order, **mesh)
     local = W[:4].view(2, 2)
     return {"a": DTensor.from_local(local, found, [placement], run_check=False, shape=torch.Size(shape), stride=(2, 1))}
 
 
 SHARD_CASES: dict[str, Callable[[], dict[str, DTensor]]] = {
-    "global shape": lambda: spread([0, 1], Shard(0), (3, 2)),
-    "offset": lambda: spread([1, 0], Shard(0)),
-    "placement": lambda: spread([0, 1], Shard(1)),
-    "kind of placement": lambda: spread([0, 1], Replicate()),
-    "kind of shard": lambda: spread([0, 1], _StridedShard(0, split_factor=2)),
-    "mesh": lambda: spread([0], Shard(0)),
-    "names of the mesh": lambda: spread([0, 1], Shard(0), mesh_dim_names=("dp",)),
+    "global shape": lambda: assign_replicas([0, 1], Shard(0), (3, 2)),
+    "offset": lambda: assign_replicas([1, 0], Shard(0)),
+    "placement": lambda: assign_replicas([0, 1], Shard(1)),
+    "kind of placement": lambda: assign_replicas([0, 1], Replicate()),
+    "kind of shard": lambda: assign_replicas([0, 1], _StridedShard(0, split_factor=2)),
+    "mesh": lambda: assign_replicas([0], Shard(0)),
+    "names of the mesh": lambda: assign_replicas([0, 1], Shard(0), mesh_dim_names=("dp",)),
     "a plain tensor": lambda: {"a": W[:4].view(2, 2)},
 }
 
 
 @pytest.mark.parametrize("field", SHARD_CASES)
 def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
-    before, again, after = spread([0, 1], Shard(0)), spread([0, 1], Shard(0)), SHARD_CASES[field]()
+    before, again, after = assign_replicas([0, 1], Shard(0)), assign_replicas([0, 1], Shard(0)), SHARD_CASES[field]()
     assert digest_of(before) == digest_of(again)
     assert digest_of(before) != digest_of(after)
     assert is_of(describe(before)[0], again)
@@ -206,18 +208,18 @@ def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it_and_ho
 
 def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(two_ranks: None):
     cache = PlanCache(rank=0, world_size=2)
-    first = resolve(cache, spread([0, 1], Shard(0)))
+    first = resolve(cache, assign_replicas([0, 1], Shard(0)))
     assert not first.plan_hit
-    assert not resolve(cache, spread([0, 1], Shard(0))).plan_hit, "not before the ranks have agreed"
+    assert not resolve(cache, assign_replicas([0, 1], Shard(0))).plan_hit, "not before the ranks have agreed"
     cache.adopt(replace(first.plan, share_id=b"agreed"))
-    assert [resolve(cache, spread([0, 1], Shard(0))).plan_hit for _ in range(2)] == [True, True]
+    assert [resolve(cache, assign_replicas([0, 1], Shard(0))).plan_hit for _ in range(2)] == [True, True]
 
 
 def test_what_was_agreed_is_saved_again_without_a_new_look_at_each_source() -> None:
     memory, cache = bytearray(64), PlanCache(rank=0, world_size=2)
     long, short = (torch.frombuffer(memory, dtype=torch.float32, count=count)[:4] for count in (16, 4))
     plan = resolve(cache, {"a": long}).plan
-    cache.adopt(narrow(plan, Share.of([True], []), b"agreed"))
+    cache.adopt(narrow(plan, Assignment.of([True], []), b"agreed"))
     assert resolve(cache, {"a": long}).fingerprint_hit
     assert not resolve(cache, {"a": short}).fingerprint_hit, "its address holds less now"
     assert resolve(cache, {"a": short}).fingerprint_hit
@@ -268,7 +270,7 @@ def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
     with pytest.raises(UnsupportedLeafError, match="'a'"):
         resolve(cache, {"a": torch.empty(8, device="meta")})
     found = resolve(cache, {"a": W})
-    assert [piece.nbytes for route in found.plan.routes for piece in route.moved] == [32]
+    assert [piece.nbytes for route in found.plan.copy_methods for piece in route.moved] == [32]
 
 
 def test_a_hit_resolves_the_tensors_of_this_very_save():
@@ -340,9 +342,11 @@ def assert_holds_no_data(plan: Plan) -> None:
     allowed = {id(getattr(chunk.sums, name)) for chunk in plan.layout.chunks for name in chunk.sums.__slots__}
     # Numbers, whose arrays are their own: addresses, and where they go.
     rows = [*plan.places.moved, *plan.places.issued.values()]
-    issues = [array for found in plan.descriptors.issues.values() for array in (found.moves, found.leaves)]
-    ready = [getattr(found, name) for found in plan.descriptors.moves for name in found.__slots__ if name != "calls"]
-    numbers = [*ready, *issues, *(getattr(row, name) for row in rows for name in row.__slots__)]
+    device_copies = [
+        array for found in plan.descriptors.device_copies.values() for array in (found.moves, found.leaves)
+    ]
+    ready = [getattr(found, name) for found in plan.descriptors.vectors for name in found.__slots__ if name != "calls"]
+    numbers = [*ready, *device_copies, *(getattr(row, name) for row in rows for name in row.__slots__)]
     assert all(array.base is None for array in numbers)
     allowed |= {id(array) for array in numbers}
     assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []
@@ -355,7 +359,7 @@ def test_a_cached_plan_holds_no_tensor_storage_handle_or_view():
 
 
 def test_a_cached_plan_of_dtensors_holds_none_either(two_ranks: None):
-    state = {**spread([0, 1], Shard(0)), "b": spread([0, 1], Replicate())["a"]}
+    state = {**assign_replicas([0, 1], Shard(0)), "b": assign_replicas([0, 1], Replicate())["a"]}
     assert_holds_no_data(resolve(PlanCache(rank=0, world_size=2), state).plan)
 
 

@@ -31,7 +31,7 @@ from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.planner import PlannedSave
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import Copiers, capture
+from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
 from aio_ckpt.snapshot.progress import CapturedRun
 from aio_ckpt.state import object_cache as encoding
@@ -57,7 +57,7 @@ def captured(planned: PlannedSave, image: Image, stall_timeout_secs: float = TIM
     work = capture(
         planned,
         image,
-        Copiers(),
+        CopyEngines(),
         guarded=frozenset(),
         on_captured=lambda runs: told.extend(index for indices, _ in runs for index in indices),
         stall_timeout_secs=stall_timeout_secs,
@@ -134,7 +134,7 @@ def test_a_source_that_is_freed_while_it_is_captured_is_an_error(manager: Lifeti
         capture(
             planned,
             image,
-            Copiers(),
+            CopyEngines(),
             guarded=frozenset(),
             on_captured=lambda *_: state["freed"].untyped_storage().resize_(0),
             stall_timeout_secs=TIMEOUT,
@@ -195,7 +195,7 @@ def test_a_long_run_from_the_host_is_told_of_at_once_and_a_brief_one_at_the_end(
     capture(
         planned,
         image_of(planned, manager),
-        Copiers(),
+        CopyEngines(),
         guarded=frozenset(),
         on_captured=lambda runs: told.append([index for indices, _ in runs for index in indices]),
         on_issued=lambda _: told.append("all issued"),
@@ -228,7 +228,7 @@ def test_a_slot_is_filled_again_only_after_its_chunk_was_written(manager: Lifeti
             capture,
             planned,
             image,
-            Copiers(),
+            CopyEngines(),
             guarded=frozenset(),
             on_captured=on_captured,
             stall_timeout_secs=TIMEOUT,
@@ -371,7 +371,7 @@ class OddCopies(HostCopies):
     def __init__(self) -> None:
         type(self).waiters = []
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return self
 
     def query(self) -> bool:

@@ -14,11 +14,11 @@ from rings import TIMEOUT, image_of, plan_of
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.memory.copies import HostCopies
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan import copy_plan as routes
+from aio_ckpt.plan import copy_plan as copy_methods
 from aio_ckpt.plan import planner as plan
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot import gather
-from aio_ckpt.snapshot.capture import Copiers, capture
+from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.write.trace_file import NO_TRACE
 
 
@@ -42,9 +42,9 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     state = mixed(200)
-    copiers = Copiers()
+    copy_engines = CopyEngines()
     for _ in range(2):  # the second save uses the lines of the first
         planned = plan_of(state, gather_bytes=80_000)
         assert planned.plan.gathers
@@ -52,7 +52,7 @@ def test_what_is_gathered_stands_in_the_image_as_it_would_have_alone(
         capture(
             planned,
             image,
-            copiers,
+            copy_engines,
             guarded=frozenset(),
             on_captured=lambda *_: None,
             stall_timeout_secs=TIMEOUT,
@@ -72,7 +72,7 @@ def test_without_device_memory_each_tensor_is_copied_alone(
     manager: LifetimeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     monkeypatch.setattr(HostCopies, "buffer", lambda *_: None)
     state = mixed(50)
     planned = plan_of(state)
@@ -80,7 +80,7 @@ def test_without_device_memory_each_tensor_is_copied_alone(
     capture(
         planned,
         image,
-        Copiers(),
+        CopyEngines(),
         guarded=frozenset(),
         on_captured=lambda *_: None,
         stall_timeout_secs=TIMEOUT,
@@ -96,15 +96,15 @@ def test_without_device_memory_each_tensor_is_copied_alone(
     ("lengths", "starts", "end"),
     [([], [], 0), ([100], [0], 512), ([600, 600], [0, 1024], 2048), ([1500, 1500, 500], [0, 0, 1536], 2048)],
 )
-def test_spans_take_turns_in_the_buffer(lengths: list[int], starts: list[int], end: int) -> None:
-    assert gather._turns(lengths, 2048) == (starts, end)
+def test_runs_take_turns_in_the_buffer(lengths: list[int], starts: list[int], end: int) -> None:
+    assert gather._ring_offsets(lengths, 2048) == (starts, end)
 
 
 def test_an_engine_gives_its_gather_buffers_back_when_the_cache_is_cleared_and_when_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 4)
+    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 4)
     buffers: list[weakref.ref[torch.Tensor]] = []
     make = HostCopies.buffer
 
@@ -130,7 +130,7 @@ def test_gather_bytes_bounds_the_memory_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_bytes: int
 ) -> None:
     monkeypatch.setattr(plan, "gathered_below_bytes", lambda _: 1 << 20)
-    monkeypatch.setattr(routes, "_GATHER_PAYS_ITEMS", 2)
+    monkeypatch.setattr(copy_methods, "_GATHER_PAYS_ITEMS", 2)
     asked: list[int] = []
     make = HostCopies.buffer
     monkeypatch.setattr(HostCopies, "buffer", lambda self, nbytes: asked.append(nbytes) or make(self, nbytes))
