@@ -343,9 +343,9 @@ def assert_holds_no_data(plan: Plan) -> None:
     # Numbers, whose arrays are their own: addresses, and where they go.
     rows = [*plan.places.moved, *plan.places.issued.values()]
     device_copies = [
-        array for found in plan.descriptors.device_copies.values() for array in (found.moves, found.leaves)
+        array for found in plan.descriptors.device_copies.values() for array in (found.vectors, found.leaves)
     ]
-    ready = [getattr(found, name) for found in plan.descriptors.vectors for name in found.__slots__ if name != "calls"]
+    ready = list(plan.descriptors.vectors)
     numbers = [*ready, *device_copies, *(getattr(row, name) for row in rows for name in row.__slots__)]
     assert all(array.base is None for array in numbers)
     allowed |= {id(array) for array in numbers}
