@@ -24,7 +24,7 @@ from aio_ckpt.format.manifests import (
     encode_root,
 )
 from aio_ckpt.plan.planner import Plan
-from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.write.result import WriteResult
 
 __all__ = [

@@ -29,7 +29,7 @@ from aio_ckpt.plan.planner import Plan, narrow
 from aio_ckpt.ranks.save_ledger import PlanMsg, WrittenMsg, extents_crc32
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.snapshot.compact import item_sums, narrowed_image, narrowed_objects
+from aio_ckpt.snapshot.image import item_sums, narrowed_image, narrowed_objects
 from aio_ckpt.write.result import WriteResult, check_complete
 
 __all__ = ["conclude", "narrow_save"]

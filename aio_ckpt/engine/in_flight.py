@@ -25,7 +25,7 @@ from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.optimizer_guard import Guards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
-from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["CALL_STAGE", "MAX_CALLS", "InFlight"]

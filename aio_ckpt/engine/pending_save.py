@@ -29,7 +29,7 @@ from aio_ckpt.runtime.futures import Threads
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle

@@ -31,10 +31,9 @@ from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
-from aio_ckpt.snapshot.compact import narrowed_objects
-from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
+from aio_ckpt.snapshot.image import Image, arena_spec, lease_image, narrowed_objects
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.object_cache import ObjectBytes, ObjectEncoder
+from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.ticket import Milestone, SaveTicket
 
 __all__ = ["SaveFrontend"]

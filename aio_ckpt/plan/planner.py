@@ -27,8 +27,7 @@ from aio_ckpt.format.manifests import (
 )
 from aio_ckpt.memory.cuda import copies_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment
-from aio_ckpt.plan.copy_descriptors import CopyDescriptors, Places
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, choose_copy_methods, image_order
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
 from aio_ckpt.plan.global_plan import dcp_plan, local_plan, shard_offsets, storage_data
 from aio_ckpt.plan.layout import Placement, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan

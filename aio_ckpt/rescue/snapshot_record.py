@@ -28,7 +28,7 @@ from aio_ckpt.rescue.segment import Segment, StoredSegment
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.write.result import WriteResult
 
 __all__ = [

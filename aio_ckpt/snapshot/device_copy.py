@@ -11,7 +11,7 @@ import torch
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.plan.copy_descriptors import DeviceCopies
+from aio_ckpt.plan.copy_plan import DeviceCopies
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.plan.values import ImageLayout
 from aio_ckpt.snapshot.gather import LeafGroups, by_dtype, view_at

@@ -26,7 +26,7 @@ from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
 from aio_ckpt.plan.planner import CopyDescriptors
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.state.objects import ObjectBytes
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch
 SIZES = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["by address", "by torch"])

@@ -14,8 +14,7 @@ import torch
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.plan.copy_descriptors import Places
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, Places
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlanCache, PlannedImage, PlannedSave
 from aio_ckpt.runtime.portal import Executor

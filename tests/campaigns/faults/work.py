@@ -29,7 +29,7 @@ from aio_ckpt.memory import arena, lifetime
 from aio_ckpt.runtime import portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import image
-from aio_ckpt.state import object_cache as encoding
+from aio_ckpt.state import objects as encoding
 from aio_ckpt.write import writer as write
 from tests.campaigns.faults.campaign import PASSING_SECS, STALL_SECS, Point, cancel_now
 from tests.campaigns.faults.clock import Clock

@@ -44,7 +44,7 @@ from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.object_cache import ObjectEncoder
+from aio_ckpt.state.objects import ObjectEncoder
 from tests.campaigns.common import log
 from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
 

@@ -26,7 +26,7 @@ from aio_ckpt.format.manifests import FileEntry, block_sums, decode_rank, decode
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import Plan, PlanCache
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.object_cache import ObjectBytes, ObjectEncoder
+from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.write.result import WriteResult, check_complete
 
 TIED = torch.empty(300)

@@ -26,7 +26,7 @@ from aio_ckpt.rescue.segment import KeptSnapshots, Segment, SegmentDirectory, St
 from aio_ckpt.rescue.snapshot_record import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
 from aio_ckpt.rescue.survey import Left, decide, find_left, segment_prefix
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.state.object_cache import ObjectBytes
+from aio_ckpt.state.objects import ObjectBytes
 
 HERE = Owner.of_this_process("here")
 

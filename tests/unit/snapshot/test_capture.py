@@ -34,9 +34,8 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
 from aio_ckpt.snapshot.progress import CapturedRun
-from aio_ckpt.state import object_cache as encoding
-from aio_ckpt.state.object_cache import ObjectEncoder
-from aio_ckpt.state.objects import decode_object
+from aio_ckpt.state import objects
+from aio_ckpt.state.objects import ObjectEncoder, decode_object
 from aio_ckpt.write.trace_file import NO_TRACE
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
@@ -309,14 +308,14 @@ def test_equal_immutable_values_stand_once_and_unequal_ones_never_share() -> Non
 def test_the_bytes_of_an_unchanged_value_are_encoded_once_and_forgotten_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encode = encoding.objects.encode_object
+    encode = objects.encode_object
     encodings: list[object] = []
 
     def counted(name: str, value: object, *, trusted: bool) -> bytes:
         encodings.append(value)
         return encode(name, value, trusted=trusted)
 
-    monkeypatch.setattr(encoding.objects, "encode_object", counted)
+    monkeypatch.setattr(objects, "encode_object", counted)
     encoder = ObjectEncoder(trusted=False)
     for values in ([0.1, "a"], [0.1, "b"], [0.1], [0.1, "a"]):
         encoder.encode([(f"o{i}", value) for i, value in enumerate(values)])

@@ -18,12 +18,10 @@ from aio_ckpt.memory.copies import CopyEvent, HostCopies
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.copy_descriptors import DeviceCopies
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, DeviceCopies, GatherRun
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import CopyEngines, capture
-from aio_ckpt.snapshot.copy_order import KnownCopyOrder
+from aio_ckpt.snapshot.capture import CopyEngines, KnownCopyOrder, capture
 from aio_ckpt.write.trace_file import NO_TRACE
 
 
