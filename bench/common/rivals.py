@@ -43,9 +43,11 @@ def process_group() -> Iterator[None]:
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
+        if path.name.startswith("."):  # the engine's own directory stays, with its lock
+            continue
         if path.is_dir():
             shutil.rmtree(path)
-        elif not path.name.startswith("."):  # the engine's lock stays
+        else:
             path.unlink()
 
 

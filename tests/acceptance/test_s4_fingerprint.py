@@ -276,5 +276,5 @@ def test_descriptors_are_of_one_fingerprint_only(engine):
         descriptors: CopyDescriptors = engine._engine._frontend.cache._plan.descriptors
         addresses = [tensor.data_ptr() for tensor in state.values()]
         assert descriptors.fingerprint == addresses
-        assert [address for found in descriptors.moves for _, address, _ in found.moves.tolist()] == addresses
+        assert [address for found in descriptors.vectors for _, address, _ in found.tolist()] == addresses
         assert_stored(engine, report, **state)
