@@ -34,7 +34,7 @@ class StageTimings:
     """Until the data file (fdatasync) and ``.metadata`` were durable."""
     agreed_secs: float = 0.0
     """Until every rank's manifest was durable and every rank had said so."""
-    sealed_secs: float = 0.0
+    dir_synced_secs: float = 0.0
     """Until the pending directory was durable as a whole; what is left is to rename it and to make that durable."""
     committed_secs: float = 0.0
     """Until the checkpoint was durable and visible."""

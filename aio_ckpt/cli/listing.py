@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aio_ckpt.commit.publish import MAX_LOOKS, Committed, discover
+from aio_ckpt.commit.publish import MAX_LOOKS, CommittedCheckpoint, discover
 from aio_ckpt.commit.retention import protected_steps
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
@@ -143,7 +143,9 @@ async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...
     return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
 
 
-async def _root_row(storage: Storage, executor: Executor, found: Committed, *, is_protected: bool) -> RootRow | None:
+async def _root_row(
+    storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
+) -> RootRow | None:
     """None: its writer deleted it since it was found."""
     step, path = found.step, str(found.path)
     try:

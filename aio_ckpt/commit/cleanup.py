@@ -19,7 +19,7 @@ from aio_ckpt.runtime.futures import Threads, follow
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["SETTLE_SECS", "LeftBehind", "settle_failure"]
+__all__ = ["SETTLE_SECS", "PendingCleanup", "settle_failure"]
 
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
@@ -27,7 +27,7 @@ SETTLE_SECS = 5.0
 """How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
 
 
-class LeftBehind:
+class PendingCleanup:
     """Directories of failed saves, and what an overwrite replaced, still to be removed. Used on the engine's loop."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ async def settle_failure(
     *,
     step: int,
     cause: BaseException,
-    left_behind: LeftBehind,
+    pending_cleanup: PendingCleanup,
     are_several: bool,
 ) -> None:
     """Give the buffers back when the last thread let go; leave nothing behind that is listed.
@@ -86,7 +86,7 @@ async def settle_failure(
         # Its files may be those of a visible step, or those of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
     elif not is_idle() or not await _removed(storage, pending) or are_several:
-        left_behind.add(pending, is_idle)
+        pending_cleanup.add(pending, is_idle)
 
 
 async def _removed(storage: Storage, pending: Path) -> bool:

@@ -69,7 +69,7 @@ def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResul
         if any(start // size <= chunk <= (start + nbytes - 1) // size for chunk in lost)
         for name in names
     }
-    unsealed = plan.stored_names if result.items_sealed != len(plan.layout.items) else frozenset()
+    unsealed = plan.stored_names if result.items_patched != len(plan.layout.items) else frozenset()
     stored, gone = plan.stored_names, unsealed | holes
     stored = stored.union(*(entry.fqns for entry in entries)) if entries else stored
     return stored - gone if gone else stored

@@ -25,7 +25,7 @@ from aio_ckpt.format.names import ABANDONED_DIR, OWNER_FILE, TRASH_DIR, StepName
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
 
 __all__ = [
-    "Committed",
+    "CommittedCheckpoint",
     "abandon_after",
     "check_step",
     "check_step_number",
@@ -33,7 +33,7 @@ __all__ = [
     "discover_all",
     "is_unchanged",
     "publish",
-    "seal",
+    "sync_pending",
     "whole_number",
 ]
 
@@ -49,7 +49,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CommittedCheckpoint:
     """A committed checkpoint."""
 
     step: int
@@ -60,7 +60,7 @@ class Committed:
     """Of its ``.metadata`` when it was found; empty if it had lost it."""
 
 
-async def discover(storage: Storage, root: Path, names: StepNames) -> list[Committed]:
+async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
     """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
 
     Of a step that has two directories the one with the engine's own name counts.
@@ -69,24 +69,26 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
     return _chosen(committed, names)
 
 
-async def discover_all(storage: Storage, root: Path, names: StepNames) -> tuple[list[Committed], list[Committed]]:
+async def discover_all(
+    storage: Storage, root: Path, names: StepNames
+) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
     """As :func:`discover`, and what was committed before it lost its ``.metadata``, of other steps."""
     committed, bare = await _step_directories(storage, root, names)
     steps = {checkpoint.step for checkpoint in committed}
     return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
 
 
-def _chosen(committed: Sequence[Committed], names: StepNames) -> list[Committed]:
-    found: dict[int, Committed] = {}
+def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:
+    found: dict[int, CommittedCheckpoint] = {}
     for checkpoint in committed:
         if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
             found[checkpoint.step] = checkpoint
     return [found[step] for step in sorted(found)]
 
 
-async def _torn(storage: Storage, bare: Iterable[Committed]) -> list[Committed]:
+async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
     """Directories of steps that are ours by the root manifest, and no save into them runs."""
-    found: list[Committed] = []
+    found: list[CommittedCheckpoint] = []
     for checkpoint in bare:
         if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
             continue
@@ -101,10 +103,12 @@ async def _torn(storage: Storage, bare: Iterable[Committed]) -> list[Committed]:
     return found
 
 
-async def _step_directories(storage: Storage, root: Path, names: StepNames) -> tuple[list[Committed], list[Committed]]:
+async def _step_directories(
+    storage: Storage, root: Path, names: StepNames
+) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
     """What has ``.metadata`` and so is committed, and what is named like a step and has none: it may be anybody's."""
-    found: list[Committed] = []
-    bare: list[Committed] = []
+    found: list[CommittedCheckpoint] = []
+    bare: list[CommittedCheckpoint] = []
     for _ in range(MAX_LOOKS):
         found.clear()
         bare.clear()
@@ -115,9 +119,9 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> t
                 continue
             status = await storage.status(root / name / METADATA_FILE)
             if status is not None:
-                found.append(Committed(step=step, path=root / name, identity=status.identity))
+                found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
             elif await storage.exists(root / name):
-                bare.append(Committed(step=step, path=root / name))
+                bare.append(CommittedCheckpoint(step=step, path=root / name))
             else:
                 has_vanished = True
         if not has_vanished:
@@ -125,13 +129,13 @@ async def _step_directories(storage: Storage, root: Path, names: StepNames) -> t
     return found, bare
 
 
-async def is_unchanged(storage: Storage, found: Committed) -> bool:
+async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
     """Whether a checkpoint is still the one that :func:`discover` found: neither deleted nor replaced since."""
     status = await storage.status(found.path / METADATA_FILE)
     return found.identity == (() if status is None else status.identity)
 
 
-async def seal(storage: Storage, pending: Path, root_manifest: bytes) -> None:
+async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) -> None:
     """Leader, root mode: make a pending directory durable as a whole.
 
     All other files in it must have been fsynced, in whatever order: none counts before :func:`publish`.

@@ -16,22 +16,22 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.publish import Committed, discover, is_unchanged
+from aio_ckpt.commit.publish import CommittedCheckpoint, discover, is_unchanged
 from aio_ckpt.commit.retention import unprotect
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import CORRUPT_DIR, StepNames
 from aio_ckpt.storage.local import Storage, sync_parents
 
-__all__ = ["Condemned", "Quarantine"]
+__all__ = ["CorruptCandidate", "Quarantine"]
 
 _log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condemned:
+class CorruptCandidate:
     """A checkpoint that was read twice and did not match, either time."""
 
-    checkpoint: Committed
+    checkpoint: CommittedCheckpoint
     """Which, as it was found before the first reading."""
     error: CorruptCheckpointError
     """What did not match."""
@@ -45,7 +45,7 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        self._condemned: dict[Path, Condemned] = {}
+        self._condemned: dict[Path, CorruptCandidate] = {}
         self.is_writer = False
         """Whether the engine holds the writer's lock; told by its holder."""
         self.times_condemned = 0
@@ -60,7 +60,7 @@ class Quarantine:
         return bool(self._condemned)
 
     async def condemn(
-        self, storage: Storage, root: Path, found: Iterable[Condemned], limit_secs: float
+        self, storage: Storage, root: Path, found: Iterable[CorruptCandidate], limit_secs: float
     ) -> dict[Path, Path]:
         """Set these aside, now if this engine is the writer, else once it is; old -> new path of what was moved."""
         new = {entry.checkpoint.path: entry for entry in found}
@@ -90,7 +90,7 @@ class Quarantine:
             _log.warning("steps %s are damaged but were not set aside within %s s", late, limit_secs)
         return moved
 
-    async def committed(self, storage: Storage, root: Path, names: StepNames) -> Sequence[Committed]:
+    async def committed(self, storage: Storage, root: Path, names: StepNames) -> Sequence[CommittedCheckpoint]:
         """Committed checkpoints, ascending by step, less those that are to be set aside."""
         found = await discover(storage, root, names)
         return [checkpoint for checkpoint in found if not await self._is_condemned(storage, checkpoint.path)]
@@ -99,7 +99,7 @@ class Quarantine:
         entry = self._condemned.get(path)
         return entry is not None and await is_unchanged(storage, entry.checkpoint)
 
-    async def _set_aside(self, storage: Storage, root: Path, entry: Condemned) -> Path | None:
+    async def _set_aside(self, storage: Storage, root: Path, entry: CorruptCandidate) -> Path | None:
         path = entry.checkpoint.path
         target = root / CORRUPT_DIR / f"{path.name}-{time.time_ns()}"
         try:

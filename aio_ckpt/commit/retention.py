@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.commit.owner import put_back_protected
-from aio_ckpt.commit.publish import Committed, check_step_number, discover
+from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number, discover
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError, shown
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
@@ -51,13 +51,13 @@ class Policy:
 
 
 def expired(
-    committed: Sequence[Committed],
+    committed: Sequence[CommittedCheckpoint],
     policy: Policy,
     *,
     good: int,
     protected: Collection[int] = (),
     metrics: Mapping[int, float | None] | None = None,
-) -> list[Committed]:
+) -> list[CommittedCheckpoint]:
     """Steps to delete, oldest first, of those that were listed.
 
     Args:
@@ -205,7 +205,7 @@ class Retention:
         names: StepNames,
         policy: Policy,
         *,
-        committed: Callable[[], Awaitable[Sequence[Committed]]],
+        committed: Callable[[], Awaitable[Sequence[CommittedCheckpoint]]],
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
     ) -> None:
@@ -272,7 +272,7 @@ class Retention:
                 await self._empty(trash, oldest.step, undeleted)
                 removed.append(oldest.step)
 
-    async def _leaving(self) -> list[Committed]:
+    async def _leaving(self) -> list[CommittedCheckpoint]:
         committed = await self._committed()
         self._good &= {checkpoint.step for checkpoint in committed}  # less what was rolled back or proven damaged
         stay = await protected_steps(self._storage, self._root)
@@ -281,7 +281,7 @@ class Retention:
         good = max(self._good, default=-1)
         return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
 
-    async def _trashed(self, checkpoint: Committed, undeleted: dict[int, str]) -> Path | None:
+    async def _trashed(self, checkpoint: CommittedCheckpoint, undeleted: dict[int, str]) -> Path | None:
         """Its new path; None if it stays."""
         trash = self._root / TRASH_DIR / checkpoint.path.name
         try:
@@ -319,7 +319,7 @@ class Retention:
         _log.warning("step %d is kept beyond its time: %s", step, error)
         undeleted[step] = str(error)
 
-    async def _read_metrics(self, committed: Sequence[Committed]) -> dict[int, float | None]:
+    async def _read_metrics(self, committed: Sequence[CommittedCheckpoint]) -> dict[int, float | None]:
         """The metric of each step whose manifest can be read; read once for each checkpoint."""
         known = {}
         for checkpoint in committed:

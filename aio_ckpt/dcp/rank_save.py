@@ -294,7 +294,7 @@ async def _write_manifest(
 def _check_written(sources: Sources, written: Written) -> None:
     names = frozenset(name for item in sources.planned.plan.layout.items for name in item.fqns)
     check_complete(frozenset(index.fqn for index in sources.indices), names)
-    if len(written.chunks_written) != written.chunks or written.items_sealed != len(sources.planned.plan.layout.items):
+    if len(written.chunks_written) != written.chunks or written.items_patched != len(sources.planned.plan.layout.items):
         raise PlanChangedError("not every chunk of the data file was written; nothing was committed")
 
 

@@ -151,8 +151,8 @@ async def _publish(
 async def _commit(ctx: EngineContext, save: PendingSave, pending: Path, final: Path, root_manifest: bytes) -> None:
     save.stage = "commit"
     save.begin("making its directory durable")
-    await commit.seal(ctx.storage, pending, root_manifest)
-    save.sealed_secs = save.elapsed()
+    await commit.sync_pending(ctx.storage, pending, root_manifest)
+    save.dir_synced_secs = save.elapsed()
     save.begin("waiting while other checkpoints are renamed")
     async with ctx.quarantine.renames:
         await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
@@ -162,7 +162,7 @@ async def _commit(ctx: EngineContext, save: PendingSave, pending: Path, final: P
         with anyio.move_on_after(ctx.config.stall_timeout_secs, shield=True) as scope:
             left = await commit.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
             for directory in left:
-                ctx.left_behind.add(directory, lambda: True)
+                ctx.pending_cleanup.add(directory, lambda: True)
     if scope.cancelled_caught:
         stalled = StallError(
             f"the commit of step {save.step} did not end within {ctx.config.stall_timeout_secs} s: {ctx.root} is "

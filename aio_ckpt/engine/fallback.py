@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from aio_ckpt.commit import publish as commit
-from aio_ckpt.commit.quarantine import Condemned
+from aio_ckpt.commit.quarantine import CorruptCandidate
 from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import (
     AioCkptError,
@@ -25,14 +25,14 @@ from aio_ckpt.reports import SkippedCheckpoint
 __all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "candidates", "newest_good", "too_many_changes"]
 
 T = TypeVar("T")
-Use: TypeAlias = Callable[[commit.Committed, bool], Awaitable[T]]
+Use: TypeAlias = Callable[[commit.CommittedCheckpoint, bool], Awaitable[T]]
 """Reads a checkpoint; the second time (True) to memory that nobody else has: what does not match then is damage."""
 _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
     ctx: EngineContext, step: int | None, use: Use[T], *, fallback: bool
-) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], T]:
+) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
     Only damage and a format that is not known here falls back: an I/O error or a template that does not match is raised
@@ -81,7 +81,7 @@ class ChangedError(AioCkptError):
 class Damage:
     """What two readings of a checkpoint found."""
 
-    checkpoint: commit.Committed
+    checkpoint: commit.CommittedCheckpoint
     """Which."""
     error: CorruptCheckpointError | FormatVersionError
     """Error of the second reading, or of the only one if the format is not known here."""
@@ -100,7 +100,7 @@ class FallbackSearch:
     is_modified: bool = False
     """Whether any reading began to fill the template."""
 
-    async def use(self, candidate: commit.Committed, use: Use[T]) -> T:
+    async def use(self, candidate: commit.CommittedCheckpoint, use: Use[T]) -> T:
         """``use`` of a checkpoint, a second time if it does not match: a bad transfer is no damage on the disk.
 
         Raises:
@@ -123,7 +123,7 @@ class FallbackSearch:
             self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
             raise
 
-    async def _read(self, candidate: commit.Committed, use: Use[T], *, again: bool) -> T:
+    async def _read(self, candidate: commit.CommittedCheckpoint, use: Use[T], *, again: bool) -> T:
         try:
             value = await use(candidate, again)
         except (CorruptCheckpointError, FormatVersionError, CheckpointNotFoundError, ReadError) as error:
@@ -141,7 +141,7 @@ class FallbackSearch:
         """An older one was good: condemn what was proven; what was passed by, for the report."""
         ctx = self.ctx
         proven = (
-            Condemned(checkpoint=found.checkpoint, error=found.error)
+            CorruptCandidate(checkpoint=found.checkpoint, error=found.error)
             for found in self.damaged
             if found.is_proven and isinstance(found.error, CorruptCheckpointError)
         )
@@ -177,7 +177,7 @@ class FallbackSearch:
         return error
 
 
-async def candidates(ctx: EngineContext, step: int | None) -> list[commit.Committed]:
+async def candidates(ctx: EngineContext, step: int | None) -> list[commit.CommittedCheckpoint]:
     """Newest first: what is committed, and what was before it lost its ``.metadata``.
 
     Raises:

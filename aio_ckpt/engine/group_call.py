@@ -108,7 +108,7 @@ class GroupCall:
         await self.agreement.end(told)
         if self._members.is_leader and self.agreement.is_failed and not self.agreement.is_entered:
             pending = pending_path(self._ctx.root, self._members.owner, self._number)
-            self._ctx.left_behind.add(pending, lambda: True)
+            self._ctx.pending_cleanup.add(pending, lambda: True)
 
     async def _hear_late(self, told: PeerFailedError) -> None:
         """What became of the call on the leader; there, say it."""

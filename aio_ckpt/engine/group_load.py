@@ -48,7 +48,7 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
-GroupUse: TypeAlias = Callable[[commit.Committed, bool, OnMatched], Awaitable[L]]
+GroupUse: TypeAlias = Callable[[commit.CommittedCheckpoint, bool, OnMatched], Awaitable[L]]
 """As :data:`aio_ckpt.engine.fallback.Use`; what it reads fits all ranks once the third argument has returned."""
 
 
@@ -103,7 +103,7 @@ _ORDERS = msgspec.msgpack.Decoder(_Order)
 
 async def newest_good_for_all(
     ctx: EngineContext, name: str, step: int | None, use: GroupUse[L], *, fallback: bool
-) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
+) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.engine.fallback.newest_good`, for the same call on every rank, which all call ``name``.
 
     No template is touched before those of all match the same save, and what was read is put back only once all have
@@ -185,7 +185,7 @@ class LoadMember(Generic[L]):
         self._use = use
         self._turns = turns
         self._outcome = _Outcome("none yet")
-        self._candidate: commit.Committed | None = None
+        self._candidate: commit.CommittedCheckpoint | None = None
         self._loaded: L | None = None
         self._error: CorruptCheckpointError | FormatVersionError | None = None
 
@@ -245,7 +245,7 @@ class LoadMember(Generic[L]):
             found = Damage(checkpoint=self._candidate, error=error, is_proven=order.blame.is_proven)
             self.search.damaged.append(found)
 
-    async def end(self, order: _Order) -> tuple[commit.Committed, tuple[SkippedCheckpoint, ...], L]:
+    async def end(self, order: _Order) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
         """What was loaded; raises why nothing was."""
         if order.kind == "done" and self._candidate is not None and self._loaded is not None:
             self._learn_newest(order)

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from aio_ckpt.commit.publish import Committed, check_step_number
+from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number
 from aio_ckpt.config import check_flag
 from aio_ckpt.engine.fallback import newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
@@ -68,7 +68,7 @@ async def _load(ctx: EngineContext, state: object, step: object, options: Mappin
         raise
     fill = functools.partial(_fill, ctx, state, checked)
 
-    async def fill_and_put_back(candidate: Committed, again: bool) -> _Filled:
+    async def fill_and_put_back(candidate: CommittedCheckpoint, again: bool) -> _Filled:
         filled = await fill(candidate, again, at_once)
         await filled.put_back()
         return filled
@@ -118,7 +118,12 @@ class _Filled:
 
 
 async def _fill(
-    ctx: EngineContext, state: object, options: LoadOptions, candidate: Committed, again: bool, on_matched: OnMatched
+    ctx: EngineContext,
+    state: object,
+    options: LoadOptions,
+    candidate: CommittedCheckpoint,
+    again: bool,
+    on_matched: OnMatched,
 ) -> _Filled:
     outcome = await load_checkpoint(
         ctx.storage,
@@ -164,7 +169,7 @@ def selection(only: Any) -> list[str] | None:
 async def read_tree(ctx: EngineContext, step: int | None, only: Collection[str] | None) -> object:
     """The nested state of ``step``, or of the newest checkpoint that verifies."""
 
-    async def read(candidate: Committed, _: bool) -> object:
+    async def read(candidate: CommittedCheckpoint, _: bool) -> object:
         return await read_state(
             ctx.storage,
             candidate.path,

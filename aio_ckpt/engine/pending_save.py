@@ -13,7 +13,7 @@ import anyio
 
 from aio_ckpt.commit import owner
 from aio_ckpt.commit import publish as commit
-from aio_ckpt.commit.cleanup import LeftBehind
+from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.config import EngineConfig, check_flag
@@ -23,7 +23,7 @@ from aio_ckpt.memory.read_buffers import BounceRing
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.rescue.segment import KeptSnapshots, SegmentDirectory
+from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import Threads
 from aio_ckpt.runtime.portal import Executor
@@ -60,13 +60,13 @@ class EngineContext:
     """Checkpoints that loads proved damaged."""
     segments: SegmentDirectory | None = None
     """Where shared memory is made that outlives the process."""
-    kept: KeptSnapshots = field(default_factory=KeptSnapshots)
+    kept: OrphanSnapshots = field(default_factory=OrphanSnapshots)
     """What dead trainers left there that could be rescued."""
     throttle: WriteThrottle = field(default_factory=WriteThrottle)
     """The rate of writing."""
     ring: BounceRing = field(default_factory=BounceRing)
     """What loads read through."""
-    left_behind: LeftBehind = field(default_factory=LeftBehind)
+    pending_cleanup: PendingCleanup = field(default_factory=PendingCleanup)
     """Directories that are still to be removed."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
@@ -176,7 +176,7 @@ class PendingSave:
     """When the data file and ``.metadata`` were durable."""
     agreed_secs: float = 0.0
     """When all ranks were."""
-    sealed_secs: float = 0.0
+    dir_synced_secs: float = 0.0
     """When the directory was."""
     events: tuple[CopyEvent, ...] = ()
     """Behind every copy from a device."""

@@ -20,7 +20,7 @@ from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteE
 from aio_ckpt.format.manifests import METADATA_FILE, data_file_name
 from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
 from aio_ckpt.reports import SaveReport, StageTimings
-from aio_ckpt.rescue.snapshot_record import seal_of, seal_when_captured
+from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import watch_submissions
@@ -66,7 +66,7 @@ async def run_save(ctx: EngineContext, save: PendingSave) -> SaveReport:
                 save.threads,
                 step=save.step,
                 cause=cause,
-                left_behind=ctx.left_behind,
+                pending_cleanup=ctx.pending_cleanup,
                 are_several=ctx.members.are_several,
             )
             await keep_trace(ctx, save, cause)
@@ -184,7 +184,7 @@ async def _stages(ctx: EngineContext, save: PendingSave) -> SaveReport:
             written_secs=save.written_secs,
             synced_secs=save.synced_secs,
             agreed_secs=save.agreed_secs,
-            sealed_secs=save.sealed_secs,
+            dir_synced_secs=save.dir_synced_secs,
             committed_secs=save.elapsed(),
         ),
         slowest_rank=slowest,
@@ -215,10 +215,10 @@ async def _seal(ctx: EngineContext, save: PendingSave, final: Path, metadata: by
     save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
     ranks, save_id, call = ctx.members.coordinator, save_id_of(ctx, save), save.call
     replaces = await read_save_id(ctx.storage, final) if call.overwrite else ""
-    seal = seal_of(
+    record = record_of(
         ranks.rank, ranks.world_size, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata
     )
-    await seal_when_captured(seal, save.plan, save.objects, save.image, save.progress, ctx.executor)
+    await store_record_when_captured(record, save.plan, save.objects, save.image, save.progress, ctx.executor)
 
 
 async def _write(ctx: EngineContext, save: PendingSave, pending: Path) -> WriteResult:

@@ -215,7 +215,7 @@ class RootSession:
         """
         self._passes = [done for done in self._passes if not done.done()]
         expires = self._retention.is_enabled and self._lock is not None
-        if expires or len(self._ctx.left_behind):
+        if expires or len(self._ctx.pending_cleanup):
             self._begin_pass(good if expires else None)
 
     @property
@@ -225,7 +225,7 @@ class RootSession:
 
     def last_passes(self) -> tuple[Future[None], ...]:
         """The same, with one more for what failed saves left: the engine is closing."""
-        if len(self._ctx.left_behind) and not self._must_wait():
+        if len(self._ctx.pending_cleanup) and not self._must_wait():
             self._begin_pass(None)
         return self.passes
 
@@ -236,7 +236,7 @@ class RootSession:
     async def _delete(self, good: int | None) -> None:
         limit = self._ctx.config.stall_timeout_secs
         with anyio.move_on_after(limit) as scope:
-            await self._ctx.left_behind.clear(self._ctx.storage)
+            await self._ctx.pending_cleanup.clear(self._ctx.storage)
             if good is not None:
                 await self._retention.enforce(good)
         if scope.cancelled_caught:

@@ -56,7 +56,7 @@ class SharedMemory(Protocol):
     memory: mmap.mmap
     """The bytes of the image."""
 
-    def unseal(self) -> None:
+    def mark_invalid(self) -> None:
         """What is in the image is nobody's from now on. Idempotent."""
 
     def remove(self) -> None:

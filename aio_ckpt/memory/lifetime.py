@@ -317,7 +317,7 @@ class LifetimeManager:
         if self._arenas.get(arena) is not lease:
             return  # told once more, after Ctrl-C
         if arena.segment is not None:
-            arena.segment.unseal()
+            arena.segment.mark_invalid()
         if self._debug:
             arena.poison()
         with self._lock:

@@ -143,7 +143,7 @@ def _plan_sums(
         ),
         span_items=np.array([piece.item for piece in wholes], dtype=np.intp),
         parts=tuple(piece for piece in pieces if not is_whole(piece)),
-        sealed_items=np.array(sealed, dtype=np.intp),
+        crc_patches=np.array(sealed, dtype=np.intp),
         seals=np.array(fields, dtype=np.intp).reshape(len(sealed), len(fields[0]) if fields else 0, 1) + np.arange(4),
     )
 

@@ -73,7 +73,7 @@ class ChunkSums:
     """Item of each span."""
     parts: tuple[Piece, ...]
     """All other pieces."""
-    sealed_items: npt.NDArray[np.intp]
+    crc_patches: npt.NDArray[np.intp]
     """Items whose trailer lies in the chunk."""
     seals: npt.NDArray[np.intp]
     """Positions in the chunk of their CRC32 fields, byte by byte: shape (items, fields, 4)."""

@@ -32,9 +32,9 @@ from aio_ckpt.format.names import LOCK_FILE, SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.rescue.segment import KeptSnapshots, SegmentDirectory, map_image
-from aio_ckpt.rescue.snapshot_record import Seal, layout_of
-from aio_ckpt.rescue.survey import Decision, Left, Refusal, SealedSave, decide, find_left, segment_prefix
+from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory, map_image
+from aio_ckpt.rescue.snapshot_record import SnapshotRecord, layout_of
+from aio_ckpt.rescue.survey import Decision, OrphanSegment, Refusal, RescuableSave, decide, find_orphans, segment_prefix
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
 from aio_ckpt.snapshot.image import Image
@@ -109,16 +109,16 @@ def segment_directories(root: Path) -> list[Path]:
 
 def open_segments(
     root: Path, owner: Owner, shm_path: str | Path | None
-) -> tuple[SegmentDirectory | None, KeptSnapshots]:
+) -> tuple[SegmentDirectory | None, OrphanSnapshots]:
     """Where an engine makes its segments, and what it keeps of others'. ConfigError: see :class:`SegmentDirectory`."""
-    kept = KeptSnapshots()
+    kept = OrphanSnapshots()
     if shm_path is None:
         return None, kept
     return SegmentDirectory(Path(shm_path).absolute(), f"{segment_prefix(root)}{owner.session}-{owner.tag}", kept), kept
 
 
-async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[Left]) -> Decision:
-    steps = {left.seal.step for left in found if left.seal is not None}
+async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[OrphanSegment]) -> Decision:
+    steps = {left.record.step for left in found if left.record is not None}
     committed = {
         checkpoint.step: await read_save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
         for checkpoint in (await commit.discover(storage, root, names) if found else ())
@@ -137,7 +137,7 @@ def tell_rescuable(
     portal: Portal,
     *,
     segments: SegmentDirectory | None,
-    kept: KeptSnapshots,
+    kept: OrphanSnapshots,
     stale_after_secs: float,
     limit_secs: float,
 ) -> None:
@@ -145,8 +145,8 @@ def tell_rescuable(
 
     On every rank: what lies in the memory of another host only a rank there can give up.
     """
-    found = find_left(_places(root, segments), root, here, stale_after_secs=stale_after_secs)
-    if not any(left.seal is not None and left.owner_is_dead for left in found):
+    found = find_orphans(_places(root, segments), root, here, stale_after_secs=stale_after_secs)
+    if not any(left.record is not None and left.owner_is_dead for left in found):
         return
     try:
         decision = portal.call(_decide, storage, root, names, found, timeout=limit_secs, what="opening")
@@ -175,7 +175,7 @@ async def reclaim(
     here: Owner,
     *,
     segments: SegmentDirectory | None,
-    kept: KeptSnapshots,
+    kept: OrphanSnapshots,
     stale_after_secs: float,
 ) -> None:
     """For the holder of the root's lock: remove the segments of dead writers; keep those that can be rescued.
@@ -184,7 +184,7 @@ async def reclaim(
     """
     if segments is None and not await storage.exists(root / SEGMENTS_FILE):
         return
-    find = functools.partial(find_left, stale_after_secs=stale_after_secs)
+    find = functools.partial(find_orphans, stale_after_secs=stale_after_secs)
     found = await run_blocking(executor, find, _places(root, segments), root, here)
     decision = await _decide(storage, root, names, found)
     for refusal in decision.refusals:
@@ -210,7 +210,7 @@ async def _tell_places(storage: Storage, root: Path, places: Sequence[Path]) -> 
     await storage.replace(temporary, root / SEGMENTS_FILE)
 
 
-def forget_segments(root: Path, kept: KeptSnapshots) -> None:
+def forget_segments(root: Path, kept: OrphanSnapshots) -> None:
     """At a clean end of the writer: nothing of its own is left to be found."""
     if not kept.paths:
         with contextlib.suppress(OSError):  # a hint, that costs the next writer a look
@@ -221,11 +221,11 @@ def _places(root: Path, own: SegmentDirectory | None) -> list[Path]:
     return [*segment_directories(root), *([own.path] if own else [])]
 
 
-def _told(segments: Iterable[Left]) -> str:
+def _told(segments: Iterable[OrphanSegment]) -> str:
     return ", ".join(str(left.path) for left in segments)
 
 
-def _remove(segments: Iterable[Left]) -> None:
+def _remove(segments: Iterable[OrphanSegment]) -> None:
     for left in segments:
         left.path.unlink(missing_ok=True)
 
@@ -253,7 +253,7 @@ async def rescue_root(
         WriteError: the disk; what was not committed stays where it is.
     """
     places = [*directories, *segment_directories(root)]
-    find = functools.partial(find_left, places, root, here, stale_after_secs=stale_after_secs)
+    find = functools.partial(find_orphans, places, root, here, stale_after_secs=stale_after_secs)
     if not await run_blocking(executor, find):
         return RescueReport(root=str(root), rescued=(), refused=())  # a root that nobody staged for is not touched
     with storage.lock(root / LOCK_FILE):
@@ -294,7 +294,7 @@ def _unrescued(refusal: Refusal, *, is_removed: bool) -> Unrescued:
     )
 
 
-def _check_name(save: SealedSave, names: StepNames) -> None:
+def _check_name(save: RescuableSave, names: StepNames) -> None:
     """Committed steps were looked for by name: under another pattern the order of the steps was not checked."""
     directory = save.ranks[0][1].directory
     if names.step(directory) != save.step:
@@ -302,26 +302,26 @@ def _check_name(save: SealedSave, names: StepNames) -> None:
 
 
 async def _commit(
-    storage: Storage, executor: Executor, root: Path, here: Owner, save: SealedSave, number: int
+    storage: Storage, executor: Executor, root: Path, here: Owner, save: RescuableSave, number: int
 ) -> Rescued:
-    seals = [seal for _, seal in save.ranks]
-    metadata = next(seal.metadata for seal in seals if seal.metadata)
-    pending, final = pending_path(root, here, number), root / seals[0].directory
+    records = [record for _, record in save.ranks]
+    metadata = next(record.metadata for record in records if record.metadata)
+    pending, final = pending_path(root, here, number), root / records[0].directory
     await storage.make_dir(pending)
     try:
         await write_owner(storage, pending, here)
-        entries = [await _write_rank(storage, executor, pending, left, seal) for left, seal in save.ranks]
+        entries = [await _write_rank(storage, executor, pending, left, record) for left, record in save.ranks]
         await storage.write_file(pending / METADATA_FILE, metadata)
         root_manifest = render_root(
             metadata_file(metadata),
             [entry for entry, _ in entries],
             step=save.step,
-            save_id=seals[0].save_id,
+            save_id=records[0].save_id,
             created_unix=time.time(),
-            metrics=seals[0].metrics,
+            metrics=records[0].metrics,
         )
-        await commit.seal(storage, pending, root_manifest)
-        await commit.publish(storage, pending=pending, final=final, overwrite=seals[0].overwrite)
+        await commit.sync_pending(storage, pending, root_manifest)
+        await commit.publish(storage, pending=pending, final=final, overwrite=records[0].overwrite)
     except BaseException as error:
         if not (isinstance(error, AioCkptError) and error.in_doubt):
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
@@ -342,27 +342,27 @@ async def _is_admitted(_: int) -> None:
 
 
 async def _write_rank(
-    storage: Storage, executor: Executor, pending: Path, left: Left, seal: Seal
+    storage: Storage, executor: Executor, pending: Path, left: OrphanSegment, record: SnapshotRecord
 ) -> tuple[FileEntry, int]:
     """Write the data and the manifest of one rank; what the root manifest says of it, and the length of the data.
 
     Raises:
         CorruptCheckpointError: the snapshot is torn: what was written is not what was sealed.
     """
-    sealed, layout = layout_of(seal)
+    sealed, layout = layout_of(record)
     memory = map_image(left.stored)
-    chunks = file_chunks(layout, seal.image_bytes)
+    chunks = file_chunks(layout, record.image_bytes)
     lease = Lease(Arena(memory, "shm"), lambda _: None, waited_secs=0.0)
     image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
-    name = data_file_name(seal.rank)
+    name = data_file_name(record.rank)
     try:
         result = await write_image(
             image,
-            ChunkPreparer(layout, seal.objects, renders_constants=True),
+            ChunkPreparer(layout, record.objects, renders_constants=True),
             new_file(
                 storage,
                 pending / name,
-                seal.image_bytes,
+                record.image_bytes,
                 writers=_WORKERS,
                 settle_secs=SETTLE_SECS,
                 begin=lambda _: None,
@@ -379,15 +379,15 @@ async def _write_rank(
     if result.sums != sealed.sums:
         raise CorruptCheckpointError(f"{left.path.name}: torn: its bytes do not match the sums in its seal")
     manifest = encode_rank(
-        save_id=seal.save_id,
-        step=seal.step,
-        rank=seal.rank,
-        world_size=seal.world_size,
+        save_id=record.save_id,
+        step=record.step,
+        rank=record.rank,
+        world_size=record.world_size,
         file=FileEntry(name, result.image_bytes, result.file_crc32),
         tensors=encode_static(sealed.tensors),
         sums=result.sums,
         objects=sealed.objects,
         skeleton=sealed.skeleton,
     )
-    await storage.write_file(pending / rank_manifest_name(seal.rank), manifest)
-    return FileEntry(rank_manifest_name(seal.rank), len(manifest), isal_zlib.crc32(manifest)), result.image_bytes
+    await storage.write_file(pending / rank_manifest_name(record.rank), manifest)
+    return FileEntry(rank_manifest_name(record.rank), len(manifest), isal_zlib.crc32(manifest)), result.image_bytes

@@ -1,8 +1,8 @@
-"""Named segments: shared memory that outlives the process, one image each, sealed while a whole snapshot is in it.
+"""Named segments: shared memory that outlives the process, one image each.
 
-A file on a memory file system: a header page, the image from ``IMAGE_OFFSET`` on, behind it the seal. The header holds
-a generation: odd while the image is filled or belongs to nobody, even from the moment the seal is whole. What a killed
-process leaves is what the kernel has of its stores and writes, in their order.
+A segment is a file on a memory file system: a header page, the image from ``IMAGE_OFFSET`` on, and the snapshot record.
+The header's generation counter is odd while the segment is invalid (being filled, or free) and even while it holds a
+complete snapshot (a seqlock). What a killed process leaves is what the kernel has of its stores, in their order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from isal import isal_zlib
 from aio_ckpt.errors import BudgetExceededError, ConfigError
 from aio_ckpt.format.constants import PAGE_BYTES
 
-__all__ = ["SEGMENT_PREFIX", "KeptSnapshots", "Segment", "SegmentDirectory", "StoredSegment", "check_directory"]
+__all__ = ["SEGMENT_PREFIX", "OrphanSnapshots", "SegmentDirectory", "SharedSegment", "StoredSegment", "check_directory"]
 __all__ += ["list_segments", "map_image", "read_segment"]
 
 SEGMENT_PREFIX = "aio_ckpt-"
 IMAGE_OFFSET = 2 << 20
 """A huge page, so that the image is aligned to them; the rest of it is a hole."""
-MAX_SEAL_BYTES = 1 << 32
+MAX_RECORD_BYTES = 1 << 32
 
 _MAGIC = int.from_bytes(b"aiosegm1", "little")
 _MAGIC_BYTES = 8
 _HEADER = struct.Struct("<5Q")
-"""Magic, generation, bytes of the image's memory, bytes of the seal, CRC32 of the seal."""
-_GENERATION, _SEAL_BYTES, _SEAL_CRC32 = 1, 3, 4
+"""Magic, generation, bytes of the image's memory, bytes of the snapshot record, CRC32 of the snapshot record."""
+_GENERATION, _RECORD_BYTES, _RECORD_CRC32 = 1, 3, 4
 _log = logging.getLogger("aio_ckpt")
 
 
-class Segment:
+class SharedSegment:
     """One named segment of this process.
 
-    Invariant: from :meth:`seal` until :meth:`unseal` nobody writes other bytes into the image.
+    Invariant: from :meth:`mark_valid` until :meth:`mark_invalid` nobody writes other bytes into the image.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
@@ -75,12 +75,12 @@ class Segment:
         return self._words[_GENERATION] + 1
 
     @property
-    def is_sealed(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether a whole snapshot is in it."""
         return self._words[_GENERATION] % 2 == 0
 
-    def seal(self, seal: bytes) -> None:
-        """The image is whole, and ``seal`` says what it is.
+    def mark_valid(self, record: bytes) -> None:
+        """The image is whole, and ``record`` says what it is.
 
         Raises:
             OSError: no room for it; the segment stays unsealed.
@@ -88,29 +88,29 @@ class Segment:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             offset = IMAGE_OFFSET + self.capacity
-            os.posix_fallocate(descriptor, offset, len(seal))
-            rest = memoryview(seal)
+            os.posix_fallocate(descriptor, offset, len(record))
+            rest = memoryview(record)
             while rest:
                 written = os.pwrite(descriptor, rest, offset)
                 rest, offset = rest[written:], offset + written
         finally:
             os.close(descriptor)
-        self._words[_SEAL_BYTES] = len(seal)
-        self._words[_SEAL_CRC32] = isal_zlib.crc32(seal)
+        self._words[_RECORD_BYTES] = len(record)
+        self._words[_RECORD_CRC32] = isal_zlib.crc32(record)
         self._words[_GENERATION] += 1
 
-    def unseal(self) -> None:
+    def mark_invalid(self) -> None:
         """What is in the image is nobody's from now on. Idempotent."""
-        if self.is_sealed:
+        if self.is_valid:
             self._words[_GENERATION] += 1
 
     def remove(self) -> None:
         """Take the name away; the memory goes with the last view of it. Idempotent."""
-        self.unseal()
+        self.mark_invalid()
         self.path.unlink(missing_ok=True)
 
 
-class KeptSnapshots:
+class OrphanSnapshots:
     """Sealed segments of dead trainers that could be rescued, until one engine gives them up."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class KeptSnapshots:
 class SegmentDirectory:
     """Where one engine makes its segments. What it made and has not removed, :meth:`close` removes."""
 
-    def __init__(self, path: Path, prefix: str, kept: KeptSnapshots) -> None:
+    def __init__(self, path: Path, prefix: str, kept: OrphanSnapshots) -> None:
         """``kept`` give way to the segments of this engine.
 
         Raises:
@@ -152,7 +152,7 @@ class SegmentDirectory:
         self._kept = kept
         self._made: list[Path] = []
 
-    def make(self, capacity: int) -> Segment:
+    def make(self, capacity: int) -> SharedSegment:
         """A new segment.
 
         Raises:
@@ -163,12 +163,12 @@ class SegmentDirectory:
         self._made.append(path)  # before it is there: Ctrl-C must not lose it
         try:
             try:
-                return Segment(path, capacity)
+                return SharedSegment(path, capacity)
             except OSError as error:
                 if error.errno != errno.ENOSPC or not self._kept.paths:
                     raise
                 self._kept.drop("there is no room for it beside the running trainer's")
-                return Segment(path, capacity)
+                return SharedSegment(path, capacity)
         except OSError as error:
             raise BudgetExceededError(
                 f"shm_path={str(self.path)!r}: no {capacity} bytes of shared memory ({error.strerror}); lower "
@@ -217,14 +217,14 @@ class StoredSegment:
     """Even if it is sealed."""
     capacity: int = 0
     """Bytes of the image's memory."""
-    seal: bytes = b""
-    """Its seal; empty if there is none."""
+    record: bytes = b""
+    """Its snapshot record; empty if there is none."""
     modified_unix: float | None = None
     """When it was made or sealed last, by the file system's clock; None if that cannot be told."""
     fault: str = ""
     """Why there is none."""
     is_damaged: bool = False
-    """Whether it is no segment, or its seal is not what was written; else its writer had not come to seal it."""
+    """Whether it is no segment, or its snapshot record is not what was written; else it was never marked valid."""
 
 
 def list_segments(directory: Path, prefix: str) -> list[Path]:
@@ -240,7 +240,7 @@ def list_segments(directory: Path, prefix: str) -> list[Path]:
 
 
 def read_segment(path: Path) -> StoredSegment:
-    """What is at ``path``, its seal checked against the header; never raises for what is wrong with it."""
+    """What is at ``path``, its snapshot record checked against the header; never raises for what is wrong with it."""
 
     modified_unix: float | None = None
 
@@ -260,22 +260,24 @@ def read_segment(path: Path) -> StoredSegment:
             return faulty("never filled", is_damaged=False)
         if not is_regular or len(data) < _HEADER.size:
             return faulty("cut short", is_damaged=True)
-        magic, generation, capacity, seal_bytes, crc32 = _HEADER.unpack(data)
+        magic, generation, capacity, record_bytes, crc32 = _HEADER.unpack(data)
         if magic != _MAGIC:
             return faulty("no segment", is_damaged=True)
-        if generation % 2 or not seal_bytes:
+        if generation % 2 or not record_bytes:
             return faulty("not sealed: its writer died before the snapshot was whole", is_damaged=False)
-        end = IMAGE_OFFSET + capacity + seal_bytes
-        if seal_bytes > MAX_SEAL_BYTES or end > status.st_size:
+        end = IMAGE_OFFSET + capacity + record_bytes
+        if record_bytes > MAX_RECORD_BYTES or end > status.st_size:
             return faulty("its header does not fit its length", is_damaged=True)
-        seal = _read(descriptor, seal_bytes, IMAGE_OFFSET + capacity)
+        record = _read(descriptor, record_bytes, IMAGE_OFFSET + capacity)
     except OSError as error:
         return faulty(f"cannot be read: {error.strerror}", is_damaged=True)
     finally:
         os.close(descriptor)
-    if isal_zlib.crc32(seal) != crc32:
+    if isal_zlib.crc32(record) != crc32:
         return faulty("torn: its seal does not match its sum", is_damaged=True)
-    return StoredSegment(path=path, generation=generation, capacity=capacity, seal=seal, modified_unix=modified_unix)
+    return StoredSegment(
+        path=path, generation=generation, capacity=capacity, record=record, modified_unix=modified_unix
+    )
 
 
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:

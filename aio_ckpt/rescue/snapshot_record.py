@@ -1,7 +1,7 @@
-"""Sealed snapshots: what a named segment holds beside its image, so that it can be committed when its trainer is dead.
+"""Snapshot records: what a named segment holds beside its image, so that it can be committed when its trainer is dead.
 
-A snapshot is sealed once it is whole: its seal holds all that a commit needs beside the image, and a CRC32 of every
-block of raw bytes. It counts as torn until then, and if any sum does not match.
+The record is written once the snapshot is whole. It holds all that a commit needs beside the image, and a CRC32 of
+every block of raw bytes. Without a record, or if any sum does not match, the snapshot counts as torn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.plan.layout import cut_chunks
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.plan.values import ImageLayout, TensorItem
-from aio_ckpt.rescue.segment import Segment, StoredSegment
+from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
@@ -32,13 +32,13 @@ from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.write.result import WriteResult
 
 __all__ = [
-    "Seal",
-    "decode_seal",
+    "SnapshotRecord",
+    "decode_record",
     "layout_of",
     "raw_sums",
-    "seal_of",
-    "seal_snapshot",
-    "seal_when_captured",
+    "record_of",
+    "store_record",
+    "store_record_when_captured",
 ]
 
 _VERSION = 1
@@ -48,7 +48,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/\x00]+\Z", max_length=255)]
 
 
-class Seal(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What stands behind the image of one rank's whole snapshot."""
 
     directory: _Name
@@ -90,10 +90,10 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True):
     """The rank's manifest but for the sum of the whole file, which is not known yet."""
 
 
-_SEALS = msgspec.msgpack.Decoder(Seal)
+_RECORDS = msgspec.msgpack.Decoder(SnapshotRecord)
 
 
-def seal_of(
+def record_of(
     rank: int,
     world_size: int,
     directory: str,
@@ -103,9 +103,9 @@ def seal_of(
     replaces: str,
     metrics: Mapping[str, float | None],
     metadata: bytes,
-) -> Seal:
-    """What a seal says of a save, before it is known what was captured."""
-    return Seal(
+) -> SnapshotRecord:
+    """What a snapshot record says of a save, before it is known what was captured."""
+    return SnapshotRecord(
         directory=directory,
         save_id=save_id,
         step=step,
@@ -119,8 +119,10 @@ def seal_of(
     )
 
 
-def seal_snapshot(segment: Segment, seal: Seal, plan: Plan, objects: ObjectBytes, image: Image) -> None:
-    """Sum a captured image and seal its segment; ``seal`` tells whose it is. No room for the seal: a note in the log.
+def store_record(
+    segment: SharedSegment, record: SnapshotRecord, plan: Plan, objects: ObjectBytes, image: Image
+) -> None:
+    """Sum a captured image, write its record and mark the segment valid. If there is no room for the record, log it.
 
     Only raw bytes are summed, which nobody changes any more: the write may be rendering the rest of the image.
     """
@@ -132,19 +134,19 @@ def seal_snapshot(segment: Segment, seal: Seal, plan: Plan, objects: ObjectBytes
         mode="buffered",
         chunks=0,
         chunks_written=frozenset(),
-        items_sealed=0,
+        items_patched=0,
     )
     manifest = render_rank(
         plan,
         object_entries(plan, objects),
         result,
-        step=seal.step,
-        save_id=seal.save_id,
-        rank=seal.rank,
-        world_size=seal.world_size,
+        step=record.step,
+        save_id=record.save_id,
+        rank=record.rank,
+        world_size=record.world_size,
     )
     whole = msgspec.structs.replace(
-        seal,
+        record,
         generation=segment.next_generation,
         chunk_bytes=layout.chunk_bytes,
         tensor_bytes=layout.tensor_bytes,
@@ -153,13 +155,13 @@ def seal_snapshot(segment: Segment, seal: Seal, plan: Plan, objects: ObjectBytes
         manifest=manifest,
     )
     try:
-        segment.seal(msgspec.msgpack.encode(whole))
+        segment.mark_valid(msgspec.msgpack.encode(whole))
     except OSError as error:
-        _log.warning("step %d could not be rescued: no room for its seal (%s)", seal.step, error)
+        _log.warning("step %d could not be rescued: no room for its seal (%s)", record.step, error)
 
 
-async def seal_when_captured(
-    seal: Seal,
+async def store_record_when_captured(
+    record: SnapshotRecord,
     plan: Plan,
     objects: ObjectBytes,
     image: Image,
@@ -168,42 +170,42 @@ async def seal_when_captured(
 ) -> None:
     """Beside the write: seal the snapshot once all is captured. The caller holds its memory."""
     segment = image.lease.arena.segment
-    assert isinstance(segment, Segment)
+    assert isinstance(segment, SharedSegment)
     for chunk in image.chunks:
         await progress.wait(chunk.index, executor)
     with watch_submissions(image.lease.hold_until):
-        await run_blocking(executor, seal_snapshot, segment, seal, plan, objects, image)
+        await run_blocking(executor, store_record, segment, record, plan, objects, image)
 
 
-def decode_seal(stored: StoredSegment) -> Seal:
-    """The seal of a segment, its numbers checked.
+def decode_record(stored: StoredSegment) -> SnapshotRecord:
+    """The snapshot record of a segment, its numbers checked.
 
     Raises:
         CorruptCheckpointError: it is none of this version, or does not belong to this filling of the segment.
     """
     name = stored.path.name
     try:
-        seal = _SEALS.decode(stored.seal)
+        record = _RECORDS.decode(stored.record)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{name}: no seal of version {_VERSION}: {error}") from error
-    if seal.version != _VERSION:
-        raise CorruptCheckpointError(f"{name}: a seal of version {seal.version}, known here is {_VERSION}")
-    if seal.generation != stored.generation:
-        raise CorruptCheckpointError(f"{name}: torn: sealed at generation {seal.generation}, now {stored.generation}")
-    if seal.rank >= seal.world_size:
-        raise CorruptCheckpointError(f"{name}: rank {seal.rank} of {seal.world_size}")
-    if max(seal.tensor_bytes + len(seal.objects), seal.image_bytes) > stored.capacity:
-        raise CorruptCheckpointError(f"{name}: an image of {seal.image_bytes} bytes in {stored.capacity}")
-    return seal
+    if record.version != _VERSION:
+        raise CorruptCheckpointError(f"{name}: a seal of version {record.version}, known here is {_VERSION}")
+    if record.generation != stored.generation:
+        raise CorruptCheckpointError(f"{name}: torn: sealed at generation {record.generation}, now {stored.generation}")
+    if record.rank >= record.world_size:
+        raise CorruptCheckpointError(f"{name}: rank {record.rank} of {record.world_size}")
+    if max(record.tensor_bytes + len(record.objects), record.image_bytes) > stored.capacity:
+        raise CorruptCheckpointError(f"{name}: an image of {record.image_bytes} bytes in {stored.capacity}")
+    return record
 
 
-def layout_of(seal: Seal) -> tuple[RankManifest, ImageLayout]:
-    """The rank's manifest in a seal, checked, and the layout that it describes.
+def layout_of(record: SnapshotRecord) -> tuple[RankManifest, ImageLayout]:
+    """The rank's manifest in a snapshot record, checked, and the layout that it describes.
 
     Raises:
         CorruptCheckpointError: it is not what this version would have laid out.
     """
-    manifest = decode_rank(seal.manifest, name="seal")
+    manifest = decode_rank(record.manifest, name="record")
     items = []
     for leaf, entry in enumerate(manifest.tensors):
         spec = TensorSpec(DTYPES[entry.dtype], entry.shape, entry.stride)
@@ -224,13 +226,13 @@ def layout_of(seal: Seal) -> tuple[RankManifest, ImageLayout]:
         items.append(item)
     end = max((item.item_offset + item.envelope.item_bytes for item in items), default=0)
     is_ordered = all(a.trailer_offset <= b.item_offset for a, b in itertools.pairwise(items))
-    if end != seal.tensor_bytes or not is_ordered:
+    if end != record.tensor_bytes or not is_ordered:
         raise CorruptCheckpointError("seal: its tensors are not laid out one behind the other")
     return manifest, ImageLayout(
         items=tuple(items),
-        chunk_bytes=seal.chunk_bytes,
-        chunks=cut_chunks(items, seal.chunk_bytes, seal.tensor_bytes),
-        tensor_bytes=seal.tensor_bytes,
+        chunk_bytes=record.chunk_bytes,
+        chunks=cut_chunks(items, record.chunk_bytes, record.tensor_bytes),
+        tensor_bytes=record.tensor_bytes,
         raw_bytes=sum(item.raw_bytes for item in items),
     )
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, list_segments, read_segment
-from aio_ckpt.rescue.snapshot_record import Seal, decode_seal
+from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record
 
-__all__ = ["Decision", "Left", "Refusal", "SealedSave", "decide", "find_left", "segment_prefix"]
+__all__ = ["Decision", "OrphanSegment", "Refusal", "RescuableSave", "decide", "find_orphans", "segment_prefix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class OrphanSegment:
     """A segment that was found."""
 
     path: Path
@@ -27,12 +27,12 @@ class Left:
     """Whether this host proves it, or has seen no sign of life for long."""
     stored: StoredSegment
     """What is in it."""
-    seal: Seal | None
-    """Its seal, if it has a good one."""
+    record: SnapshotRecord | None
+    """Its snapshot record, if it has a good one."""
     fault: str
     """Why it has none."""
     is_damaged: bool = False
-    """Whether it was sealed, and the seal is not good."""
+    """Whether it was sealed, and the snapshot record is not good."""
 
 
 def segment_prefix(root: Path) -> str:
@@ -41,7 +41,9 @@ def segment_prefix(root: Path) -> str:
     return f"{SEGMENT_PREFIX}{hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()}-"
 
 
-def find_left(directories: Sequence[Path], root: Path, here: Owner, *, stale_after_secs: float) -> list[Left]:
+def find_orphans(
+    directories: Sequence[Path], root: Path, here: Owner, *, stale_after_secs: float
+) -> list[OrphanSegment]:
     """Segments for ``root`` that other processes made, whether they live or not.
 
     An owner whose death cannot be proven, as of another container, counts as dead once it has sealed nothing for
@@ -53,27 +55,29 @@ def find_left(directories: Sequence[Path], root: Path, here: Owner, *, stale_aft
             owner = owner_by_name(path.name, here)
             if owner is not None and (owner.pid, owner.started_ticks) == (here.pid, here.started_ticks):
                 continue
-            stored, seal = read_segment(path), None
+            stored, record = read_segment(path), None
             fault, is_damaged = stored.fault, stored.is_damaged
             if not fault:
                 try:
-                    seal = decode_seal(stored)
+                    record = decode_record(stored)
                 except AioCkptError as error:
                     fault, is_damaged = str(error), True
             idle_secs = None if stored.modified_unix is None else time.time() - stored.modified_unix
             is_dead = is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs)
-            left = Left(path=path, owner_is_dead=is_dead, stored=stored, seal=seal, fault=fault, is_damaged=is_damaged)
+            left = OrphanSegment(
+                path=path, owner_is_dead=is_dead, stored=stored, record=record, fault=fault, is_damaged=is_damaged
+            )
             found.append(left)
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SealedSave:
+class RescuableSave:
     """A save that all its ranks sealed."""
 
     step: int
     """Its step."""
-    ranks: tuple[tuple[Left, Seal], ...]
+    ranks: tuple[tuple[OrphanSegment, SnapshotRecord], ...]
     """By rank."""
 
 
@@ -82,10 +86,10 @@ class Refusal:
     """Segments that are not committed."""
 
     step: int | None
-    """Of their save; None if no seal tells."""
+    """Of their save; None if no snapshot record tells."""
     reason: str
     """Why."""
-    segments: tuple[Left, ...]
+    segments: tuple[OrphanSegment, ...]
     """Which."""
     is_obsolete: bool
     """Whether nobody can ever commit them, or needs to: their memory may be given back."""
@@ -97,33 +101,33 @@ class Refusal:
 class Decision:
     """What becomes of the segments of a root."""
 
-    saves: tuple[SealedSave, ...]
+    saves: tuple[RescuableSave, ...]
     """To commit, ascending by step."""
     refusals: tuple[Refusal, ...]
     """All others."""
 
 
-def decide(found: Sequence[Left], committed: Mapping[int, str]) -> Decision:
+def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Decision:
     """Which sealed saves may be committed.
 
-    A save needs the seal of each of its ranks, all of the same save, and a step that exceeds every committed one, or
+    A save needs the record of each of its ranks, all of the same save, and a step that exceeds every committed one, or
     replaces the very checkpoint that the trainer asked to replace. Of one step the last save counts.
 
     Args:
         found: segments of one root.
         committed: save id of each committed step; "" where it is not known.
     """
-    refusals = [_unsealed(left) for left in found if left.seal is None]
-    saves: list[SealedSave] = []
-    groups: dict[str, list[tuple[Left, Seal]]] = {}
+    refusals = [_unsealed(left) for left in found if left.record is None]
+    saves: list[RescuableSave] = []
+    groups: dict[str, list[tuple[OrphanSegment, SnapshotRecord]]] = {}
     for left in found:
-        if left.seal is not None:
-            groups.setdefault(left.seal.save_id, []).append((left, left.seal))
+        if left.record is not None:
+            groups.setdefault(left.record.save_id, []).append((left, left.record))
     taken: dict[int, bool] = {}  # by step, whether its last save is committed now, or may be when its trainer is dead
     for group in sorted(groups.values(), key=_last_first):
         step, refusal = group[0][1].step, _refusal(group, committed, taken)
         if refusal is None:
-            saves.append(SealedSave(step=step, ranks=tuple(sorted(group, key=lambda each: each[1].rank))))
+            saves.append(RescuableSave(step=step, ranks=tuple(sorted(group, key=lambda each: each[1].rank))))
         else:
             refusals.append(refusal)
         if refusal is None or not refusal.is_obsolete:
@@ -131,32 +135,32 @@ def decide(found: Sequence[Left], committed: Mapping[int, str]) -> Decision:
     return Decision(saves=tuple(saves), refusals=tuple(refusals))
 
 
-def _unsealed(left: Left) -> Refusal:
+def _unsealed(left: OrphanSegment) -> Refusal:
     if not left.owner_is_dead:
         return Refusal(step=None, reason="its trainer may be alive", segments=(left,), is_obsolete=False, is_loss=False)
     return Refusal(step=None, reason=left.fault, segments=(left,), is_obsolete=True, is_loss=left.is_damaged)
 
 
-def _last_first(group: Sequence[tuple[Left, Seal]]) -> tuple[int, float, float]:
+def _last_first(group: Sequence[tuple[OrphanSegment, SnapshotRecord]]) -> tuple[int, float, float]:
     """By step; of one step the last save comes first."""
-    seal = group[0][1]
-    return seal.step, -seal.since_boot_secs, -seal.created_unix
+    record = group[0][1]
+    return record.step, -record.since_boot_secs, -record.created_unix
 
 
-def _replaces(seal: Seal, save_id: str) -> bool:
+def _replaces(record: SnapshotRecord, save_id: str) -> bool:
     """Whether the committed save ``save_id`` is what was there, or came of an earlier call of the same engine."""
     engine, _, number = save_id.rpartition("-")
-    own_engine, _, own_number = seal.save_id.rpartition("-")
+    own_engine, _, own_number = record.save_id.rpartition("-")
     is_earlier = engine == own_engine and (len(number), number) < (len(own_number), own_number)
-    return save_id == seal.replaces or (bool(save_id) and is_earlier)
+    return save_id == record.replaces or (bool(save_id) and is_earlier)
 
 
 def _refusal(
-    group: Sequence[tuple[Left, Seal]], committed: Mapping[int, str], taken: Mapping[int, bool]
+    group: Sequence[tuple[OrphanSegment, SnapshotRecord]], committed: Mapping[int, str], taken: Mapping[int, bool]
 ) -> Refusal | None:
     """Why the seals of one save are not committed; None: they are. ``taken``: see :func:`decide`."""
-    seal, newest = group[0][1], max(committed, default=-1)
-    step, save_id, world_size = seal.step, seal.save_id, seal.world_size
+    record, newest = group[0][1], max(committed, default=-1)
+    step, save_id, world_size = record.step, record.save_id, record.world_size
 
     def refused(reason: str, *, is_obsolete: bool, is_loss: bool) -> Refusal:
         segments = tuple(left for left, _ in group)
@@ -167,24 +171,32 @@ def _refusal(
         return refused(f"its trainer may be alive ({alive[0]})", is_obsolete=False, is_loss=True)
     if committed.get(step) == save_id:
         return refused("it is committed", is_obsolete=True, is_loss=False)
-    if len({(seal.step, seal.world_size, seal.directory, seal.overwrite, seal.replaces) for _, seal in group}) > 1:
+    if (
+        len(
+            {
+                (record.step, record.world_size, record.directory, record.overwrite, record.replaces)
+                for _, record in group
+            }
+        )
+        > 1
+    ):
         return refused("its ranks do not tell the same of it", is_obsolete=True, is_loss=True)
-    if step in committed and seal.overwrite and not _replaces(seal, committed[step]):
-        if seal.replaces is None or not committed[step]:
+    if step in committed and record.overwrite and not _replaces(record, committed[step]):
+        if record.replaces is None or not committed[step]:
             reason = f"nothing tells whether step {step}, as it is committed, is what it was to replace"
             return refused(reason, is_obsolete=True, is_loss=True)
         return refused(f"another step {step} was committed since", is_obsolete=True, is_loss=False)
-    if step <= newest and not (step in committed and seal.overwrite):
+    if step <= newest and not (step in committed and record.overwrite):
         return refused(f"step {newest} is committed, which is not older", is_obsolete=True, is_loss=False)
     if step in taken:
         return refused(f"a later snapshot of step {step} is there", is_obsolete=taken[step], is_loss=False)
-    ranks = sorted(seal.rank for _, seal in group)
+    ranks = sorted(record.rank for _, record in group)
     missing = sorted(set(range(world_size)) - set(ranks))
     if missing:
         told = ", ".join(map(str, missing[:5]))
         return refused(f"{len(missing)} of {world_size} ranks did not seal it: {told}", is_obsolete=True, is_loss=True)
     if len(ranks) != world_size:
         return refused("a rank sealed it twice", is_obsolete=True, is_loss=True)
-    if not any(seal.metadata for _, seal in group):
+    if not any(record.metadata for _, record in group):
         return refused("its .metadata is in no seal", is_obsolete=True, is_loss=True)
     return None

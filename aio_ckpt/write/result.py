@@ -26,7 +26,7 @@ class WriteResult:
     """Chunks of the file."""
     chunks_written: frozenset[int]
     """Indices of the chunks that were written."""
-    items_sealed: int
+    items_patched: int
     """Items whose trailer got its CRC32."""
 
 

@@ -42,7 +42,7 @@ class ChunkPreparer:
         self._blocks: dict[int, list[int]] = {}
         self.file_crc32 = 0
         """Of every chunk so far."""
-        self.items_sealed = 0
+        self.items_patched = 0
         """Items whose trailer holds their CRC32."""
 
     @property
@@ -68,9 +68,9 @@ class ChunkPreparer:
         plan, crc32 = chunk.sums, isal_zlib.crc32
         self._item_crc32s[plan.span_items] = [crc32(view[start:stop]) for start, stop in plan.spans]
         totals = [self._sum_part(piece, view, chunk.start) for piece in plan.parts]
-        fields = self._item_crc32s[plan.sealed_items].view(np.uint8).reshape(-1, 1, 4)
+        fields = self._item_crc32s[plan.crc_patches].view(np.uint8).reshape(-1, 1, 4)
         np.frombuffer(view, dtype=np.uint8)[plan.seals] = fields
-        self.items_sealed += len(plan.sealed_items)
+        self.items_patched += len(plan.crc_patches)
         self._sum_file(chunk, view, totals)
 
     def _single_sums(self, begin: int, end: int) -> bytes:
@@ -197,5 +197,5 @@ async def write_image(
         mode=file.mode,
         chunks=len(image.chunks),
         chunks_written=frozenset(written),
-        items_sealed=preparer.items_sealed,
+        items_patched=preparer.items_patched,
     )

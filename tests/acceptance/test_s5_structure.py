@@ -179,7 +179,7 @@ async def test_a_plan_that_lacks_an_object_fails_before_the_commit(tmp_path):
 LOSSES: dict[str, Callable[[WriteResult], WriteResult]] = {
     "the first chunk": lambda result: replace(result, chunks_written=result.chunks_written - {0}),
     "the last chunk": lambda result: replace(result, chunks_written=result.chunks_written - {result.chunks - 1}),
-    "a trailer": lambda result: replace(result, items_sealed=result.items_sealed - 1),
+    "a trailer": lambda result: replace(result, items_patched=result.items_patched - 1),
 }
 
 

@@ -19,7 +19,7 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
 from aio_ckpt.commit.publish import discover
-from aio_ckpt.commit.quarantine import Condemned, Quarantine
+from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import (
     CorruptCheckpointError,
@@ -253,7 +253,7 @@ async def test_a_rename_that_hangs_holds_a_load_no_longer_than_its_limit(
     executor = Executor("test", 2)
     storage, quarantine = GatedStorage(executor), Quarantine()
     (damaged,) = [found for found in await discover(storage, root, NAMES) if found.step == 2]
-    proof = [Condemned(checkpoint=damaged, error=MismatchError("a flipped bit"))]
+    proof = [CorruptCandidate(checkpoint=damaged, error=MismatchError("a flipped bit"))]
     quarantine.is_writer = True
     gate = storage.hold("rename", TWO)
     with caplog.at_level(logging.WARNING, "aio_ckpt"), anyio.fail_after(TIMEOUT):

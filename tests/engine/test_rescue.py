@@ -42,7 +42,7 @@ from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNam
 from aio_ckpt.memory.cuda import HostCopies
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.rescue import commit as rescue
-from aio_ckpt.rescue.segment import IMAGE_OFFSET, Segment, read_segment
+from aio_ckpt.rescue.segment import IMAGE_OFFSET, SharedSegment, read_segment
 from aio_ckpt.rescue.survey import segment_prefix
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
@@ -767,10 +767,10 @@ def test_a_snapshot_in_waves_is_not_sealed_and_says_so(
 def test_no_room_for_the_seal_is_a_note_and_the_save_goes_on(
     root: Path, shm: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(segment: Segment, data: bytes) -> None:
+    def full(segment: SharedSegment, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Segment, "seal", full)
+    monkeypatch.setattr(SharedSegment, "mark_valid", full)
     with SyncCheckpointEngine(root, EngineConfig(shm_path=shm)) as engine:
         assert engine.save(state(1)).result(TIMEOUT) is not None
     assert "could not be rescued: no room for its seal" in caplog.text

@@ -25,7 +25,7 @@ from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.commit.publish import Committed
+from aio_ckpt.commit.publish import CommittedCheckpoint
 from aio_ckpt.commit.retention import Policy, best, check_metrics, expired
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
@@ -48,8 +48,8 @@ def committed(root: Path) -> list[int]:
 # -- the decision -----------------------------------------------------------------------------------
 
 
-def listed(steps: list[int]) -> list[Committed]:
-    return [Committed(step=step, path=Path(f"/{step}")) for step in steps]
+def listed(steps: list[int]) -> list[CommittedCheckpoint]:
+    return [CommittedCheckpoint(step=step, path=Path(f"/{step}")) for step in steps]
 
 
 def kept(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:

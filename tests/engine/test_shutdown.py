@@ -349,7 +349,7 @@ def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> 
     with SyncCheckpointEngine(root) as engine:
         left = root / PENDING_DIR / "of-this-engine"
         left.mkdir(parents=True)
-        engine._engine._ctx.left_behind.add(left, lambda: True)
+        engine._engine._ctx.pending_cleanup.add(left, lambda: True)
     assert listing(root) == []
 
 

@@ -15,7 +15,7 @@ from gated_storage import TIMEOUT, GatedStorage
 from warm_python import WarmPython
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank
-from aio_ckpt.rescue.segment import Segment
+from aio_ckpt.rescue.segment import SharedSegment
 from aio_ckpt.runtime.portal import Executor
 
 POINTS = {
@@ -55,9 +55,9 @@ class Sealing:
         self.reached = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
-        real = Segment.seal
+        real = SharedSegment.mark_valid
 
-        def seal(segment: Segment, data: bytes) -> None:
+        def mark_valid(segment: SharedSegment, data: bytes) -> None:
             self.reached.set()
             self.gate.wait()
             real(segment, data)
@@ -65,7 +65,7 @@ class Sealing:
                 self.count += 1
                 self.changed.notify_all()
 
-        Segment.seal = seal  # type: ignore[method-assign]
+        SharedSegment.mark_valid = mark_valid  # type: ignore[method-assign]
 
     def wait_for(self, count: int) -> None:
         with self.changed:

@@ -63,7 +63,7 @@ def result(*, lost: frozenset[int] = frozenset(), unsealed: int = 0, sums: bytes
         mode="direct",
         chunks=len(CHUNKS),
         chunks_written=frozenset(range(len(CHUNKS))) - lost,
-        items_sealed=len(PLAN.layout.items) - unsealed,
+        items_patched=len(PLAN.layout.items) - unsealed,
     )
 
 

@@ -161,7 +161,7 @@ def test_a_small_image_has_some_chunks_to_overlap_and_a_large_one_few():
 
 def test_every_item_is_sealed_in_the_chunk_of_its_trailer():
     layout = laid_out([3 * MIB, 0, 100, 9 * MIB, 4 * MIB - 700, 64])
-    sealed = [(int(item), chunk.index) for chunk in layout.chunks for item in chunk.sums.sealed_items]
+    sealed = [(int(item), chunk.index) for chunk in layout.chunks for item in chunk.sums.crc_patches]
     assert sealed == [(index, item.trailer_offset // layout.chunk_bytes) for index, item in enumerate(layout.items)]
 
 

@@ -22,9 +22,9 @@ from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.manifests import decode_rank
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.rescue.segment import KeptSnapshots, Segment, SegmentDirectory, StoredSegment, read_segment
-from aio_ckpt.rescue.snapshot_record import Seal, decode_seal, layout_of, raw_sums, seal_snapshot
-from aio_ckpt.rescue.survey import Left, decide, find_left, segment_prefix
+from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory, SharedSegment, StoredSegment, read_segment
+from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record, layout_of, raw_sums, store_record
+from aio_ckpt.rescue.survey import OrphanSegment, decide, find_orphans, segment_prefix
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.state.objects import ObjectBytes
 
@@ -46,9 +46,9 @@ def left(
     created_unix: float = 0.0,
     since_boot_secs: float = 0.0,
     directory: str = "",
-) -> Left:
+) -> OrphanSegment:
     """A sealed segment of one rank; rank 0 has the ``.metadata``."""
-    seal = Seal(
+    record = SnapshotRecord(
         directory=directory or f"step_{step:09d}",
         save_id=save_id,
         step=step,
@@ -62,22 +62,24 @@ def left(
         metadata=(b"" if rank else b"metadata") if metadata is None else metadata,
     )
     path = Path(f"/shm/{save_id}-{rank}")
-    return Left(path=path, owner_is_dead=is_dead, stored=StoredSegment(path=path), seal=seal, fault="")
+    return OrphanSegment(path=path, owner_is_dead=is_dead, stored=StoredSegment(path=path), record=record, fault="")
 
 
-def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> Left:
+def unsealed(*, is_dead: bool = True, is_damaged: bool = False) -> OrphanSegment:
     path = Path("/shm/unsealed")
-    return Left(
+    return OrphanSegment(
         path=path,
         owner_is_dead=is_dead,
         stored=StoredSegment(path=path),
-        seal=None,
+        record=None,
         fault="torn" if is_damaged else "not sealed",
         is_damaged=is_damaged,
     )
 
 
-def outcome(found: list[Left], committed: dict[int, str] | None = None) -> tuple[list[int], list[tuple[Any, ...]]]:
+def outcome(
+    found: list[OrphanSegment], committed: dict[int, str] | None = None
+) -> tuple[list[int], list[tuple[Any, ...]]]:
     """(steps to commit, (reason, is obsolete, is a loss) of each refusal)."""
     decision = decide(found, committed or {})
     refused = [(refusal.reason, refusal.is_obsolete, refusal.is_loss) for refusal in decision.refusals]
@@ -87,7 +89,7 @@ def outcome(found: list[Left], committed: dict[int, str] | None = None) -> tuple
 def test_a_save_that_all_its_ranks_sealed_is_committed_with_the_ranks_in_order() -> None:
     found = [left(2, 3), left(0, 3), left(1, 3)]
     (save,) = decide(found, {4: "x"}).saves
-    assert [seal.rank for _, seal in save.ranks] == [0, 1, 2]
+    assert [record.rank for _, record in save.ranks] == [0, 1, 2]
 
 
 ANOTHER = "another step 5 was committed since"
@@ -121,7 +123,7 @@ UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to re
     ],
 )
 def test_a_save_is_refused_with_a_reason(
-    found: list[Left], committed: dict[int, str], reason: str, is_obsolete: bool, is_loss: bool
+    found: list[OrphanSegment], committed: dict[int, str], reason: str, is_obsolete: bool, is_loss: bool
 ) -> None:
     steps, refused = outcome(found, committed)
     assert steps == []
@@ -201,8 +203,8 @@ def test_whatever_is_found_every_segment_is_decided_once_and_every_commit_is_who
     for save in decision.saves:
         is_replaced = committed.get(save.step) in ("x", "s-0", "s-1") and save.ranks[0][1].overwrite
         assert is_replaced or save.step > max(committed, default=-1)
-        assert [seal.rank for _, seal in save.ranks] == list(range(save.ranks[0][1].world_size))
-        assert len({seal.save_id for _, seal in save.ranks}) == 1
+        assert [record.rank for _, record in save.ranks] == list(range(save.ranks[0][1].world_size))
+        assert len({record.save_id for _, record in save.ranks}) == 1
         assert all(one.owner_is_dead for one, _ in save.ranks)
 
 
@@ -227,12 +229,12 @@ class Holder:
         self.memory = memory
 
 
-def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") -> tuple[Segment, Any]:
+def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") -> tuple[SharedSegment, Any]:
     plan = plan_of(values).plan
     layout = plan.layout
     objects = ObjectBytes(region=b"objects!", spans=tuple((0, 8) for _ in plan.object_names))
     image_bytes = align_up(layout.tensor_bytes + 8, PAGE_BYTES)
-    segment = Segment(shm / name, align_up(image_bytes, 1 << 16))
+    segment = SharedSegment(shm / name, align_up(image_bytes, 1 << 16))
     for item in layout.items:
         raw = values[item.fqns[0]].contiguous().view(torch.uint8).numpy().tobytes()
         segment.memory[item.raw_offset : item.trailer_offset] = raw
@@ -244,9 +246,9 @@ def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") 
         slots=len(chunks),
         written=(),
     )
-    seal = left(0).seal
-    assert seal is not None
-    seal_snapshot(segment, seal, plan, objects, image)
+    record = left(0).record
+    assert record is not None
+    store_record(segment, record, plan, objects, image)
     return segment, plan
 
 
@@ -254,9 +256,9 @@ def test_a_seal_holds_the_layout_and_the_sums(shm: Path) -> None:
     values = {"a": torch.arange(700_000.0), "b": torch.ones(3, 5), "e": torch.zeros(0, 4), "o": 7}
     segment, plan = sealed_segment(shm, values)
     stored = read_segment(segment.path)
-    seal = decode_seal(stored)
-    manifest, layout = layout_of(seal)
-    assert (seal.step, seal.objects, segment.is_sealed) == (5, b"objects!", True)
+    record = decode_record(stored)
+    manifest, layout = layout_of(record)
+    assert (record.step, record.objects, segment.is_valid) == (5, b"objects!", True)
     assert [(item.fqns, item.item_offset, item.envelope) for item in layout.items] == [
         (item.fqns, item.item_offset, item.envelope) for item in plan.layout.items
     ]
@@ -284,54 +286,56 @@ def test_a_seal_holds_the_layout_and_the_sums(shm: Path) -> None:
 def test_a_seal_whose_numbers_cannot_be_is_refused(shm: Path, changes: dict[str, Any]) -> None:
     segment, _ = sealed_segment(shm, {"a": torch.ones(1000)})
     stored = read_segment(segment.path)
-    seal = msgspec.structs.replace(msgspec.msgpack.decode(stored.seal, type=Seal), **changes)
+    record = msgspec.structs.replace(msgspec.msgpack.decode(stored.record, type=SnapshotRecord), **changes)
     with pytest.raises(CorruptCheckpointError):
-        decode_seal(StoredSegment(path=stored.path, generation=2, capacity=1 << 30, seal=msgspec.msgpack.encode(seal)))
+        decode_record(
+            StoredSegment(path=stored.path, generation=2, capacity=1 << 30, record=msgspec.msgpack.encode(record))
+        )
 
 
 def test_a_seal_of_an_older_version_is_read(shm: Path) -> None:
     segment, _ = sealed_segment(shm, {"a": torch.ones(1000)})
     stored = read_segment(segment.path)
-    told = msgspec.msgpack.decode(stored.seal)
+    told = msgspec.msgpack.decode(stored.record)
     del told["replaces"], told["since_boot_secs"]
-    older = StoredSegment(path=stored.path, generation=2, capacity=stored.capacity, seal=msgspec.msgpack.encode(told))
-    seal = decode_seal(older)
-    assert (seal.step, seal.replaces, seal.since_boot_secs) == (5, None, 0.0)
+    older = StoredSegment(path=stored.path, generation=2, capacity=stored.capacity, record=msgspec.msgpack.encode(told))
+    record = decode_record(older)
+    assert (record.step, record.replaces, record.since_boot_secs) == (5, None, 0.0)
 
 
 @examples(100)
 @given(st.data())
 def test_no_bytes_in_a_seal_are_an_untyped_error(data: st.DataObject) -> None:
-    manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left(0).seal))  # type: ignore[arg-type]
+    manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left(0).record))  # type: ignore[arg-type]
     cut = data.draw(st.integers(0, len(manifest)))
     noise = data.draw(st.binary(max_size=40))
-    stored = StoredSegment(path=Path("/shm/x"), generation=0, capacity=1 << 20, seal=manifest[:cut] + noise)
+    stored = StoredSegment(path=Path("/shm/x"), generation=0, capacity=1 << 20, record=manifest[:cut] + noise)
     with contextlib.suppress(CorruptCheckpointError):
-        layout_of(decode_seal(stored))
+        layout_of(decode_record(stored))
 
 
 def test_a_manifest_that_was_laid_out_otherwise_is_refused(shm: Path) -> None:
     segment, _ = sealed_segment(shm, {"a": torch.ones(1000), "b": torch.ones(1000)})
-    seal = decode_seal(read_segment(segment.path))
-    manifest = decode_rank(seal.manifest, name="seal")
+    record = decode_record(read_segment(segment.path))
+    manifest = decode_rank(record.manifest, name="record")
     assert len(manifest.tensors) == 2
     with pytest.raises(CorruptCheckpointError, match="one behind the other"):
-        layout_of(msgspec.structs.replace(seal, tensor_bytes=seal.tensor_bytes + 1))
+        layout_of(msgspec.structs.replace(record, tensor_bytes=record.tensor_bytes + 1))
 
 
 # -- segments -------------------------------------------------------------------------------------
 
 
 def test_a_segment_is_odd_until_it_is_sealed_and_odd_again_when_it_is_not(shm: Path) -> None:
-    segment = Segment(shm / "s", 1 << 16)
+    segment = SharedSegment(shm / "s", 1 << 16)
     for generation in (2, 4, 6):
         assert "not sealed" in read_segment(segment.path).fault
         assert segment.next_generation == generation
-        segment.seal(b"what it is" * generation)
+        segment.mark_valid(b"what it is" * generation)
         stored = read_segment(segment.path)
-        assert (stored.generation, stored.capacity, stored.seal) == (generation, 1 << 16, b"what it is" * generation)
-        segment.unseal()
-        segment.unseal()
+        assert (stored.generation, stored.capacity, stored.record) == (generation, 1 << 16, b"what it is" * generation)
+        segment.mark_invalid()
+        segment.mark_invalid()
     segment.remove()
     segment.remove()
     assert list(shm.iterdir()) == []
@@ -365,28 +369,28 @@ def test_what_cannot_be_opened_is_told(shm: Path) -> None:
 
 def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path: Path) -> None:
     dead = msgspec.structs.replace(HERE, session="gone", pid=2**31 - 1)
-    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}", KeptSnapshots())
+    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}", OrphanSnapshots())
     other.make(1 << 16)
-    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", KeptSnapshots()).make(1 << 16)
-    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", KeptSnapshots()).make(1 << 16)
-    (found,) = find_left([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
-    assert (found.owner_is_dead, found.seal, found.is_damaged) == (True, None, False)
-    assert find_left([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", OrphanSnapshots()).make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", OrphanSnapshots()).make(1 << 16)
+    (found,) = find_orphans([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
+    assert (found.owner_is_dead, found.record, found.is_damaged) == (True, None, False)
+    assert find_orphans([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
 
 
 def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: Path, tmp_path: Path) -> None:
     """As one in another container, whose processes cannot be seen from here."""
     elsewhere = msgspec.structs.replace(HERE, pid_namespace="pid:[7]", pid=7)
-    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}", KeptSnapshots()).make(1 << 16)
-    (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
+    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}", OrphanSnapshots()).make(1 << 16)
+    (found,) = find_orphans([shm], tmp_path, HERE, stale_after_secs=600.0)
     assert not found.owner_is_dead
     os.utime(segment.path, (0, 0))
-    (found,) = find_left([shm], tmp_path, HERE, stale_after_secs=600.0)
+    (found,) = find_orphans([shm], tmp_path, HERE, stale_after_secs=600.0)
     assert found.owner_is_dead
 
 
 def test_a_directory_removes_what_it_made_but_not_in_a_fork(shm: Path) -> None:
-    made = SegmentDirectory(shm, "aio_ckpt-x", KeptSnapshots())
+    made = SegmentDirectory(shm, "aio_ckpt-x", OrphanSnapshots())
     segment = made.make(1 << 16)
     child = os.fork()
     if not child:
@@ -405,7 +409,7 @@ def test_what_is_kept_is_given_up_by_steps_and_once(shm: Path, caplog: pytest.Lo
     paths = [shm / name for name in ("a", "b", "gone")]
     for path in paths[:2]:
         path.touch()
-    kept = KeptSnapshots()
+    kept = OrphanSnapshots()
     kept.keep(zip((1, 2, 3), paths, strict=True))
     kept.drop("why", after=1)
     assert (kept.paths, list(shm.iterdir())) == ([shm / "a"], [shm / "a"])
@@ -421,5 +425,5 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(shm: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BudgetExceededError, match="enlarge it"):
-        SegmentDirectory(shm, "aio_ckpt-x", KeptSnapshots()).make(1 << 16)
+        SegmentDirectory(shm, "aio_ckpt-x", OrphanSnapshots()).make(1 << 16)
     assert list(shm.iterdir()) == []

@@ -84,7 +84,7 @@ def assert_holds(path: Path, planned: PlannedSave, result: WriteResult, state: d
         whole = data[item.item_offset : item.item_offset + item.envelope.item_bytes]
         assert torch.equal(torch.load(io.BytesIO(whole), weights_only=True), state[name]), name
     assert list(sums) == []
-    assert result.items_sealed == len(planned.plan.layout.items)
+    assert result.items_patched == len(planned.plan.layout.items)
     assert result.chunks_written == frozenset(range(result.chunks))
 
 
@@ -129,7 +129,7 @@ def test_prepared_chunks_are_whole_items_with_true_sums_whatever_the_memory_held
     assert preparer.file_crc32 == zlib.crc32(image)
     blocks = [raw[at : at + BLOCK_BYTES] for raw in raws for at in range(0, len(raw), BLOCK_BYTES)]
     assert preparer.sums == struct.pack(f"<{len(blocks)}I", *map(zlib.crc32, blocks))
-    assert preparer.items_sealed == len(sizes)
+    assert preparer.items_patched == len(sizes)
     end = 0
     for item, raw in zip(plan.items, raws, strict=True):
         assert not any(image[end : item.item_offset])
