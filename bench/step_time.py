@@ -26,7 +26,7 @@ import torch
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from bench.common.measure import Spread
 from bench.common.options import log
-from bench.common.results import kept_in, machine
+from bench.common.results import machine, out_folder
 
 __all__ = ["main"]
 
@@ -197,7 +197,12 @@ def _parse() -> Options:
         steps=min(given.steps, 10) if given.quick else given.steps,
         variants=tuple(name for name in VARIANTS if name in variants),
         device=device,
-        out=given.out or (kept_in(given.dir.absolute()) if given.write else given.dir.absolute() / "bench-results"),
+        out=given.out
+        or (
+            out_folder(given.dir.absolute())
+            if given.write and not given.quick
+            else given.dir.absolute() / "bench-results"
+        ),
     )
 
 

@@ -35,7 +35,7 @@ from aio_ckpt.storage.local import LocalStorage
 from bench.common.limits import page_aligned
 from bench.common.measure import Spread, cpu_secs
 from bench.common.options import log
-from bench.common.results import kept_in, machine
+from bench.common.results import machine, out_folder
 from bench.common.ring import Ring
 
 __all__ = ["main"]
@@ -161,7 +161,12 @@ def _parse() -> Options:
         chunks=chosen or engines,
         depths=tuple(map(int, given.depths.split(","))),
         rounds=given.rounds or (2 if given.quick else 7),
-        out=given.out or (kept_in(given.dir.absolute()) if given.write else given.dir.absolute() / "bench-results"),
+        out=given.out
+        or (
+            out_folder(given.dir.absolute())
+            if given.write and not given.quick
+            else given.dir.absolute() / "bench-results"
+        ),
     )
 
 

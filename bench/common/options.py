@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio_ckpt.config import EngineConfig
-from bench.common.results import kept_in
+from bench.common.results import out_folder
 from bench.common.states import SHAPES, Sizes
 
 __all__ = ["Options", "log", "parse", "work_folder"]
@@ -93,7 +93,12 @@ def parse(bench: str, about: str) -> Options:
         saves=given.saves or (30 if quick else 100),
         only=tuple(filter(None, given.only.split(","))),
         config=EngineConfig(workers=given.workers),
-        out=given.out or (kept_in(given.dir.absolute()) if given.write else given.dir.absolute() / "bench-results"),
+        out=given.out
+        or (
+            out_folder(given.dir.absolute())
+            if given.write and not given.quick
+            else given.dir.absolute() / "bench-results"
+        ),
         quick=quick,
     )
 

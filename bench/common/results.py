@@ -29,6 +29,7 @@ __all__ = [
     "machine",
     "machine_name",
     "make_row",
+    "out_folder",
     "publish",
 ]
 
@@ -165,6 +166,14 @@ def machine_name(described: Mapping[str, Any], ranks: int = 1) -> str:
 def kept_in(folder: Path, ranks: int = 1) -> Path:
     """Return where ``--write`` keeps results of this machine."""
     return RESULTS / machine_name(machine(folder), ranks)
+
+
+def out_folder(folder: Path, *, out: Path | None, write: bool, quick: bool) -> Path:
+    """Return where the JSON goes: to ``--out``, among the results with ``--write``, else below ``--dir``.
+
+    Figures of ``--quick`` prove nothing, so that they are never kept.
+    """
+    return out or (kept_in(folder) if write and not quick else folder / "bench-results")
 
 
 def publish(report: Report, folder: Path, *, out: Path) -> Path:

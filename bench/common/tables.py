@@ -38,8 +38,10 @@ def about_run(document: Line) -> str:
 
 
 def render(document: Line) -> str:
-    """Return the tables of a run of ``bench.save``, ``load``, ``plan``, ``memory``, ``ranks`` or ``scale``."""
+    """Return the tables of a run of any bench but ``bench.gpu``, whose rows are of another kind."""
     lines = [about_run(document)]
+    if document["bench"] == "uring":
+        return "\n".join([*lines, "", *(f"- {said}." for said in document["verdict"])]) + "\n"
     for title, rows in document["shapes"].items():
         lines += ["", f"**{title}**", "", *_shape_table(rows), *_beside_table(rows)]
     # A figure of the memory bench names state and size, then what was measured.

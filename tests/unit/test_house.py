@@ -31,5 +31,11 @@ def test_what_no_other_package_may_do(pattern: str, allowed: tuple[str, ...], re
     assert {path for path in found if path.split("/")[0] not in allowed} == set(), reason
 
 
+def test_only_the_tests_of_the_benches_import_them() -> None:
+    tests = Path(__file__).parents[1]
+    found = [path for path in tests.rglob("*.py") if re.search(r"^\s*(from|import) bench\b", path.read_text(), re.M)]
+    assert {path.relative_to(tests).parts[0] for path in found} == {"bench"}
+
+
 def test_dir_shows_the_public_names_only() -> None:
     assert dir(aio_ckpt) == sorted(aio_ckpt.__all__)
