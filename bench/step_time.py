@@ -197,12 +197,7 @@ def _parse() -> Options:
         steps=min(given.steps, 10) if given.quick else given.steps,
         variants=tuple(name for name in VARIANTS if name in variants),
         device=device,
-        out=given.out
-        or (
-            out_folder(given.dir.absolute())
-            if given.write and not given.quick
-            else given.dir.absolute() / "bench-results"
-        ),
+        out=out_folder(given.dir.absolute(), out=given.out, write=given.write, quick=given.quick),
     )
 
 

@@ -161,12 +161,7 @@ def _parse() -> Options:
         chunks=chosen or engines,
         depths=tuple(map(int, given.depths.split(","))),
         rounds=given.rounds or (2 if given.quick else 7),
-        out=given.out
-        or (
-            out_folder(given.dir.absolute())
-            if given.write and not given.quick
-            else given.dir.absolute() / "bench-results"
-        ),
+        out=out_folder(given.dir.absolute(), out=given.out, write=given.write, quick=given.quick),
     )
 
 

@@ -93,12 +93,7 @@ def parse(bench: str, about: str) -> Options:
         saves=given.saves or (30 if quick else 100),
         only=tuple(filter(None, given.only.split(","))),
         config=EngineConfig(workers=given.workers),
-        out=given.out
-        or (
-            out_folder(given.dir.absolute())
-            if given.write and not given.quick
-            else given.dir.absolute() / "bench-results"
-        ),
+        out=out_folder(given.dir.absolute(), out=given.out, write=given.write, quick=quick),
         quick=quick,
     )
 
