@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from aio_ckpt.errors import ConfigError, shown
+from aio_ckpt.checks import check_flag, check_seconds, is_among, is_path, shown
+from aio_ckpt.errors import ConfigError
 
 __all__ = [
     "GATHER_BYTES",
     "MAX_BYTES_PER_SEC",
-    "MAX_SECS",
     "MAX_WORKERS",
     "MIN_BYTES_PER_SEC",
     "BusyPolicy",
@@ -23,11 +25,6 @@ __all__ = [
     "MetricMode",
     "Staging",
     "VerifyPolicy",
-    "check_flag",
-    "check_kind",
-    "check_seconds",
-    "check_wait",
-    "is_path",
 ]
 
 Staging = Literal["auto", "pinned", "shm", "pageable"]
@@ -37,8 +34,6 @@ VerifyPolicy = Literal["load", "never"]
 FailurePolicy = Literal["raise", "log"]
 MetricMode = Literal["min", "max"]
 
-MAX_SECS = 1e9
-"""Longest time that every wait of the system takes."""
 MAX_WORKERS = 256
 MAX_BYTES_PER_SEC = 1e15
 MIN_BYTES_PER_SEC = 1 << 20
@@ -78,7 +73,7 @@ class KeepBest:
         # One that is no UTF-8 ``save(metrics=)`` refuses.
         if not isinstance(self.metric, str) or not self.metric or any("\ud800" <= c <= "\udfff" for c in self.metric):
             raise ConfigError(f"KeepBest(metric={shown(self.metric)}): give the name of a metric")
-        if not _is_among(self.mode, get_args(MetricMode)):
+        if not is_among(self.mode, get_args(MetricMode)):
             raise ConfigError(f"KeepBest(mode={shown(self.mode)}): allowed are 'min', 'max'")
         if type(self.count) is not int or self.count < 1:
             raise ConfigError(f"KeepBest(count={shown(self.count)}): give a whole number of at least 1")
@@ -169,131 +164,101 @@ class EngineConfig:
     """Poison released arena bytes with 0xCB, so that a use after release shows in the data."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_in_flight", "budget_bytes", "keep_last", "keep_every"):
-            self._check_count(name)
-        for name in ("stall_timeout_secs", "stale_after_secs", "drain_timeout_secs"):
-            check_seconds(name, getattr(self, name))
-        self._check_priorities()
-        check_write_cap(self.max_write_bytes_per_sec)
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if not _is_among(value, allowed):
-                raise ConfigError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
-        self._check_shm_path()
-        if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
-            raise ConfigError(f"keep_best={shown(self.keep_best)}: give a KeepBest")
-        if self.keep_best is not None and self.keep_last is None:
-            raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
-        for name in ("trusted_objects", "debug"):
-            check_flag(name, getattr(self, name))
-        for name in ("gather_bytes", "device_copy_bytes"):
-            if type(value := getattr(self, name)) is not int or value < 0:
-                raise ConfigError(f"{name}={shown(value)}: give a whole number of bytes, 0 for none")
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
         if self.workers > MAX_WORKERS:
             raise ConfigError(f"workers={shown(self.workers)}: each is a thread; give at most {MAX_WORKERS}")
-        if not isinstance(self.step_dir, str) or not _STEP_DIR.fullmatch(self.step_dir):
-            raise ConfigError(
-                f"step_dir={shown(self.step_dir)}: give one path component with one {{step}} or {{step:09d}} field, "
-                "no other braces and no dot in front"
-            )
-        nbytes = len(self.step_dir.format(step=10 ** (_STEP_DIGITS - 1)).encode()) + _AROUND_BYTES
-        if nbytes > _NAME_BYTES:
-            raise ConfigError(
-                f"step_dir={shown(self.step_dir)}: names of {nbytes} bytes, with the largest step and the "
-                f"{_AROUND_BYTES} bytes that a rollback adds, where a file system has {_NAME_BYTES}: give a "
-                "shorter one"
-            )
-
-    def _check_shm_path(self) -> None:
-        if self.shm_path is None:
-            return
-        if not isinstance(self.shm_path, (str, Path)) or not is_path(str(self.shm_path)):
-            raise ConfigError(f"shm_path={shown(self.shm_path)}: give a directory of a tmpfs, such as '/dev/shm'")
-        if self.staging not in ("auto", "shm"):
+        if self.shm_path is not None and self.staging not in ("auto", "shm"):
             raise ConfigError(
                 f'shm_path= with staging={self.staging!r}: only shared memory has a name; give staging="shm"'
             )
-
-    def _check_priorities(self) -> None:
-        if type(self.thread_nice) is not int or not 0 <= self.thread_nice <= 19:
-            raise ConfigError(f"thread_nice={shown(self.thread_nice)}: give a whole number from 0 to 19")
-        ioprio = self.thread_ioprio
-        if ioprio is not None and (type(ioprio) is not int or not 0 <= ioprio <= 7):
-            raise ConfigError(f"thread_ioprio={shown(ioprio)}: give a whole number from 0 to 7, or None")
-
-    def _check_count(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is None and name not in ("workers", "max_in_flight"):
-            return
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={shown(value)}: give a whole number of at least 1")
+        if self.keep_best is not None and self.keep_last is None:
+            raise ConfigError("keep_best without keep_last: nothing would ever be deleted; give keep_last=1 or more")
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
-    # Comparisons alone: a nan fails them, and an int of a thousand digits has no float.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
-        told = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
-        raise ConfigError(f"{name}={told}: give a finite number of seconds above 0")
+_Check = Callable[[str, object], None]
+"""``check(name, value)`` raises ConfigError if the setting ``name`` cannot have ``value``."""
 
 
-def check_wait(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value``, called ``name``, is None (no limit) or a number of seconds.
+def _whole(remedy: str, least: int, most: float = math.inf, *, or_none: bool = False) -> _Check:
+    """Return the check for a whole number from ``least`` to ``most``, or also None."""
 
-    One below 0 is a time that has passed: what is left until a deadline may well be.
-    """
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise ConfigError(f"{name}={shown(value)}: give a number of seconds, or None for as long as it takes")
+    def check(name: str, value: object) -> None:
+        if not (or_none and value is None) and (type(value) is not int or not least <= value <= most):
+            raise ConfigError(f"{name}={shown(value)}: {remedy}")
 
-
-def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise ConfigError unless ``value``, called ``name``, is None or a ``kind``."""
-    # A class has the methods of a protocol too. Not by isinstance alone: from Python 3.12 on it overlooks methods that
-    # a wrapper passes on.
-    is_one = isinstance(value, kind) or (getattr(kind, "_is_protocol", False) and _has_members_of(value, kind))
-    if value is not None and (isinstance(value, type) or not is_one):
-        raise ConfigError(f"{name}={shown(value)}: give one of type {kind.__name__}, or leave it away")
+    return check
 
 
-def is_path(text: str) -> bool:
-    """Whether a file system can hold this name."""
-    try:
-        return bool(text.encode(errors="surrogateescape")) and "\0" not in text
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
+def _one_of(allowed: tuple[str, ...]) -> _Check:
+    """Return the check for one of the strings ``allowed``."""
+
+    def check(name: str, value: object) -> None:
+        if not is_among(value, allowed):
+            raise ConfigError(f"{name}={shown(value)}: allowed are {', '.join(map(repr, allowed))}")
+
+    return check
 
 
-def _has_members_of(value: object, protocol: type) -> bool:
-    return all(hasattr(value, name) for name in vars(protocol) if not name.startswith("_"))
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise ConfigError unless ``value``, called ``name``, is True or False: ``"no"`` would count as True."""
-    if type(value) is not bool:
-        raise ConfigError(f"{name}={shown(value)}: give True or False")
-
-
-def _is_among(value: object, allowed: tuple[str, ...]) -> bool:
-    # An array would compare with each element.
-    return isinstance(value, str) and value in allowed
-
-
-def check_write_cap(value: object) -> None:
-    """Raise ConfigError unless ``value`` is None or a number of bytes a second that writing can keep to."""
+def _check_write_cap(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_rate = is_number and MIN_BYTES_PER_SEC <= value <= MAX_BYTES_PER_SEC  # type: ignore[operator]
     if value is None or is_rate:
         return
     told = "so large a number" if isinstance(value, int) and value > 1 << 64 else shown(value)
-    raise ConfigError(f"max_write_bytes_per_sec={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or None")
+    raise ConfigError(f"{name}={told}: give bytes a second from {MIN_BYTES_PER_SEC} to 1e15, or None")
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "staging": get_args(Staging),
-    "direct_io": get_args(DirectIO),
-    "when_busy": get_args(BusyPolicy),
-    "verify": get_args(VerifyPolicy),
-    "on_failure": get_args(FailurePolicy),
+def _check_shm_path(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, (str, Path)) or not is_path(str(value))):
+        raise ConfigError(f"{name}={shown(value)}: give a directory of a tmpfs, such as '/dev/shm'")
+
+
+def _check_keep_best(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, KeepBest):
+        raise ConfigError(f"{name}={shown(value)}: give a KeepBest")
+
+
+def _check_step_dir(name: str, value: object) -> None:
+    if not isinstance(value, str) or not _STEP_DIR.fullmatch(value):
+        raise ConfigError(
+            f"{name}={shown(value)}: give one path component with one {{step}} or {{step:09d}} field, "
+            "no other braces and no dot in front"
+        )
+    nbytes = len(value.format(step=10 ** (_STEP_DIGITS - 1)).encode()) + _AROUND_BYTES
+    if nbytes > _NAME_BYTES:
+        raise ConfigError(
+            f"{name}={shown(value)}: names of {nbytes} bytes, with the largest step and the "
+            f"{_AROUND_BYTES} bytes that a rollback puts in front, where a file system has {_NAME_BYTES}: give a "
+            "shorter one"
+        )
+
+
+_AT_LEAST_1 = "give a whole number of at least 1"
+_BYTES = "give a whole number of bytes, 0 for none"
+_CHECKS: dict[str, _Check] = {
+    "workers": _whole(_AT_LEAST_1, 1),
+    "max_in_flight": _whole(_AT_LEAST_1, 1),
+    "budget_bytes": _whole(_AT_LEAST_1, 1, or_none=True),
+    "keep_last": _whole(_AT_LEAST_1, 1, or_none=True),
+    "keep_every": _whole(_AT_LEAST_1, 1, or_none=True),
+    "stall_timeout_secs": check_seconds,
+    "stale_after_secs": check_seconds,
+    "drain_timeout_secs": check_seconds,
+    "thread_nice": _whole("give a whole number from 0 to 19", 0, 19),
+    "thread_ioprio": _whole("give a whole number from 0 to 7, or None", 0, 7, or_none=True),
+    "max_write_bytes_per_sec": _check_write_cap,
+    "staging": _one_of(get_args(Staging)),
+    "direct_io": _one_of(get_args(DirectIO)),
+    "when_busy": _one_of(get_args(BusyPolicy)),
+    "verify": _one_of(get_args(VerifyPolicy)),
+    "on_failure": _one_of(get_args(FailurePolicy)),
+    "shm_path": _check_shm_path,
+    "keep_best": _check_keep_best,
+    "trusted_objects": check_flag,
+    "debug": check_flag,
+    "gather_bytes": _whole(_BYTES, 0),
+    "device_copy_bytes": _whole(_BYTES, 0),
+    "step_dir": _check_step_dir,
 }
+"""The check of every setting. What two settings rule out together is checked in ``EngineConfig``."""

@@ -7,9 +7,6 @@ Every error of this package is an :class:`AioCkptError` and also the builtin tha
 
 from __future__ import annotations
 
-import contextlib
-import reprlib
-
 __all__ = [
     "AioCkptError",
     "BudgetExceededError",
@@ -40,9 +37,6 @@ __all__ = [
     "UnsupportedLeafError",
     "WriteError",
     "WrongThreadError",
-    "shown",
-    "tell_modified",
-    "tell_stage",
 ]
 
 
@@ -58,32 +52,6 @@ class AioCkptError(Exception):
     stage: str = ""
     in_doubt: bool = False
     """True when the save failed in the middle of its last rename: its step may still become visible, whole."""
-
-
-def tell_stage(error: BaseException, stage: str) -> None:
-    """Say on ``error`` at which stage it came, unless it says so; on one that is not ours, by a note."""
-    if not isinstance(error, AioCkptError):
-        error.add_note(f"while saving, stage {stage}")
-    elif not error.stage:
-        error.stage = stage
-
-
-def tell_modified(error: Exception) -> None:
-    """Say on ``error``, of any type, that the caller's template may hold a mix of old and new values."""
-    with contextlib.suppress(AttributeError):
-        error.target_modified = True  # type: ignore[attr-defined]
-
-
-_REPR = reprlib.Repr()
-_REPR.maxother = 200
-
-
-def shown(value: object) -> str:
-    """``repr(value)`` as a message needs it: at most 200 characters, and one for every value.
-
-    A repr of a caller's value may raise, as that of an int of 5,000 digits does.
-    """
-    return _REPR.repr_instance(value, 1)
 
 
 class ConfigError(AioCkptError, ValueError):

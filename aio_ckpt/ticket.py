@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from aio_ckpt.config import MAX_SECS, check_wait
-from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError, shown
+from aio_ckpt.checks import MAX_SECS, check_wait, shown
+from aio_ckpt.errors import ConfigError, SaveCancelledError, StallError
 from aio_ckpt.reports import SaveReport
 
 __all__ = ["Milestone", "SaveTicket"]

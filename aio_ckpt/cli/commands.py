@@ -17,12 +17,13 @@ import click
 import msgspec
 
 from aio_ckpt._version import __version__
+from aio_ckpt.checks import check_seconds
 from aio_ckpt.cli.console import Advance, Screen, printable
 from aio_ckpt.cli.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.publish import MAX_LOOKS, MAX_STEP
 from aio_ckpt.commit.retention import protect, unprotect
-from aio_ckpt.config import MAX_WORKERS, EngineConfig, check_seconds
+from aio_ckpt.config import MAX_WORKERS, EngineConfig
 from aio_ckpt.demo.run import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.format.names import StepNames

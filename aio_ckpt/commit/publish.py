@@ -18,8 +18,9 @@ from typing import TypeVar
 
 import anyio
 
+from aio_ckpt.checks import shown
 from aio_ckpt.commit.owner import read_owner
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError, shown
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
 from aio_ckpt.format.names import ABANDONED_DIR, OWNER_FILE, TRASH_DIR, StepNames
 from aio_ckpt.storage.local import Storage, names_in, sync_parents

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.checks import shown
 from aio_ckpt.commit.owner import put_back_protected
 from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number, discover
 from aio_ckpt.config import KeepBest
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError, shown
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
 from aio_ckpt.storage.local import Storage, names_in, sync_parents

@@ -16,6 +16,7 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.directory import (
     begin_directory,
@@ -27,21 +28,13 @@ from aio_ckpt.commit.directory import (
     retire_directory,
 )
 from aio_ckpt.commit.manifests import metadata_file, render_root
-from aio_ckpt.config import MAX_SECS
 from aio_ckpt.dcp.runtime import Runtime
 from aio_ckpt.dcp.sources import Sources
-from aio_ckpt.errors import (
-    AioCkptError,
-    PlanChangedError,
-    RootError,
-    SaveCancelledError,
-    StallError,
-    WriteError,
-    tell_stage,
-)
+from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.dcp_metadata_read import dump_metadata
 from aio_ckpt.format.manifests import FileEntry, data_file_name, encode_rank, encode_static, rank_manifest_name
 from aio_ckpt.plan.planner import tensor_entry
+from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import Image, lease_image

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.config import EngineConfig, check_kind
+from aio_ckpt.checks import check_kind
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import dtensor_over
-from aio_ckpt.config import MAX_SECS, EngineConfig
+from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.errors import BudgetExceededError

@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from aio_ckpt._torch import DCP_VERSION, writer_transforms
+from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.directory import ASIDE
-from aio_ckpt.config import EngineConfig, check_flag
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import stage_state
-from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError, shown
+from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.storage.data_file import translated

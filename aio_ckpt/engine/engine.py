@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 from aio_ckpt._torch import log_untried_torch
+from aio_ckpt.checks import check_kind
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.owner import Owner
-from aio_ckpt.config import EngineConfig, check_kind
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_state, read_tree, selection
 from aio_ckpt.engine.pending_save import EngineContext, SaveCall
 from aio_ckpt.engine.root import RootSession, make_root

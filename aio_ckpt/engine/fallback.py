@@ -18,9 +18,9 @@ from aio_ckpt.errors import (
     FormatVersionError,
     MismatchError,
     ReadError,
-    tell_modified,
 )
 from aio_ckpt.reports import SkippedCheckpoint
+from aio_ckpt.runtime.error_notes import tell_modified
 
 __all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "candidates", "newest_good", "too_many_changes"]
 

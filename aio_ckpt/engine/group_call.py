@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.owner import pending_path
-from aio_ckpt.config import MAX_SECS
 from aio_ckpt.engine.in_flight import CALL_STAGE
 from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError

@@ -10,15 +10,17 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.pending_save import EngineContext, PendingSave, SaveCall
 from aio_ckpt.engine.pipeline import keep_trace, run_save
 from aio_ckpt.engine.steps import KnownSteps
-from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError, tell_stage
+from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError
 from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier

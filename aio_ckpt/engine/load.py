@@ -11,12 +11,12 @@ from typing import Any
 
 import anyio
 
+from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number
-from aio_ckpt.config import check_flag
 from aio_ckpt.engine.fallback import newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.engine.pending_save import EngineContext
-from aio_ckpt.errors import AioCkptError, ConfigError, shown
+from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.read.load import LoadOutcome, load_checkpoint, read_state
 from aio_ckpt.read.match import OnMatched, at_once
 from aio_ckpt.reports import LoadReport

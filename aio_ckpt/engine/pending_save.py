@@ -11,12 +11,13 @@ from pathlib import Path
 
 import anyio
 
+from aio_ckpt.checks import check_flag
 from aio_ckpt.commit import owner
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import check_metrics
-from aio_ckpt.config import EngineConfig, check_flag
+from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.read_buffers import BounceRing

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import anyio.lowlevel
 
+from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.commit import owner
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import MetadataFile, object_spans, render_metadata_file
-from aio_ckpt.config import MAX_SECS
 from aio_ckpt.engine.commit_stage import conclude, narrow_save
 from aio_ckpt.engine.pending_save import EngineContext, PendingSave, pending_of, save_id_of
-from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError, tell_stage
+from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, data_file_name
 from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
 from aio_ckpt.reports import SaveReport, StageTimings
 from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
 from aio_ckpt.runtime.deadline import Deadline
+from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import watch_submissions
 from aio_ckpt.write.result import WriteResult

@@ -18,10 +18,11 @@ from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit import retention
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.engine.pending_save import EngineContext
-from aio_ckpt.errors import EngineClosedError, RootError, StallError, tell_stage
+from aio_ckpt.errors import EngineClosedError, RootError, StallError
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue.commit import forget_segments, reclaim
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
+from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path, make_dirs

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import msgspec
 
+from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import publish as commit
-from aio_ckpt.config import MAX_SECS, BusyPolicy
+from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.group_call import GroupCall, await_met, tell
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.engine.pending_save import EngineContext, SaveCall

@@ -14,7 +14,8 @@ from typing import cast
 
 import torch
 
-from aio_ckpt.errors import ConfigError, shown
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import ConfigError
 from aio_ckpt.memory.copies import Copies, CopyEvent, Groups, HostCopies, foreach_copy
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors

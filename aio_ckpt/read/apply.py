@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from aio_ckpt.errors import tell_modified
 from aio_ckpt.read.match import Match
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import skeleton_of
+from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.state import flatten as tree
 
 __all__ = ["dcp_paths", "made_ready", "target_modified"]

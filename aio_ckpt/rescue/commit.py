@@ -13,12 +13,12 @@ import anyio
 import msgspec
 from isal import isal_zlib
 
+from aio_ckpt.checks import is_path
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
-from aio_ckpt.config import is_path
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.manifests import (
     METADATA_FILE,

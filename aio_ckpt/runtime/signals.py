@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from aio_ckpt.errors import ConfigError, WrongThreadError, shown
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import ConfigError, WrongThreadError
 
 __all__ = ["Preemption"]
 

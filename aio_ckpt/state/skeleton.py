@@ -16,13 +16,8 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from aio_ckpt.errors import (
-    CorruptCheckpointError,
-    DuplicateNameError,
-    MissingNameError,
-    UnsupportedLeafError,
-    shown,
-)
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import CorruptCheckpointError, DuplicateNameError, MissingNameError, UnsupportedLeafError
 from aio_ckpt.state.objects import MAX_DEPTH, from_tensor
 from aio_ckpt.state.values import LeafKind
 

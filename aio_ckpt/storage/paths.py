@@ -6,8 +6,8 @@ import errno
 import os
 from pathlib import Path
 
-from aio_ckpt.config import is_path
-from aio_ckpt.errors import RootError, shown
+from aio_ckpt.checks import is_path, shown
+from aio_ckpt.errors import RootError
 
 __all__ = ["checked_path", "make_dirs", "sync_dir"]
 

@@ -17,6 +17,7 @@ import torch
 from gated_storage import TIMEOUT
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt.checks import shown
 from aio_ckpt.errors import (
     AioCkptError,
     BudgetExceededError,
@@ -32,7 +33,6 @@ from aio_ckpt.errors import (
     UnexpectedNameError,
     UnsafeObjectError,
     UnsupportedLeafError,
-    shown,
 )
 
 Tree = dict[str, tuple[int, int]]
