@@ -15,7 +15,12 @@ from bench.gpu import tables as gpu_tables
 __all__ = ["PAGES", "main", "render_page"]
 
 DOCS = BENCH.parent / "docs" / "benchmarks"
-NOTE = "<!-- Rendered by `python -m bench.report` from bench/results. Do not edit. -->"
+NOTE = """---
+hide:
+  - toc
+---
+<!-- Rendered by `python -m bench.report` from bench/results. Do not edit. -->"""
+"""The tables need the width of the table of contents."""
 ONE, TWO, FOUR, CPU = "1x-nvidia-h200", "2x-nvidia-h200", "4x-nvidia-h200", "2-cores"
 
 
@@ -47,7 +52,6 @@ CPU_PAGE = Page(
 
 - *x limit* is the ratio of the medians to the limit of that state.
 - *first ms* is the first operation. It maps buffers and plans, and does not count in the other columns.
-- *durable* says what is on the disk when the contender says that it is done.
 - *Beside it*: a ticker of 1 ms runs on the caller's asyncio loop. The table shows how late its ticks were, from the
   call until done (*whole*), and without the ticks that the call itself held up. A loop in pure Python runs on the
   caller's thread from the return of the call until done. *keeps* is its rate as a share of its rate alone.

@@ -65,7 +65,7 @@ def target_table(goals: Sequence[Line]) -> list[str]:
 
 
 def _shape_table(rows: Sequence[Line]) -> list[str]:
-    head = ["", "median ms", "min .. max", "x limit", "GB/s", "blocked ms", "CPU-s/GB", "first ms", "durable"]
+    head = ["", "median ms", "min .. max", "x limit", "GB/s", "blocked ms", "CPU-s/GB", "first ms"]
     cells = [
         [
             row["name"],
@@ -76,11 +76,11 @@ def _shape_table(rows: Sequence[Line]) -> list[str]:
             ms(row["blocked"]["median"]),
             f"{row['cpu_secs_per_gb']:.2f}",
             ms(row["first_secs"]),
-            row["durability"],
         ]
         for row in rows
     ]
-    return table(head, cells)
+    durable = "; ".join(f"{row['name']}: {row['durability']}" for row in rows if row["durability"] != "-")
+    return [*table(head, cells), *(["", f"On disk when done: {durable}."] if durable else [])]
 
 
 def _beside_table(rows: Sequence[Line]) -> list[str]:

@@ -52,32 +52,47 @@ def _cell(row: Line, name: str, scale: float = 1.0, digits: int = 3) -> str:
 
 
 def _saves(rows: Sequence[Line]) -> list[str]:
-    head = [
-        "", "first blocks ms", "blocks ms", "staged ms", "commit ms", "done s", "durable s", "lost a save ms",
-        "worst step ms", "steps of the drain", "CPU-s/GB", "host GB", "device GB", "of the disk", "of the link",
-        "on disk when done",
-    ]  # fmt: skip
-    cells = [_save(row) for row in rows if "first_blocked_secs" in row["figures"]]
-    return [*_limits(rows), *(table(head, cells) if cells else [])]
+    """Two tables, so that each fits on a page: what a trainer feels first, then where the time goes."""
+    done = [row for row in rows if "first_blocked_secs" in row["figures"]]
+    if not done:
+        return _limits(rows)
+    felt = ["first blocks ms", "blocks ms", "staged ms", "durable s", "lost a save ms", "host GB", "device GB"]
+    parts = ["done s", "commit ms", "worst step ms", "steps of the drain", "CPU-s/GB", "of the disk", "of the link"]
+    return [
+        *_limits(rows),
+        *table(["", *felt], [_felt(row) for row in done]),
+        "",
+        *table(["", *parts], [_parts(row) for row in done]),
+        "",
+        "On disk when done: " + "; ".join(_durabilities(done)) + ".",
+    ]
 
 
-def _save(row: Line) -> list[str]:
-    host = f"{_cell(row, 'system_bytes', 1e-9)} / {_cell(row, 'tree_bytes', 1e-9)}"
+def _felt(row: Line) -> list[str]:
     mark = "" if row["status"] == "ok" else f" **{row['status']}**"
     return [
         _name(row) + mark,
         *(_cell(row, f"{name}_secs", 1e3) for name in ("first_blocked", "blocked", "staged")),
-        _commit(row),
-        *(_cell(row, f"{name}_secs") for name in ("done", "durable")),
-        *(_cell(row, f"{name}_secs", 1e3) for name in ("lost", "worst_step")),
-        _cell(row, "drain_step_ratio"),
-        _cell(row, "cpu_secs_per_gb"),
-        host,
+        _cell(row, "durable_secs"),
+        _cell(row, "lost_secs", 1e3),
+        f"{_cell(row, 'system_bytes', 1e-9)} / {_cell(row, 'tree_bytes', 1e-9)}",
         _cell(row, "device_bytes", 1e-9),
-        _cell(row, "disk_share"),
-        _cell(row, "link_share"),
-        str(row["durability"]),
     ]
+
+
+def _parts(row: Line) -> list[str]:
+    return [
+        _name(row),
+        _cell(row, "done_secs"),
+        _commit(row),
+        _cell(row, "worst_step_secs", 1e3),
+        *(_cell(row, name) for name in ("drain_step_ratio", "cpu_secs_per_gb", "disk_share", "link_share")),
+    ]
+
+
+def _durabilities(rows: Sequence[Line]) -> list[str]:
+    """What each library has made durable when it says that it is done."""
+    return list(dict.fromkeys(f"{row['title']}: {row['durability']}" for row in rows))
 
 
 def _commit(row: Line) -> str:
