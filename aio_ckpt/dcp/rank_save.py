@@ -237,7 +237,6 @@ async def _write_data(
     preparer = ChunkPreparer(
         sources.planned.plan.layout, b"".join(stream.data for stream in sources.streams), renders_constants=True
     )
-    image.lease.arena.rendered = None
     workers = runtime.config.workers
     written = await write_image(
         image,

@@ -132,7 +132,6 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
     lease = image.lease
     try:
         _check_whole(image, runtime)
-        lease.arena.rendered = None
         capture(
             planned,
             image,

@@ -223,10 +223,9 @@ async def _seal(ctx: EngineContext, save: PendingSave, final: Path, metadata: by
 
 
 async def _write(ctx: EngineContext, save: PendingSave, pending: Path) -> WriteResult:
-    arena, layout = save.image.lease.arena, save.plan.layout
-    renders = arena.rendered is not layout or not save.image.is_whole or save.plan.gathers
+    layout = save.plan.layout
+    renders = not save.image.has_constants or save.plan.gathers
     preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
-    arena.rendered = None
     path = pending / data_file_name(ctx.members.coordinator.rank)
     image_bytes = save.image.chunks[-1].stop
     is_hurried = save.call.deadline.secs is not None
@@ -249,5 +248,5 @@ async def _write(ctx: EngineContext, save: PendingSave, pending: Path) -> WriteR
     )
     save.progress.touch()
     if save.image.is_whole:
-        arena.rendered = layout
+        save.image.lease.arena.keep_constants(layout)
     return result

@@ -83,8 +83,7 @@ class Arena:
         """Named file that the memory is; None: it has no name, and ends with the process."""
         self.capacity = len(memory)
         """Bytes mapped."""
-        self.rendered: object = None
-        """Token of the layout whose constant bytes stand in the memory, compared by identity; None: of no layout."""
+        self._constants_of: object = None
         self.last_used = time.monotonic()
         """When a thread last let go of the bytes."""
         self.is_registered = False
@@ -109,9 +108,22 @@ class Arena:
                     device.unregister_host_memory(self.address)
                 raise
 
+    def take_constants(self, layout: object) -> bool:
+        """Return whether the constant bytes of ``layout``, compared by identity, stand in the memory.
+
+        The caller may overwrite the memory now: until :meth:`keep_constants`, it counts as without constants.
+        """
+        are_there = self._constants_of is layout
+        self._constants_of = None
+        return are_there
+
+    def keep_constants(self, layout: object) -> None:
+        """State that the whole image of ``layout`` stands in the memory, so that its constants can be used again."""
+        self._constants_of = layout
+
     def poison(self) -> None:
         """Overwrite everything, so that a use after release shows in the data."""
-        self.rendered = None
+        self._constants_of = None
         self.tensor.fill_(POISON)
 
     def release(self) -> None:

@@ -45,6 +45,8 @@ class Image:
     """Chunks that the arena holds at once."""
     written: tuple[Future[None], ...]
     """Per chunk whose slot is used again: it is free."""
+    has_constants: bool = False
+    """Whether the constant bytes of the layout stand in the arena already, from an earlier save of the same layout."""
 
     @property
     def is_whole(self) -> bool:
@@ -122,6 +124,7 @@ def lease_image(
             chunk_bytes=layout.chunk_bytes,
             slots=slots,
             written=tuple(Future() for _ in chunks[slots:]),
+            has_constants=lease.arena.take_constants(layout) and slots >= len(chunks),
         )
     except BaseException:
         lease.close()
@@ -148,10 +151,9 @@ def narrowed_image(
         source = before.items[index].raw_offset
         if source != item.raw_offset:
             ctypes.memmove(base + item.raw_offset, base + source, item.raw_bytes)
-    image.lease.arena.rendered = None
     image_bytes = align_up(max(after.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
     chunks = file_chunks(after, image_bytes)
-    return replace(image, chunks=chunks)
+    return replace(image, chunks=chunks, has_constants=False)
 
 
 def narrowed_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:

@@ -275,13 +275,14 @@ def test_released_bytes_are_poisoned_in_debug_mode_only(executor: Executor, debu
     lease = take(manager, MIB)
     arena = lease.arena
     arena.tensor.fill_(1)
-    arena.rendered = object()  # type: ignore[assignment]
+    layout = object()
+    arena.keep_constants(layout)
     lease.hold_until(writing := Future())
     lease.close()
     assert bool((arena.tensor == 1).all())
     writing.set_result(None)
     assert bool((arena.tensor == (POISON if debug else 1)).all())
-    assert (arena.rendered is None) == debug
+    assert arena.take_constants(layout) is not debug
 
 
 # -- the budget -----------------------------------------------------------------------------------
