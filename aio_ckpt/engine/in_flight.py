@@ -25,7 +25,7 @@ from aio_ckpt.runtime.portal import Condition, Lock, Portal
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.optimizer_guard import Guards
+from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.ticket import SaveTicket
@@ -60,7 +60,7 @@ class InFlight:
         self._portal = portal
         self._on_settled = on_settled
         self._copy_engines = CopyEngines(device_copier=DeviceCopier(ctx.config.device_copy_bytes))
-        self.guards = Guards()
+        self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(ctx.quarantine, max_in_flight=self._max, are_several=ctx.members.are_several)
         self._on_failure = ctx.config.on_failure

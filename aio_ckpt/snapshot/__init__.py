@@ -6,6 +6,6 @@ the caller may change its tensors again. Imports everything up to ``plan``; neve
 
 from aio_ckpt.snapshot.capture import Capture
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.snapshot.optimizer_guard import Guards
+from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 
-__all__ = ["Capture", "Guards", "Image"]
+__all__ = ["Capture", "Image", "OptimizerGuards"]

@@ -1,4 +1,4 @@
-"""Guards: optimizers whose step waits, on the device, for the copies out of what it is about to change."""
+"""Optimizer guards: ``step`` of a guarded optimizer waits, on the device, for the copies of what it will change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
 from aio_ckpt.state.tensor_memory import span_of
 
-__all__ = ["Guards"]
+__all__ = ["OptimizerGuards"]
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
 
 
-class Guards:
+class OptimizerGuards:
     """The guarded objects of one engine.
 
     Who may change what when: a guarded tensor is changed by its object's ``step`` alone, and the stream on which

@@ -16,7 +16,7 @@ from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import Capture
-from aio_ckpt.snapshot.optimizer_guard import Guards
+from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.state import flatten as tree
 
 
@@ -85,7 +85,7 @@ def test_the_engines_loop_is_woken_once_and_last(tmp_path: Path, monkeypatch: py
         engine.guard(optimizer)
         engine.save({"w": torch.ones(4)}).result()
         noted(Capture, "end")
-        noted(Guards, "wait_for")
+        noted(OptimizerGuards, "wait_for")
         for name in ("submit", "post"):
             noted(Portal, name)
         ticket = engine.save({"w": torch.ones(4)})
@@ -97,7 +97,7 @@ def test_the_engines_loop_is_woken_once_and_last(tmp_path: Path, monkeypatch: py
 def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    guards, device, host = Guards(), torch.device("cuda", 0), torch.device("cpu")
+    guards, device, host = OptimizerGuards(), torch.device("cuda", 0), torch.device("cpu")
     guards.add(optimizer)
 
     def leaves(fingerprint: list[int], devices: list[torch.device]) -> frozenset[int]:
@@ -127,7 +127,7 @@ def test_sparse_state_of_a_guarded_object_is_left_out() -> None:
             self.state = {self.dense: {"sums": torch.ones(4).to_sparse()}}
 
     guarded = Sparse()
-    guards = Guards()
+    guards = OptimizerGuards()
     guards.add(guarded)
     flat = tree.flatten({"dense": guarded.dense}, rank=0)
     structure = replace(Structure.of(flat, Leaves.of(flat)), devices=[torch.device("cuda", 0)])
@@ -137,7 +137,7 @@ def test_sparse_state_of_a_guarded_object_is_left_out() -> None:
 def test_no_leaf_is_guarded_beyond_the_tensor_that_the_optimizer_changes() -> None:
     memory = torch.zeros(100)
     short, gapped = torch.nn.Parameter(memory[:10]), torch.nn.Parameter(memory[50::2])
-    guards = Guards()
+    guards = OptimizerGuards()
     guards.add(torch.optim.SGD([short, gapped], lr=0.1))
     views = {
         "all": memory,
