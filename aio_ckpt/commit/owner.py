@@ -20,6 +20,7 @@ from typing import Annotated
 
 import anyio
 import msgspec
+import psutil
 
 from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
@@ -85,7 +86,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of_this_process(cls, session: str) -> Owner:
         """The owner record of the calling process."""
-        started = _state_and_start(os.getpid())
         return cls(
             session=session,
             host=socket.gethostname(),
@@ -93,7 +93,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             boot_id=_first_line("/proc/sys/kernel/random/boot_id"),
             pid_namespace=_pid_namespace(),
             pid=os.getpid(),
-            started_ticks=0 if started is None else started[1],
+            started_ticks=_start_ticks(os.getpid()) or 0,
             heartbeat_unix=time.time(),
         )
 
@@ -297,32 +297,27 @@ def _pid_namespace() -> str:
 
 def _is_gone(pid: int, started_ticks: int) -> bool:
     """Whether this process, and not only its pid, is no more."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+    if not psutil.pid_exists(pid):
         return True
-    except OSError:
-        pass  # somebody else's: it is there
-    found = _state_and_start(pid)
-    if found is None:
+    started = _start_ticks(pid)
+    if started is None:
         return False  # hidden from us (hidepid), or gone since
-    state, started = found
-    is_another = started_ticks != 0 and started != started_ticks  # 0: it could not be learned
-    return is_another or (state in ("Z", "X") and _threads(pid) <= 1)
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """State and start of a process as ``/proc`` tells them; None if it does not."""
+    if started_ticks not in (0, started):  # 0: it could not be learned
+        return True
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[19])
+        process = psutil.Process(pid)
+        # Threads of a process whose first thread has ended may write on.
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
+    except psutil.Error:
+        return False
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None if ``/proc`` does not tell.
+
+    Not by psutil, whose start time follows the wall clock: that may be set while the process runs.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _threads(pid: int) -> int:
-    """Threads of a process: those of one whose first thread has ended may write on."""
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
