@@ -214,11 +214,9 @@ async def _seal(ctx: EngineContext, save: PendingSave, final: Path, metadata: by
         _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
         return
     save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
-    ranks, save_id, call = ctx.members.coordinator, save_id_of(ctx, save), save.call
+    save_id, call = save_id_of(ctx, save), save.call
     replaces = await read_save_id(ctx.storage, final) if call.overwrite else ""
-    record = record_of(
-        ranks.rank, ranks.world_size, final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata
-    )
+    record = record_of(final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
     await store_record_when_captured(record, save.plan, save.objects, save.image, save.progress, ctx.executor)
 
 

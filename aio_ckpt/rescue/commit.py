@@ -33,7 +33,7 @@ from aio_ckpt.memory.arena import Arena
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory, map_image
-from aio_ckpt.rescue.snapshot_record import SnapshotRecord, layout_of
+from aio_ckpt.rescue.snapshot_record import layout_of
 from aio_ckpt.rescue.survey import Decision, OrphanSegment, Refusal, RescuableSave, decide, find_orphans, segment_prefix
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
@@ -118,7 +118,7 @@ def open_segments(
 
 
 async def _decide(storage: Storage, root: Path, names: StepNames, found: Sequence[OrphanSegment]) -> Decision:
-    steps = {left.record.step for left in found if left.record is not None}
+    steps = {orphan.record.step for orphan in found if orphan.record is not None}
     committed = {
         checkpoint.step: await read_save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
         for checkpoint in (await commit.discover(storage, root, names) if found else ())
@@ -141,12 +141,12 @@ def tell_rescuable(
     stale_after_secs: float,
     limit_secs: float,
 ) -> None:
-    """When an engine is opened: say in the log what a dead trainer left that may be worth more than a resume.
+    """When an engine is opened: say in the log what a dead trainer orphan that may be worth more than a resume.
 
     On every rank: what lies in the memory of another host only a rank there can give up.
     """
     found = find_orphans(_places(root, segments), root, here, stale_after_secs=stale_after_secs)
-    if not any(left.record is not None and left.owner_is_dead for left in found):
+    if not any(orphan.record is not None and orphan.owner_is_dead for orphan in found):
         return
     try:
         decision = portal.call(_decide, storage, root, names, found, timeout=limit_secs, what="opening")
@@ -164,7 +164,7 @@ def tell_rescuable(
 
 
 def _segments_of(decision: Decision) -> list[tuple[int, Path]]:
-    return [(save.step, left.path) for save in decision.saves for left, _ in save.ranks]
+    return [(save.step, save.orphan.path) for save in decision.saves]
 
 
 async def reclaim(
@@ -211,7 +211,7 @@ async def _tell_places(storage: Storage, root: Path, places: Sequence[Path]) -> 
 
 
 def forget_segments(root: Path, kept: OrphanSnapshots) -> None:
-    """At a clean end of the writer: nothing of its own is left to be found."""
+    """At a clean end of the writer: nothing of its own is orphan to be found."""
     if not kept.paths:
         with contextlib.suppress(OSError):  # a hint, that costs the next writer a look
             (root / SEGMENTS_FILE).unlink(missing_ok=True)
@@ -222,12 +222,12 @@ def _places(root: Path, own: SegmentDirectory | None) -> list[Path]:
 
 
 def _told(segments: Iterable[OrphanSegment]) -> str:
-    return ", ".join(str(left.path) for left in segments)
+    return ", ".join(str(orphan.path) for orphan in segments)
 
 
 def _remove(segments: Iterable[OrphanSegment]) -> None:
-    for left in segments:
-        left.path.unlink(missing_ok=True)
+    for orphan in segments:
+        orphan.path.unlink(missing_ok=True)
 
 
 # -- committing -----------------------------------------------------------------------------------
@@ -266,13 +266,12 @@ async def rescue_root(
                 _check_name(save, names)
                 rescued.append(await _commit(storage, executor, root, here, save, number))
             except CorruptCheckpointError as error:
-                segments = tuple(left for left, _ in save.ranks)
                 torn.append(
-                    Refusal(step=save.step, reason=str(error), segments=segments, is_obsolete=False, is_loss=True)
+                    Refusal(step=save.step, reason=str(error), segments=(save.orphan,), is_obsolete=False, is_loss=True)
                 )
             else:
-                await run_blocking(executor, _remove, [left for left, _ in save.ranks])
-        kept = {refusal.step for refusal in torn}  # what a torn one superseded may be all that is left of its step
+                await run_blocking(executor, _remove, [save.orphan])
+        kept = {refusal.step for refusal in torn}  # what a torn one superseded may be all that is orphan of its step
         refused = []
         for refusal in (*decision.refusals, *torn):
             is_removed = refusal.is_obsolete and not refusal.is_loss and refusal.step not in kept
@@ -288,7 +287,7 @@ def _unrescued(refusal: Refusal, *, is_removed: bool) -> Unrescued:
     return Unrescued(
         step=refusal.step,
         reason=refusal.reason,
-        segments=tuple(str(left.path) for left in refusal.segments),
+        segments=tuple(str(orphan.path) for orphan in refusal.segments),
         is_loss=refusal.is_loss,
         is_removed=is_removed,
     )
@@ -296,7 +295,7 @@ def _unrescued(refusal: Refusal, *, is_removed: bool) -> Unrescued:
 
 def _check_name(save: RescuableSave, names: StepNames) -> None:
     """Committed steps were looked for by name: under another pattern the order of the steps was not checked."""
-    directory = save.ranks[0][1].directory
+    directory = save.record.directory
     if names.step(directory) != save.step:
         raise CorruptCheckpointError(f"step {save.step} is to be called {directory!r}: give the trainer's --step-dir")
 
@@ -304,24 +303,23 @@ def _check_name(save: RescuableSave, names: StepNames) -> None:
 async def _commit(
     storage: Storage, executor: Executor, root: Path, here: Owner, save: RescuableSave, number: int
 ) -> Rescued:
-    records = [record for _, record in save.ranks]
-    metadata = next(record.metadata for record in records if record.metadata)
-    pending, final = pending_path(root, here, number), root / records[0].directory
+    record = save.record
+    pending, final = pending_path(root, here, number), root / record.directory
     await storage.make_dir(pending)
     try:
         await write_owner(storage, pending, here)
-        entries = [await _write_rank(storage, executor, pending, left, record) for left, record in save.ranks]
-        await storage.write_file(pending / METADATA_FILE, metadata)
+        manifest, nbytes = await _write_data(storage, executor, pending, save)
+        await storage.write_file(pending / METADATA_FILE, record.metadata)
         root_manifest = render_root(
-            metadata_file(metadata),
-            [entry for entry, _ in entries],
+            metadata_file(record.metadata),
+            [manifest],
             step=save.step,
-            save_id=records[0].save_id,
+            save_id=record.save_id,
             created_unix=time.time(),
-            metrics=records[0].metrics,
+            metrics=record.metrics,
         )
         await commit.sync_pending(storage, pending, root_manifest)
-        await commit.publish(storage, pending=pending, final=final, overwrite=records[0].overwrite)
+        await commit.publish(storage, pending=pending, final=final, overwrite=record.overwrite)
     except BaseException as error:
         if not (isinstance(error, AioCkptError) and error.in_doubt):
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):
@@ -330,7 +328,7 @@ async def _commit(
         if cause is error:
             raise
         raise cause from cause.__cause__
-    return Rescued(step=save.step, path=str(final), nbytes=sum(nbytes for _, nbytes in entries))
+    return Rescued(step=save.step, path=str(final), nbytes=nbytes)
 
 
 async def _is_captured(_: int) -> None:
@@ -341,20 +339,21 @@ async def _is_admitted(_: int) -> None:
     """At any rate: no training waits beside it."""
 
 
-async def _write_rank(
-    storage: Storage, executor: Executor, pending: Path, left: OrphanSegment, record: SnapshotRecord
+async def _write_data(
+    storage: Storage, executor: Executor, pending: Path, save: RescuableSave
 ) -> tuple[FileEntry, int]:
-    """Write the data and the manifest of one rank; what the root manifest says of it, and the length of the data.
+    """Write the data and the rank's manifest; what the root manifest says of it, and the length of the data.
 
     Raises:
         CorruptCheckpointError: the snapshot is torn: what was written is not what was sealed.
     """
+    orphan, record = save.orphan, save.record
     sealed, layout = layout_of(record)
-    memory = map_image(left.stored)
+    memory = map_image(orphan.stored)
     chunks = file_chunks(layout, record.image_bytes)
     lease = Lease(Arena(memory, "shm"), lambda _: None, waited_secs=0.0)
     image = Image(lease=lease, chunks=chunks, chunk_bytes=layout.chunk_bytes, slots=len(chunks), written=())
-    name = data_file_name(record.rank)
+    name = data_file_name(0)
     try:
         result = await write_image(
             image,
@@ -377,17 +376,17 @@ async def _write_rank(
     finally:
         lease.close()
     if result.sums != sealed.sums:
-        raise CorruptCheckpointError(f"{left.path.name}: torn: its bytes do not match the sums in its seal")
+        raise CorruptCheckpointError(f"{orphan.path.name}: torn: its bytes do not match the sums in its seal")
     manifest = encode_rank(
         save_id=record.save_id,
         step=record.step,
-        rank=record.rank,
-        world_size=record.world_size,
+        rank=0,
+        world_size=1,
         file=FileEntry(name, result.image_bytes, result.file_crc32),
         tensors=encode_static(sealed.tensors),
         sums=result.sums,
         objects=sealed.objects,
         skeleton=sealed.skeleton,
     )
-    await storage.write_file(pending / rank_manifest_name(record.rank), manifest)
-    return FileEntry(rank_manifest_name(record.rank), len(manifest), isal_zlib.crc32(manifest)), result.image_bytes
+    await storage.write_file(pending / rank_manifest_name(0), manifest)
+    return FileEntry(rank_manifest_name(0), len(manifest), isal_zlib.crc32(manifest)), result.image_bytes

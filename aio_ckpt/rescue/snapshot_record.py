@@ -44,23 +44,18 @@ __all__ = [
 _VERSION = 1
 _log = logging.getLogger("aio_ckpt")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
-_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 _Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/\x00]+\Z", max_length=255)]
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands behind the image of one rank's whole snapshot."""
+    """What stands behind the image of a whole snapshot, which one rank alone stores."""
 
     directory: _Name
     """Name of its directory under the root."""
     save_id: str
-    """The same for all ranks of one save."""
+    """As in every file of the save."""
     step: _Size
     """Its step."""
-    world_size: _Count
-    """Ranks that save together."""
-    rank: _Size
-    """This one."""
     overwrite: bool
     """Whether it replaces a committed step."""
     replaces: str | None = None
@@ -69,7 +64,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     """What the caller measured."""
     metadata: bytes
-    """``.metadata``; empty where only all ranks together know it."""
+    """``.metadata``."""
     created_unix: float = msgspec.field(default_factory=time.time)
     """When it was sealed, by the trainer's clock."""
     since_boot_secs: float = 0.0
@@ -94,8 +89,6 @@ _RECORDS = msgspec.msgpack.Decoder(SnapshotRecord)
 
 
 def record_of(
-    rank: int,
-    world_size: int,
     directory: str,
     save_id: str,
     step: int,
@@ -109,8 +102,6 @@ def record_of(
         directory=directory,
         save_id=save_id,
         step=step,
-        world_size=world_size,
-        rank=rank,
         overwrite=overwrite,
         replaces=replaces,
         metrics=dict(metrics),
@@ -142,8 +133,8 @@ def store_record(
         result,
         step=record.step,
         save_id=record.save_id,
-        rank=record.rank,
-        world_size=record.world_size,
+        rank=0,
+        world_size=1,
     )
     whole = msgspec.structs.replace(
         record,
@@ -192,8 +183,6 @@ def decode_record(stored: StoredSegment) -> SnapshotRecord:
         raise CorruptCheckpointError(f"{name}: a seal of version {record.version}, known here is {_VERSION}")
     if record.generation != stored.generation:
         raise CorruptCheckpointError(f"{name}: torn: sealed at generation {record.generation}, now {stored.generation}")
-    if record.rank >= record.world_size:
-        raise CorruptCheckpointError(f"{name}: rank {record.rank} of {record.world_size}")
     if max(record.tensor_bytes + len(record.objects), record.image_bytes) > stored.capacity:
         raise CorruptCheckpointError(f"{name}: an image of {record.image_bytes} bytes in {stored.capacity}")
     return record

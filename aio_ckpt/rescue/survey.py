@@ -1,4 +1,4 @@
-"""What dead trainers left in named segments, and which of it may be committed."""
+"""What dead trainers orphan in named segments, and which of it may be committed."""
 
 from __future__ import annotations
 
@@ -64,21 +64,26 @@ def find_orphans(
                     fault, is_damaged = str(error), True
             idle_secs = None if stored.modified_unix is None else time.time() - stored.modified_unix
             is_dead = is_abandoned(owner, here, idle_secs=idle_secs, stale_after_secs=stale_after_secs)
-            left = OrphanSegment(
+            orphan = OrphanSegment(
                 path=path, owner_is_dead=is_dead, stored=stored, record=record, fault=fault, is_damaged=is_damaged
             )
-            found.append(left)
+            found.append(orphan)
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescuableSave:
-    """A save that all its ranks sealed."""
+    """A whole snapshot that a dead trainer orphan."""
 
-    step: int
-    """Its step."""
-    ranks: tuple[tuple[OrphanSegment, SnapshotRecord], ...]
-    """By rank."""
+    orphan: OrphanSegment
+    """Its segment."""
+    record: SnapshotRecord
+    """What the segment says of it."""
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.record.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,43 +113,41 @@ class Decision:
 
 
 def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Decision:
-    """Which sealed saves may be committed.
+    """Which snapshots may be committed.
 
-    A save needs the record of each of its ranks, all of the same save, and a step that exceeds every committed one, or
-    replaces the very checkpoint that the trainer asked to replace. Of one step the last save counts.
+    The step of a save must exceed every committed one, or replace the very checkpoint that the trainer asked to
+    replace. Of one step the last save counts.
 
     Args:
         found: segments of one root.
         committed: save id of each committed step; "" where it is not known.
     """
-    refusals = [_unsealed(left) for left in found if left.record is None]
+    refusals = [_unsealed(orphan) for orphan in found if orphan.record is None]
+    whole = [RescuableSave(orphan=orphan, record=orphan.record) for orphan in found if orphan.record is not None]
     saves: list[RescuableSave] = []
-    groups: dict[str, list[tuple[OrphanSegment, SnapshotRecord]]] = {}
-    for left in found:
-        if left.record is not None:
-            groups.setdefault(left.record.save_id, []).append((left, left.record))
     taken: dict[int, bool] = {}  # by step, whether its last save is committed now, or may be when its trainer is dead
-    for group in sorted(groups.values(), key=_last_first):
-        step, refusal = group[0][1].step, _refusal(group, committed, taken)
+    for save in sorted(whole, key=_last_first):
+        refusal = _refusal(save, committed, taken)
         if refusal is None:
-            saves.append(RescuableSave(step=step, ranks=tuple(sorted(group, key=lambda each: each[1].rank))))
+            saves.append(save)
         else:
             refusals.append(refusal)
         if refusal is None or not refusal.is_obsolete:
-            taken.setdefault(step, refusal is None)
+            taken.setdefault(save.step, refusal is None)
     return Decision(saves=tuple(saves), refusals=tuple(refusals))
 
 
-def _unsealed(left: OrphanSegment) -> Refusal:
-    if not left.owner_is_dead:
-        return Refusal(step=None, reason="its trainer may be alive", segments=(left,), is_obsolete=False, is_loss=False)
-    return Refusal(step=None, reason=left.fault, segments=(left,), is_obsolete=True, is_loss=left.is_damaged)
+def _unsealed(orphan: OrphanSegment) -> Refusal:
+    if not orphan.owner_is_dead:
+        return Refusal(
+            step=None, reason="its trainer may be alive", segments=(orphan,), is_obsolete=False, is_loss=False
+        )
+    return Refusal(step=None, reason=orphan.fault, segments=(orphan,), is_obsolete=True, is_loss=orphan.is_damaged)
 
 
-def _last_first(group: Sequence[tuple[OrphanSegment, SnapshotRecord]]) -> tuple[int, float, float]:
+def _last_first(save: RescuableSave) -> tuple[int, float, float]:
     """By step; of one step the last save comes first."""
-    record = group[0][1]
-    return record.step, -record.since_boot_secs, -record.created_unix
+    return save.step, -save.record.since_boot_secs, -save.record.created_unix
 
 
 def _replaces(record: SnapshotRecord, save_id: str) -> bool:
@@ -155,32 +158,17 @@ def _replaces(record: SnapshotRecord, save_id: str) -> bool:
     return save_id == record.replaces or (bool(save_id) and is_earlier)
 
 
-def _refusal(
-    group: Sequence[tuple[OrphanSegment, SnapshotRecord]], committed: Mapping[int, str], taken: Mapping[int, bool]
-) -> Refusal | None:
-    """Why the seals of one save are not committed; None: they are. ``taken``: see :func:`decide`."""
-    record, newest = group[0][1], max(committed, default=-1)
-    step, save_id, world_size = record.step, record.save_id, record.world_size
+def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[int, bool]) -> Refusal | None:
+    """Why a snapshot is not committed; None: it is. ``taken``: see :func:`decide`."""
+    record, step, newest = save.record, save.step, max(committed, default=-1)
 
     def refused(reason: str, *, is_obsolete: bool, is_loss: bool) -> Refusal:
-        segments = tuple(left for left, _ in group)
-        return Refusal(step=step, reason=reason, segments=segments, is_obsolete=is_obsolete, is_loss=is_loss)
+        return Refusal(step=step, reason=reason, segments=(save.orphan,), is_obsolete=is_obsolete, is_loss=is_loss)
 
-    alive = [left.path.name for left, _ in group if not left.owner_is_dead]
-    if alive:
-        return refused(f"its trainer may be alive ({alive[0]})", is_obsolete=False, is_loss=True)
-    if committed.get(step) == save_id:
+    if not save.orphan.owner_is_dead:
+        return refused(f"its trainer may be alive ({save.orphan.path.name})", is_obsolete=False, is_loss=True)
+    if committed.get(step) == record.save_id:
         return refused("it is committed", is_obsolete=True, is_loss=False)
-    if (
-        len(
-            {
-                (record.step, record.world_size, record.directory, record.overwrite, record.replaces)
-                for _, record in group
-            }
-        )
-        > 1
-    ):
-        return refused("its ranks do not tell the same of it", is_obsolete=True, is_loss=True)
     if step in committed and record.overwrite and not _replaces(record, committed[step]):
         if record.replaces is None or not committed[step]:
             reason = f"nothing tells whether step {step}, as it is committed, is what it was to replace"
@@ -190,13 +178,6 @@ def _refusal(
         return refused(f"step {newest} is committed, which is not older", is_obsolete=True, is_loss=False)
     if step in taken:
         return refused(f"a later snapshot of step {step} is there", is_obsolete=taken[step], is_loss=False)
-    ranks = sorted(record.rank for _, record in group)
-    missing = sorted(set(range(world_size)) - set(ranks))
-    if missing:
-        told = ", ".join(map(str, missing[:5]))
-        return refused(f"{len(missing)} of {world_size} ranks did not seal it: {told}", is_obsolete=True, is_loss=True)
-    if len(ranks) != world_size:
-        return refused("a rank sealed it twice", is_obsolete=True, is_loss=True)
-    if not any(record.metadata for _, record in group):
+    if not record.metadata:
         return refused("its .metadata is in no seal", is_obsolete=True, is_loss=True)
     return None

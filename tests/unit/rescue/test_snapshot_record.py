@@ -34,8 +34,6 @@ HERE = Owner.of_this_process("here")
 
 
 def left(
-    rank: int = 0,
-    world_size: int = 1,
     *,
     step: int = 5,
     save_id: str = "s-1",
@@ -47,21 +45,19 @@ def left(
     since_boot_secs: float = 0.0,
     directory: str = "",
 ) -> OrphanSegment:
-    """A sealed segment of one rank; rank 0 has the ``.metadata``."""
+    """A segment with a whole snapshot."""
     record = SnapshotRecord(
         directory=directory or f"step_{step:09d}",
         save_id=save_id,
         step=step,
-        world_size=world_size,
-        rank=rank,
         overwrite=overwrite,
         replaces=replaces,
         metrics={},
         created_unix=created_unix,
         since_boot_secs=since_boot_secs,
-        metadata=(b"" if rank else b"metadata") if metadata is None else metadata,
+        metadata=b"metadata" if metadata is None else metadata,
     )
-    path = Path(f"/shm/{save_id}-{rank}")
+    path = Path(f"/shm/{save_id}")
     return OrphanSegment(path=path, owner_is_dead=is_dead, stored=StoredSegment(path=path), record=record, fault="")
 
 
@@ -86,12 +82,6 @@ def outcome(
     return [save.step for save in decision.saves], refused
 
 
-def test_a_save_that_all_its_ranks_sealed_is_committed_with_the_ranks_in_order() -> None:
-    found = [left(2, 3), left(0, 3), left(1, 3)]
-    (save,) = decide(found, {4: "x"}).saves
-    assert [record.rank for _, record in save.ranks] == [0, 1, 2]
-
-
 ANOTHER = "another step 5 was committed since"
 UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to replace"
 
@@ -99,16 +89,8 @@ UNTOLD = "nothing tells whether step 5, as it is committed, is what it was to re
 @pytest.mark.parametrize(
     ("found", "committed", "reason", "is_obsolete", "is_loss"),
     [
-        ([left(0, 3), left(2, 3)], {}, "1 of 3 ranks did not seal it: 1", True, True),
-        ([left(0, 2), unsealed()], {}, "1 of 2 ranks did not seal it: 1", True, True),
-        ([left(0, 2), left(1, 2, save_id="s-2", step=6)], {}, "1 of 2 ranks did not seal it: 1", True, True),
-        ([left(0, 2), left(1, 2, step=6)], {}, "its ranks do not tell the same of it", True, True),
-        ([left(0, 2), left(1, 3)], {}, "its ranks do not tell the same of it", True, True),
-        ([left(0, 2), left(1, 2, directory="x")], {}, "its ranks do not tell the same of it", True, True),
-        ([left(0, 2), left(1, 2, replaces="x")], {}, "its ranks do not tell the same of it", True, True),
-        ([left(0, 2), left(1, 2), left(1, 2)], {}, "a rank sealed it twice", True, True),
-        ([left(0, 2, metadata=b""), left(1, 2)], {}, "its .metadata is in no seal", True, True),
-        ([left(0, 2), left(1, 2, is_dead=False)], {}, "its trainer may be alive (s-1-1)", False, True),
+        ([left(metadata=b"")], {}, "its .metadata is in no seal", True, True),
+        ([left(is_dead=False)], {}, "its trainer may be alive (s-1)", False, True),
         ([left()], {5: "s-1"}, "it is committed", True, False),
         ([left()], {5: "another"}, "step 5 is committed, which is not older", True, False),
         ([left()], {5: ""}, "step 5 is committed, which is not older", True, False),
@@ -146,7 +128,7 @@ def test_several_saves_are_committed_in_the_order_of_their_steps() -> None:
 def test_of_two_saves_of_one_step_the_later_one_counts() -> None:
     found = [left(save_id="old", created_unix=1.0), left(save_id="new", created_unix=2.0)]
     decision = decide(found, {})
-    assert [save.ranks[0][1].save_id for save in decision.saves] == ["new"]
+    assert [save.record.save_id for save in decision.saves] == ["new"]
     assert [refusal.reason for refusal in decision.refusals] == ["a later snapshot of step 5 is there"]
 
 
@@ -155,7 +137,7 @@ def test_of_two_saves_that_replace_one_step_the_later_one_counts_whatever_the_ti
     new = left(save_id="new", overwrite=True, replaces="x", created_unix=5.0, since_boot_secs=2.0)
     for found in ([old, new], [new, old]):
         decision = decide(found, {5: "x"})
-        assert [save.ranks[0][1].save_id for save in decision.saves] == ["new"]
+        assert [save.record.save_id for save in decision.saves] == ["new"]
         assert [(one.reason, one.is_obsolete) for one in decision.refusals] == [
             ("a later snapshot of step 5 is there", True)
         ]
@@ -165,9 +147,9 @@ def test_behind_a_later_save_whose_trainer_may_be_alive_an_earlier_one_waits() -
     found = [left(save_id="old", since_boot_secs=1.0), left(save_id="new", since_boot_secs=2.0, is_dead=False)]
     assert outcome(found) == (
         [],
-        [("its trainer may be alive (new-0)", False, True), ("a later snapshot of step 5 is there", False, False)],
+        [("its trainer may be alive (new)", False, True), ("a later snapshot of step 5 is there", False, False)],
     )
-    found = [left(save_id="old", since_boot_secs=1.0), left(0, 2, save_id="new", since_boot_secs=2.0)]
+    found = [left(save_id="old", since_boot_secs=1.0), left(save_id="new", since_boot_secs=2.0, metadata=b"")]
     assert outcome(found)[0] == [5], "one that can never be committed is none"
 
 
@@ -180,32 +162,28 @@ def test_what_is_not_sealed_is_obsolete_if_its_writer_is_dead_and_a_loss_if_it_w
 @examples(200)
 @given(
     st.lists(
-        st.tuples(
-            *(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())
-        ),
+        st.tuples(*(st.integers(0, 3), st.integers(0, 3), st.booleans(), st.booleans())),
         max_size=8,
     ),
     st.dictionaries(st.integers(0, 4), st.sampled_from(["", "s-0", "s-1", "x"]), max_size=3),
 )
 def test_whatever_is_found_every_segment_is_decided_once_and_every_commit_is_whole_and_in_order(
-    given_seals: list[tuple[int, int, int, int, bool, bool]], committed: dict[int, str]
+    given_seals: list[tuple[int, int, bool, bool]], committed: dict[int, str]
 ) -> None:
     found = [
-        left(min(rank, world - 1), world, step=step, save_id=f"s-{save}", is_dead=is_dead, overwrite=over, replaces="x")
-        for rank, world, step, save, is_dead, over in given_seals
+        left(step=step, save_id=f"s-{save}", is_dead=is_dead, overwrite=over, replaces="x")
+        for step, save, is_dead, over in given_seals
     ]
     decision = decide(found, committed)
-    taken = [one for save in decision.saves for one, _ in save.ranks]
+    taken = [save.orphan for save in decision.saves]
     taken += [one for refusal in decision.refusals for one in refusal.segments]
     assert sorted(map(id, taken)) == sorted(map(id, found))
     steps = [save.step for save in decision.saves]
     assert steps == sorted(set(steps))
     for save in decision.saves:
-        is_replaced = committed.get(save.step) in ("x", "s-0", "s-1") and save.ranks[0][1].overwrite
+        is_replaced = committed.get(save.step) in ("x", "s-0", "s-1") and save.record.overwrite
         assert is_replaced or save.step > max(committed, default=-1)
-        assert [record.rank for _, record in save.ranks] == list(range(save.ranks[0][1].world_size))
-        assert len({record.save_id for _, record in save.ranks}) == 1
-        assert all(one.owner_is_dead for one, _ in save.ranks)
+        assert save.orphan.owner_is_dead
 
 
 # -- a seal ---------------------------------------------------------------------------------------
@@ -246,7 +224,7 @@ def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") 
         slots=len(chunks),
         written=(),
     )
-    record = left(0).record
+    record = left().record
     assert record is not None
     store_record(segment, record, plan, objects, image)
     return segment, plan
@@ -273,7 +251,6 @@ def test_a_seal_holds_the_layout_and_the_sums(shm: Path) -> None:
     "changes",
     [
         {"version": 2},
-        {"rank": 1},
         {"generation": 4},
         {"image_bytes": 1 << 40},
         {"tensor_bytes": 1 << 40},
@@ -306,7 +283,7 @@ def test_a_seal_of_an_older_version_is_read(shm: Path) -> None:
 @examples(100)
 @given(st.data())
 def test_no_bytes_in_a_seal_are_an_untyped_error(data: st.DataObject) -> None:
-    manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left(0).record))  # type: ignore[arg-type]
+    manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left().record))  # type: ignore[arg-type]
     cut = data.draw(st.integers(0, len(manifest)))
     noise = data.draw(st.binary(max_size=40))
     stored = StoredSegment(path=Path("/shm/x"), generation=0, capacity=1 << 20, record=manifest[:cut] + noise)
