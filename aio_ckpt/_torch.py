@@ -40,7 +40,6 @@ __all__ = [
     "narrow_tensor_by_index",
     "neg_view",
     "reader_transforms",
-    "tensor_guards",
     "writer_transforms",
 ]
 
@@ -95,11 +94,6 @@ def default_store() -> Store | None:
         return dist.distributed_c10d._get_default_store()
     except ValueError:  # another thread has just destroyed the group
         return None
-
-
-def tensor_guards() -> Any:
-    """Return the class of ``torch.compile``'s tensor guards, or None: then tensors are compared one by one."""
-    return getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
 def writer_transforms(extensions: Any) -> _StorageWriterTransforms:

@@ -63,11 +63,11 @@ def goals(shape: Shape, rows: Mapping[str, Row]) -> list[Goal]:
     if engine is None:
         return []
     if shape.name != "small":
-        return [Goal(text=f"{shape.name}: load / plain O_DIRECT preadv", figure=engine.ratio, bound=1.15)]
+        return [Goal(text=f"{shape.name}: load / plain O_DIRECT preadv", figure=engine.ratio, bound=1.25)]
     if "dcp.load" not in rows:
         return []
     faster = rows["dcp.load"].total.median / engine.total.median
-    return [Goal(text="small: times faster than dcp.load", figure=faster, bound=40.0, is_floor=True)]
+    return [Goal(text="small: times faster than dcp.load", figure=faster, bound=30.0, is_floor=True)]
 
 
 if __name__ == "__main__":

@@ -250,17 +250,17 @@ def _leaves(checkpoint: Checkpoint) -> tuple[LeafRow, ...]:
     catalog = checkpoint.catalog
     rows: list[LeafRow] = []
     first_names: dict[tuple[int, ...], str] = {}
-    for name, chunks in catalog.chunks.items():
-        first = first_names.setdefault(tuple(map(id, chunks)), name)
-        shape = global_shape(chunks)
+    for name, shards in catalog.shards.items():
+        first = first_names.setdefault(tuple(map(id, shards)), name)
+        shape = global_shape(shards)
         rows.append(
             LeafRow(
                 name=name,
                 kind="tensor",
-                dtype=str(chunks[0].dtype).removeprefix("torch."),
+                dtype=str(shards[0].dtype).removeprefix("torch."),
                 shape=shape,
-                nbytes=math.prod(shape) * chunks[0].dtype.itemsize,
-                shards=len(chunks),
+                nbytes=math.prod(shape) * shards[0].dtype.itemsize,
+                shards=len(shards),
                 tied_to=first if first != name else None,
             )
         )

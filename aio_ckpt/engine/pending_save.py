@@ -20,7 +20,6 @@ from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.memory.copies import CopyEvent
-from aio_ckpt.memory.read_buffers import BounceRing
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.save_round import SaveRound
@@ -65,8 +64,6 @@ class EngineContext:
     """What dead trainers left there that could be rescued."""
     throttle: WriteThrottle = field(default_factory=WriteThrottle)
     """The rate of writing."""
-    ring: BounceRing = field(default_factory=BounceRing)
-    """What loads read through."""
     pending_cleanup: PendingCleanup = field(default_factory=PendingCleanup)
     """Directories that are still to be removed."""
 

@@ -47,7 +47,6 @@ async def run_save(ctx: EngineContext, save: PendingSave) -> SaveReport:
     if save.settled.done():
         raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
     save.has_begun = True
-    ctx.ring.let_go()  # whoever saves has loaded
     try:
         with watch_submissions(save.threads.add):
             report = await _watched(ctx, save)

@@ -299,9 +299,8 @@ class SaveFrontend:
             self.in_flight.clear_buffers()
 
     def let_go(self) -> None:
-        """Forget guarded optimizers and the memory of loads and gathers; arenas go later, behind the last thread."""
+        """Forget guarded optimizers and the memory of gathers; arenas go later, behind the last thread."""
         self.in_flight.guards.close()
-        self._ctx.ring.close()
         self.in_flight.clear_buffers()
 
     def _spec(self, plan: Plan, objects: ObjectBytes) -> ArenaSpec:

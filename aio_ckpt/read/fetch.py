@@ -17,7 +17,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.copies import Copies, HostCopies
 from aio_ckpt.memory.cuda import begin_uploads, takes_registered
-from aio_ckpt.memory.read_buffers import address_of, page_locked
+from aio_ckpt.memory.read_buffers import address_of, bounce_buffers, page_locked
 from aio_ckpt.read.catalog import Item, Slot
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.requests import Landing, PieceRows, Segment, cut_segments
@@ -45,7 +45,7 @@ class Fetched:
     """What a run of a read plan did."""
 
     bytes_read: int
-    """Bytes moved from data files, alignment included; not what had been read ahead."""
+    """Bytes moved from data files, alignment included."""
     sums_checked: int
     """CRC32s that were there and matched."""
 
@@ -68,9 +68,8 @@ async def fetch(
         MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
         ReadError: the operating system could not read.
     """
-    bounced = [segment.nbytes for segment in segments if segment.file not in files.ahead]
-    buffers = files.buffers(max(bounced, default=0), min(readers + _PLACERS, len(segments)))
-
+    longest = max((segment.nbytes for segment in segments), default=0)
+    buffers = bounce_buffers(longest, min(readers + _PLACERS, len(segments)))
     locking = next(filter(takes_registered, devices), None)
     async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
@@ -106,42 +105,28 @@ class _Run:
 
         async def work(buffer: memoryview) -> None:
             for segment in left:
-                await self._segment(segment, buffer)
+                await self._reading.acquire()  # here a cancelled fetch stops
+                # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
+                with anyio.CancelScope(shield=True):
+                    await self._segment(segment, buffer[: segment.nbytes])
 
         async with anyio.create_task_group() as group:
             for buffer in buffers[: len(segments)]:
                 group.start_soon(work, buffer)
 
-    async def _segment(self, segment: Segment, buffer: memoryview) -> None:
-        """Read one segment and put its pieces where they belong."""
-        ahead = await self._files.read_already(segment.file, segment.start, segment.stop)
-        await self._reading.acquire()  # here a cancelled fetch stops
-        # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
-        with anyio.CancelScope(shield=True):
-            view = self._room(segment, buffer) if ahead is None else ahead
-            await self._read_and_place(segment, view, is_read=ahead is not None)
-
-    def _room(self, segment: Segment, buffer: memoryview) -> memoryview:
-        nbytes = segment.nbytes
-        # One that should have been read ahead has no part in the size of the buffers.
-        return buffer[:nbytes] if nbytes <= buffer.nbytes else self._files.buffers(nbytes, 1)[0][:nbytes]
-
-    async def _read_and_place(self, segment: Segment, view: memoryview, *, is_read: bool) -> None:
-        """Gives back the turn to read, which was taken, as soon as that has ended."""
+    async def _segment(self, segment: Segment, view: memoryview) -> None:
+        """Read one segment and put its pieces where they belong. The turn to read, taken before, ends with the read."""
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         try:
             for landing, count in landings.items():
                 landing.open(self._copies[landing.device], segment, view, count)
-            if not is_read:
-                async with self._files.use(segment.file) as file:
-                    got = await file.read_into(segment.start, view)
-                self.bytes_read += got
-                _check_length(segment, segment.start + got)
+            async with self._files.use(segment.file) as file:
+                got = await file.read_into(segment.start, view)
+            self.bytes_read += got
+            _check_length(segment, segment.start + got)
         finally:
             self._reading.release()
-        is_proven = is_read and self._files.is_proven(segment.file)
-        placed = await run_blocking(self._executor, place, segment, view, self._verify, is_proven, self._copies)
-        self.sums_checked += placed
+        self.sums_checked += await run_blocking(self._executor, place, segment, view, self._verify, self._copies)
         complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
         if complete:
             self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
@@ -198,7 +183,8 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
         starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
         for start, end in zip(starts, ends[id(slot)], strict=True):
             address = address_of(memoryview(end)) if end else 0
-            pieces.setdefault(slot.file, PieceRows()).add(start, len(end), -1, address, slot.name)
+            row = (start, len(end), -1, address, 0, slot.name, None, 0)
+            pieces.setdefault(slot.file, PieceRows()).rows.append(row)
     segments = [
         found for file, rows in pieces.items() for found in cut_segments(file, rows.ascending(), 4 * BLOCK_BYTES)
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import create_chunk_list
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
-from aio_ckpt.format.manifests import RootManifest, data_file_name
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.cuda import using
-from aio_ckpt.memory.read_buffers import BounceRing
 from aio_ckpt.read.apply import dcp_paths, made_ready, target_modified
-from aio_ckpt.read.catalog import Catalog, Chunks, Item, Slot, StoredObject, global_shape
+from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
 from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
-from aio_ckpt.read.open import Checkpoint, is_worth_reading_ahead, open_checkpoint
+from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.read.page_cache import is_read_by_several, wanted_bytes
 from aio_ckpt.read.plan import ReadPlan, Segment
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
@@ -71,7 +69,6 @@ async def load_checkpoint(
     *,
     step: int | None,
     executor: Executor,
-    ring: BounceRing | None = None,
     rank: int,
     world_size: int,
     ranks_on_host: int = 1,
@@ -96,21 +93,14 @@ async def load_checkpoint(
         UnsafeObjectError: an object needs ``trusted``.
         ReadError: the operating system could not read.
     """
-
-    async def read_ahead(root: RootManifest, small_files_are_read: Callable[[], Awaitable[object]]) -> None:
-        if is_worth_reading_ahead(root, rank=rank, world_size=world_size):
-            await files.read_ahead(data_file_name(rank), small_files_are_read, executor=executor if verify else None)
-
-    async with Files(storage, path, readers=readers, ring=ring) as files:
-        checkpoint = await open_checkpoint(storage, path, executor=executor, step=step, beside=read_ahead)
-        files.vouch(manifest.file for manifest in checkpoint.ranks)
+    async with Files(storage, path, readers=readers) as files:
+        checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted}
         found = await run_blocking(executor, functools.partial(match, **options))
         if may_share:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
-        reads = ReadPlan(ahead=files.ahead)
-        draft, segments = await _drafted(files, checkpoint, found, reads, executor, readers, trusted)
+        draft, segments = await _drafted(files, checkpoint, found, executor, readers, trusted)
         await on_matched(checkpoint.identity)
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -119,7 +109,7 @@ async def load_checkpoint(
     return LoadOutcome(
         missing=found.missing,
         unexpected=found.unexpected,
-        bytes_read=fetched.bytes_read + files.bytes_ahead,
+        bytes_read=fetched.bytes_read,
         verified=_is_verified(fetched, draft, checkpoint, verify),
         identity=checkpoint.identity,
         put_back=put_back,
@@ -154,18 +144,18 @@ def _free(_: Checkpoint) -> None:
 
 
 async def _drafted(
-    files: Files, checkpoint: Checkpoint, found: Match, reads: ReadPlan, executor: Executor, readers: int, trusted: bool
+    files: Files, checkpoint: Checkpoint, found: Match, executor: Executor, readers: int, trusted: bool
 ) -> tuple[_Draft, list[Segment]]:
     """What to read for a template, and by which reads."""
     catalog = checkpoint.catalog
     fresh, objects = _unplaced(found, catalog)
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
-    await files.measure(catalog.small.files_of(found.small), catalog.files)
+    await files.measure({item.file for item, _, _ in found.whole}, catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    draft = _Draft(source=source, plan=reads, sharded=found.sharded)
+    draft = _Draft(source=source, plan=ReadPlan(), sharded=found.sharded)
 
     def plan() -> list[Segment]:
-        draft.plan.add_small(catalog.small, found.small)
+        draft.plan.add_whole(found.whole)
         draft.add_all(found.tensors, fresh, objects, trusted)
         return draft.plan.segments(readers)
 
@@ -175,7 +165,7 @@ async def _drafted(
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
     """Names of the tensors that are read into fresh memory, and of the objects: what the template has no room for."""
     below = [name for _, _, names in found.stateful for name in names]
-    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.tensor_names)]
+    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.shards)]
     return fresh, [*found.objects, *(name for name in below if name in catalog.objects)]
 
 
@@ -185,7 +175,6 @@ async def read_state(
     *,
     step: int | None,
     executor: Executor,
-    ring: BounceRing | None = None,
     only: Collection[str] | None,
     rank: int,
     world_size: int,
@@ -202,15 +191,15 @@ async def read_state(
     checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
     names = await run_blocking(executor, lambda: wanted_names(checkpoint, rank=rank, only=only))
     catalog = checkpoint.catalog
-    absent = [name for name in names if name not in catalog.tensor_names and name not in catalog.objects]
+    absent = [name for name in names if name not in catalog.shards and name not in catalog.objects]
     if absent:
         raise MissingNameError(
             f"{checkpoint.path}: rank {rank} of {world_size} has no {absent[:5]} among the {len(checkpoint.ranks)} "
             "ranks that saved; leave it out with only=[...]"
         )
     objects = [name for name in names if name in catalog.objects]
-    fresh = [name for name in names if name in catalog.tensor_names]
-    async with Files(storage, checkpoint.path, readers=readers, ring=ring) as files:
+    fresh = [name for name in names if name in catalog.shards]
+    async with Files(storage, checkpoint.path, readers=readers) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _Draft(source=source, plan=ReadPlan())
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
@@ -233,7 +222,7 @@ class _Source:
     """Tensors by name."""
     objects: Mapping[str, StoredObject]
     """Objects by name."""
-    transformed: Mapping[str, Chunks]
+    transformed: Mapping[str, Shards]
     """Tensors that only DCP's own reader can read (stream extensions)."""
 
 
@@ -241,26 +230,26 @@ async def _locate(
     files: Files, checkpoint: Checkpoint, names: Iterable[str], *, executor: Executor, readers: int
 ) -> _Source:
     catalog = checkpoint.catalog
-    chunks = {name: catalog.chunks[name] for name in names if name in catalog.tensor_names}
+    shards = {name: catalog.shards[name] for name in names if name in catalog.shards}
     stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
-    used = {chunk.file for found in chunks.values() for chunk in found}
+    used = {shard.file for found in shards.values() for shard in found}
     await files.measure(used.union(found.file for found in stored.values()), catalog.files)
     for found in stored.values():
         check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
     objects = {name: found for name, found in stored.items() if not found.is_transformed}
     if checkpoint.root is not None:
-        return _Source(items=chunks, objects=objects, transformed={})  # type: ignore[arg-type]  # no Slot in ours
-    transformed = {name: found for name, found in chunks.items() if any(_is_transformed(chunk) for chunk in found)}
-    slots = [chunk for name in chunks.keys() - transformed for chunk in chunks[name] if isinstance(chunk, Slot)]
+        return _Source(items=shards, objects=objects, transformed={})  # type: ignore[arg-type]  # no Slot in ours
+    transformed = {name: found for name, found in shards.items() if any(_is_transformed(shard) for shard in found)}
+    slots = [shard for name in shards.keys() - transformed for shard in shards[name] if isinstance(shard, Slot)]
     parsed = await parse_slots(files, slots, executor=executor, readers=readers)
     items = {
-        name: tuple(parsed[id(chunk)] for chunk in found) for name, found in chunks.items() if name not in transformed
+        name: tuple(parsed[id(shard)] for shard in found) for name, found in shards.items() if name not in transformed
     }
     return _Source(items=items, objects=objects, transformed=transformed)
 
 
-def _is_transformed(chunk: Item | Slot) -> bool:
-    return isinstance(chunk, Slot) and chunk.is_transformed
+def _is_transformed(shard: Item | Slot) -> bool:
+    return isinstance(shard, Slot) and shard.is_transformed
 
 
 # -- what goes where --------------------------------------------------------------------------------
@@ -307,11 +296,11 @@ class _Draft:
     def _add_fresh(self, names: Iterable[str]) -> None:
         tied: dict[tuple[int, ...], torch.Tensor] = {}
         for name in names:
-            chunks: Chunks = self.source.items.get(name) or self.source.transformed[name]
-            shard = shard_like(self.sharded.get(name), chunks)
-            key = (0 if shard is None else id(shard), *map(id, chunks))
+            shards: Shards = self.source.items.get(name) or self.source.transformed[name]
+            shard = shard_like(self.sharded.get(name), shards)
+            key = (0 if shard is None else id(shard), *map(id, shards))
             if key not in tied:
-                tied[key] = _new_tensor(name, chunks) if shard is None else _new_shard(shard, chunks)
+                tied[key] = _new_tensor(name, shards) if shard is None else _new_shard(shard, shards)
                 self._add_tensor(name, tied[key])
             self.values[name] = tied[key]
 
@@ -336,19 +325,19 @@ class _Draft:
         self.plan.add_tensor(items, offsets, tensor)
 
 
-def _new_shard(like: DTensor, chunks: Chunks) -> torch.Tensor:
+def _new_shard(like: DTensor, shards: Shards) -> torch.Tensor:
     """A DTensor of the stored dtype with the mesh and placements of ``like``, on its device."""
-    return torch.empty_like(like, dtype=chunks[0].dtype, requires_grad=False)
+    return torch.empty_like(like, dtype=shards[0].dtype, requires_grad=False)
 
 
-def _new_tensor(name: str, chunks: Chunks) -> torch.Tensor:
+def _new_tensor(name: str, shards: Shards) -> torch.Tensor:
     """Host memory for a whole tensor, laid out as it is stored where that is one item.
 
     Raises:
-        CorruptCheckpointError: more than the chunks can hold; nothing was allocated.
+        CorruptCheckpointError: more than the shards can hold; nothing was allocated.
     """
-    first, shape = chunks[0], global_shape(chunks)
-    stored = sum(chunk.raw_bytes if isinstance(chunk, Item) else chunk.item_bytes * _MAX_EXPANSION for chunk in chunks)
+    first, shape = shards[0], global_shape(shards)
+    stored = sum(shard.raw_bytes if isinstance(shard, Item) else shard.item_bytes * _MAX_EXPANSION for shard in shards)
     if math.prod(shape) * first.dtype.itemsize > stored:
         raise CorruptCheckpointError(f"{name!r}: shape {shape} needs more bytes than the {stored} that are stored")
     if first.shape == shape and first.stride is not None and is_dense(shape, first.stride):

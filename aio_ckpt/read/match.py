@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -14,16 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
-from aio_ckpt.read.catalog import Chunks, Item, Look, SmallTargets, global_shape
+from aio_ckpt.memory.cuda import is_host
+from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, type_name
-from aio_ckpt.state.same_metadata import is_nested, looks_like
 from aio_ckpt.state.tensor_memory import (
     are_apart,
-    are_whole,
-    has_own_memory,
     memory_fault,
     memory_of,
     overlapping,
@@ -31,9 +27,10 @@ from aio_ckpt.state.tensor_memory import (
 )
 from aio_ckpt.state.values import LeafKind
 
-__all__ = ["Match", "OnMatched", "at_once", "match_template", "shard_like"]
+__all__ = ["Match", "OnMatched", "WholeTarget", "at_once", "match_template", "shard_like"]
 
 _SHOWN = 5
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 OnMatched: TypeAlias = Callable[[str], Awaitable[None]]
 """Awaited with the identity of a checkpoint that a template matches, before a byte of the template is touched."""
@@ -43,12 +40,16 @@ async def at_once(_: str) -> None:
     """The :data:`OnMatched` of a rank that asks nobody."""
 
 
+WholeTarget: TypeAlias = "tuple[Item, torch.Tensor, int]"
+"""An item that is all of a tensor, and a host tensor of the same bytes with its address: all that a read needs."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Match:
     """A template whose every leaf was found, or may be missing."""
 
-    small: SmallTargets = field(default_factory=SmallTargets)
-    """Plain host tensors that are laid out like the one block that is stored of them: the common case."""
+    whole: list[WholeTarget] = field(default_factory=list)
+    """Host tensors whose bytes are those of one item: what most are."""
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Other names that are read into memory of the template."""
     arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
@@ -85,7 +86,7 @@ def match_template(
     template = tree.read_template(state, rank=rank)
     found = Match()
     missing, faults = _match_leaves(checkpoint, template, found, trusted)
-    faults += _shared_memory(checkpoint, found, template)
+    faults += _overlaps(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, world_size)
     missing, faults = missing + unmatched, faults + misfits
     if missing and not allow_missing:
@@ -96,7 +97,7 @@ def match_template(
     found.missing = tuple(missing)
     below = {name for _, _, names in found.stateful for name in names}
     known = below.union(template.names) if below else template.names  # names of a template differ
-    if missing or len(known) < len(checkpoint.catalog.tensor_names) + len(checkpoint.catalog.objects):
+    if missing or len(known) < len(checkpoint.catalog.shards) + len(checkpoint.catalog.objects):
         found.unexpected = tuple(sorted(unexpected_names(checkpoint, set(known), rank, world_size)))
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
@@ -115,9 +116,9 @@ def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | 
     return None
 
 
-def shard_like(there: DTensor | None, chunks: Chunks) -> DTensor | None:
+def shard_like(there: DTensor | None, shards: Shards) -> DTensor | None:
     """``there``, where what is stored is of its shape: below a Stateful value a scalar may stand in for a shard."""
-    return there if there is not None and there.shape == global_shape(chunks) else None
+    return there if there is not None and there.shape == global_shape(shards) else None
 
 
 # -- leaves -----------------------------------------------------------------------------------------
@@ -126,74 +127,14 @@ def shard_like(there: DTensor | None, chunks: Chunks) -> DTensor | None:
 def _match_leaves(
     checkpoint: Checkpoint, template: tree.Template, into: Match, trusted: bool
 ) -> tuple[list[str], list[str]]:
-    """Fills ``into``; names that are missing, and what else does not fit."""
-    small, tensor_kind = checkpoint.catalog.small, LeafKind.TENSOR
-    looks, rows = small.look_numbers, list(map(small.rows.get, template.names))
-    fitting = _Fitting(small.looks)
-    checks, fits = fitting.checks, fitting.fits
-    is_small = [  # the hot loop: 0.2 us
-        row is not None
-        and kind is tensor_kind
-        and not is_nested(value)
-        and (checks[looks[row]](value) or fits(looks[row], value))
-        for row, value, kind in zip(rows, cast("list[Any]", template.values), template.kinds, strict=True)
-    ]
-    into.small = _targets(rows, template, is_small)
-    is_whole = are_whole(into.small.tensors, into.small.addresses, small.nbytes[into.small.rows])
-    if not is_whole.all():  # the others are told one by one
-        for position in np.flatnonzero(is_small)[~is_whole].tolist():
-            is_small[position] = False
-        into.small = _targets(rows, template, is_small)
-    leaves = zip(template.names, template.values, template.kinds, strict=True)
-    rest = itertools.compress(leaves, map(operator.not_, is_small))
-    return _match_rest(checkpoint, rest, into, trusted)
-
-
-def _targets(rows: Sequence[int | None], template: tree.Template, is_small: Sequence[bool]) -> SmallTargets:
-    tensors = list(itertools.compress(cast("list[torch.Tensor]", template.values), is_small))
-    return SmallTargets(
-        np.fromiter(cast("Iterator[int]", itertools.compress(rows, is_small)), np.int64, len(tensors)),
-        tensors,
-        np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors)),
-    )
-
-
-class _Fitting:
-    """Which targets are plain host memory laid out like an item: what looks like the last that fitted fits, too."""
-
-    def __init__(self, looks: Sequence[Look]) -> None:
-        self._looks = looks
-        self.checks: list[Callable[[Any], bool]] = [lambda _: False] * len(looks)
-        """Per look; True proves that a tensor fits, False proves nothing."""
-
-    def fits(self, number: int, value: torch.Tensor) -> bool:
-        """Whether a tensor fits the look of this number."""
-        dtype, shape, stride = self._looks[number]
-        if (
-            value.dtype is not dtype
-            or dtype.is_complex  # a lazy conjugate, perhaps
-            or not value.is_cpu
-            or value.layout is not torch.strided
-            or not has_own_memory(value)
-            or is_lazy(value)
-            or value.shape != shape
-            or value.stride() != stride
-            or value.is_neg()
-        ):
-            return False
-        self.checks[number] = looks_like(value)
-        return True
-
-
-def _match_rest(
-    checkpoint: Checkpoint, leaves: Iterable[tuple[str, Any, LeafKind]], into: Match, trusted: bool
-) -> tuple[list[str], list[str]]:
+    """Fills ``into``; names that are missing, and what else does not fit. The loop takes 2 us a tensor."""
     catalog = checkpoint.catalog
     missing: list[str] = []
     faults: list[str] = []
-    for name, value, kind in leaves:
-        chunks = catalog.chunks.get(name) if name in catalog.tensor_names else None
-        if chunks is None:
+    whole = into.whole
+    for name, value, kind in zip(template.names, template.values, template.kinds, strict=True):
+        shards = catalog.shards.get(name)
+        if shards is None:
             if name not in catalog.objects:
                 missing.append(name)
             elif fault := _object_fault(checkpoint, kind, trusted):
@@ -202,10 +143,11 @@ def _match_rest(
                 into.objects.append(name)
         elif kind is LeafKind.OBJECT:
             faults.append(f"{name!r} {_tensor_for_object(value)}")
+        elif kind is LeafKind.TENSOR and (address := _whole_address(cast("torch.Tensor", value), shards)):
+            whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
-            tensor = tree.as_tensor(value, kind)
-            fault = _tensor_fault(tensor, chunks)
-            if fault:
+            tensor = cast("torch.Tensor", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
+            if fault := _tensor_fault(tensor, shards):
                 faults.append(f"{name!r} {fault}")
             elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, tensor)):
                 into.tensors.append((name, tensor))
@@ -237,26 +179,27 @@ def _tensor_for_object(value: object) -> str:
     return "is an object in the template and a tensor in the checkpoint"
 
 
-def _shared_memory(checkpoint: Checkpoint, found: Match, template: tree.Template) -> list[str]:
+def _overlaps(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
     """Which targets would be written through each other with other values."""
     spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
-    starts = np.append(found.small.addresses, np.array([start for start, _ in spans], np.int64))
-    nbytes = np.array([nbytes for _, nbytes in spans], np.int64)
-    nbytes = np.append(checkpoint.catalog.small.nbytes[found.small.rows], nbytes)
-    if are_apart(starts, nbytes).all():  # so chunks need not be made
+    starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
+    nbytes = [*(item.raw_bytes for item, _, _ in found.whole), *(nbytes for _, nbytes in spans)]
+    if are_apart(np.array(starts, np.int64), np.array(nbytes, np.int64)).all():
         return []
-    small, chunks = set(map(id, found.small.tensors)), checkpoint.catalog.chunks
-    stored = ((name, value) for name, value in zip(template.names, template.values, strict=True) if name in chunks)
-    named = [(name, value) for name, value in stored if id(value) in small]  # a name that is not stored may be tied
+    whole = {id(tensor) for _, tensor, _ in found.whole}
+    stored = (
+        (name, value) for name, value in zip(template.names, template.values, strict=True) if name in catalog.shards
+    )
+    named = [(name, cast("torch.Tensor", value)) for name, value in stored if id(value) in whole]
     named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
-    names, tensors = [name for name, _ in named], cast("list[torch.Tensor]", [tensor for _, tensor in named])
+    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
     return [
         f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or the "
         "checkpoint holds other values for it: give it memory of its own, or leave it out"
         for before, later in overlapping(tensors)
         if not (
             _look(tensors[later]) == _look(tensors[before])
-            and _may_be_equal(chunks[names[later]], chunks[names[before]])
+            and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]])
         )
     ]
 
@@ -265,7 +208,7 @@ def _look(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def _may_be_equal(one: Chunks, other: Chunks) -> bool:
+def _may_be_equal(one: Shards, other: Shards) -> bool:
     """Whether tied names can be filled from either: by their sums, or, in plain DCP, before its sums are read."""
     return all(
         type(a) is not Item or type(b) is not Item or (a.dtype, a.shape, a.sums) == (b.dtype, b.shape, b.sums)
@@ -273,12 +216,32 @@ def _may_be_equal(one: Chunks, other: Chunks) -> bool:
     )
 
 
-def _tensor_fault(tensor: torch.Tensor, chunks: Chunks) -> str | None:
-    if is_lazy(tensor) or is_nested(tensor):
+def _whole_address(tensor: torch.Tensor, shards: Shards) -> int:
+    """Address of a plain host tensor whose bytes are those of the one item of ``shards``; 0 for any other tensor."""
+    item = shards[0]
+    if (
+        type(item) is Item
+        and len(shards) == 1
+        and type(tensor) in _PLAIN_TYPES
+        and not tensor.is_nested
+        and tensor.layout is torch.strided
+        and is_host(tensor)
+        and tensor.dtype is item.dtype
+        and tensor.shape == item.shape
+        and tensor.stride() == item.stride
+        and not (tensor.is_neg() or tensor.is_conj() or any(item.offsets))
+        and tensor.storage_offset() * item.dtype.itemsize + item.raw_bytes <= tensor.untyped_storage().nbytes()
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
+def _tensor_fault(tensor: torch.Tensor, shards: Shards) -> str | None:
+    if is_lazy(tensor) or tensor.is_nested:
         return memory_fault(tensor)
-    if tensor.dtype is not chunks[0].dtype:
-        return f"is {tensor.dtype} in the template and {chunks[0].dtype} in the checkpoint"
-    shape = global_shape(chunks)
+    if tensor.dtype is not shards[0].dtype:
+        return f"is {tensor.dtype} in the template and {shards[0].dtype} in the checkpoint"
+    shape = global_shape(shards)
     if tensor.shape != shape:
         return f"has shape {tuple(tensor.shape)} in the template and {shape} in the checkpoint"
     return memory_fault(tensor)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import anyio
 from isal import isal_zlib
@@ -37,7 +37,6 @@ __all__ = [
     "check_digest",
     "check_metadata",
     "check_rank",
-    "is_worth_reading_ahead",
     "open_checkpoint",
 ]
 
@@ -45,8 +44,6 @@ MAX_BLOCK_BYTES = 16 << 20
 """A block is read and summed at once; a larger one is a forged number."""
 
 _MANIFESTS_IN_FLIGHT = 8
-_AHEAD_MANIFEST_BYTES = 32 << 10
-"""Some 500 tensors. With fewer the template is matched in less time than a read takes to begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,23 +92,7 @@ class Checkpoint:
         return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
 
 
-def is_worth_reading_ahead(root: RootManifest, *, rank: int, world_size: int) -> bool:
-    """Whether a rank should read its own data file before it is known what of it is wanted: many tensors.
-
-    In a world of another size nobody knows which files a rank will want.
-    """
-    return world_size == len(root.ranks) and root.ranks[rank].nbytes >= _AHEAD_MANIFEST_BYTES
-
-
 # -- opening ----------------------------------------------------------------------------------------
-
-
-Beside: TypeAlias = Callable[[RootManifest, Callable[[], Awaitable[object]]], Coroutine[Any, Any, None]]
-"""Given the root manifest and what waits until ``.metadata`` and a rank's manifest were read."""
-
-
-async def _nothing(_: RootManifest, __: Callable[[], Awaitable[object]]) -> None:
-    pass
 
 
 async def open_checkpoint(
@@ -122,12 +103,11 @@ async def open_checkpoint(
     step: int | None = None,
     metadata_name: str = METADATA_FILE,
     root_name: str = ROOT_MANIFEST,
-    beside: Beside = _nothing,
 ) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
-    The two may stand under other names, see :func:`aio_ckpt.commit.directory.standing_names`. ``beside`` begins
-    what is read beside them and is then done. If ``step`` is given, a manifest must tell no other.
+    The two may stand under other names, see :func:`aio_ckpt.commit.directory.standing_names`. If ``step`` is given, a
+    manifest must tell no other.
 
     Raises:
         CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
@@ -146,27 +126,21 @@ async def open_checkpoint(
     data = b""
     fault: str | None = None
     ranks: tuple[RankManifest, ...] | CorruptCheckpointError = ()
-    metadata_is_read, manifest_is_read = anyio.Event(), anyio.Event()
 
     async def prove_metadata() -> None:
         nonlocal data, fault
         data = await _read_metadata(storage, path / metadata_name)
-        metadata_is_read.set()
         fault = await run_blocking(executor, check_metadata, root, data)
 
     async def prove_manifests() -> None:
         nonlocal ranks
         try:
-            ranks = await _read_ranks(storage, path, root, manifest_is_read, executor)
+            ranks = await _read_ranks(storage, path, root, executor)
         except CorruptCheckpointError as error:
             ranks = error  # a fault of .metadata goes before
 
-    async def small_files_are_read() -> None:
-        await metadata_is_read.wait()
-        await manifest_is_read.wait()
-
     # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
-    await _run_all(prove_manifests, prove_metadata, functools.partial(beside, root, small_files_are_read))
+    await _run_all(prove_manifests, prove_metadata)
     opened = _opened(path, data, root, ranks, fault)
     if step is not None and opened.step not in (None, step):
         raise CorruptCheckpointError(
@@ -239,10 +213,7 @@ def _is_exact(entry: FileEntry, data: bytes) -> bool:
     return len(data) == entry.nbytes and isal_zlib.crc32(data) == entry.crc32
 
 
-async def _read_ranks(
-    storage: Storage, path: Path, root: RootManifest, is_read: anyio.Event, executor: Executor
-) -> tuple[RankManifest, ...]:
-    """``is_read`` is set once the first of them was."""
+async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor: Executor) -> tuple[RankManifest, ...]:
     found: dict[int, RankManifest] = {}
     limit = anyio.CapacityLimiter(_MANIFESTS_IN_FLIGHT)
 
@@ -250,7 +221,6 @@ async def _read_ranks(
         async with limit:
             entry = root.ranks[rank]
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
-        is_read.set()
         found[rank] = await run_blocking(executor, check_rank, root, rank, data)
 
     await _run_all(*(functools.partial(read, rank) for rank in range(root.world_size)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.read.catalog import Catalog, Chunks, global_shape
+from aio_ckpt.read.catalog import Catalog, Shards, global_shape
 from aio_ckpt.read.match import Match, shard_like
 from aio_ckpt.state.tensor_memory import memory_of
 
@@ -24,23 +24,23 @@ def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
 
 def wanted_bytes(found: Match, catalog: Catalog) -> int:
     """Bytes of data files that this rank will read for its tensors, about."""
-    wanted = int(catalog.small.nbytes[found.small.rows].sum())
-    wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.chunks[name]) for name, tensor in found.tensors)
-    below = (name for _, _, names in found.stateful for name in catalog.tensor_names & set(names))
+    wanted = sum(item.raw_bytes for item, _, _ in found.whole)
+    wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in found.tensors)
+    below = (name for _, _, names in found.stateful for name in catalog.shards.keys() & set(names))
     for name in (*(name for name, _ in found.arrays), *below):
-        chunks = catalog.chunks[name]
-        shard = shard_like(found.sharded.get(name), chunks)
-        wanted += _bytes_for(global_shape(chunks) if shard is None else memory_of(shard).shape, chunks)
+        shards = catalog.shards[name]
+        shard = shard_like(found.sharded.get(name), shards)
+        wanted += _bytes_for(global_shape(shards) if shard is None else memory_of(shard).shape, shards)
     return wanted
 
 
-def _bytes_for(box: Sequence[int], chunks: Chunks) -> int:
+def _bytes_for(box: Sequence[int], shards: Shards) -> int:
     """The first chunk stands for all: that is how torch cuts."""
-    return covering_bytes(chunks[0].shape, box, chunks[0].dtype.itemsize)
+    return covering_bytes(shards[0].shape, box, shards[0].dtype.itemsize)
 
 
 def covering_bytes(chunk: Sequence[int], box: Sequence[int], itemsize: int) -> int:
-    """Bytes that are read for a box of a tensor stored in dense chunks of one shape, about.
+    """Bytes that are read for a box of a tensor stored in dense shards of one shape, about.
 
     Gaps that no block fits into are read, too. The box is taken to begin where a chunk does.
     """

@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -23,13 +22,13 @@ from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import copies_by_address, is_host
-from aio_ckpt.read.catalog import Item, SmallItems, SmallTargets, StoredObject
-from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, Landing, PieceRows, Segment, copied_pieces, cut_segments
+from aio_ckpt.read.catalog import Item, StoredObject
+from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, Landing, PieceRows, Segment, cut_segments
 
 __all__ = ["ReadPlan", "Segment", "bytes_of"]
 
-_SEGMENT_BYTES_MIN = (4 << 20) - 2 * PAGE_BYTES
-"""As ``SEGMENT_BYTES_MAX``."""
+_SEGMENT_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
+"""Three blocks, wherever they begin in a page."""
 _BOX_BYTES = 8 << 20
 """Of an item, that one part of a box is cut from: one read brings it, and it is copied out of that while others are
 read. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
@@ -41,8 +40,6 @@ _SEGMENTS_A_READER = 8
 class ReadPlan:
     """Collects the pieces of one load."""
 
-    ahead: Container[str] = ()
-    """Files that are read in any case."""
     pieces: dict[str, PieceRows] = field(default_factory=dict)
     """By file."""
     filled: list[torch.Tensor] = field(default_factory=list)
@@ -84,6 +81,20 @@ class ReadPlan:
                 f"{items[0].name!r}: the stored shards cover {covered} of {math.prod(shape)} elements"
             )
 
+    def add_whole(self, targets: Iterable[tuple[Item, torch.Tensor, int]]) -> None:
+        """Fill host tensors, each of the same bytes as its item, at the address given with it: 0.5 us each."""
+        fill, rows = self.filled.append, {}
+        for item, target, address in targets:
+            fill(target)
+            if item.file not in rows:
+                rows[item.file] = self._rows_of(item.file)
+            if len(item.sums) == 1:
+                rows[item.file].rows.append(
+                    (item.raw_offset, item.raw_bytes, item.sums[0], address, 0, item.name, None, 0)
+                )
+            else:
+                rows[item.file].add_blocks(item, address, 0)
+
     def add_part(self, item: Item, start: Sequence[int], target: torch.Tensor) -> None:
         """Fill ``target``, of any dtype, from the box of its shape that begins at ``start`` inside ``item``."""
         if 0 in target.shape:
@@ -92,15 +103,6 @@ class ReadPlan:
             self._add_whole(item, target)
         else:
             self._add_box(item, start, target)
-
-    def add_small(self, items: SmallItems, targets: SmallTargets) -> None:
-        """Fill plain host tensors, each laid out as the item of its row."""
-        self.filled += targets.tensors
-        rows, addresses = targets.rows, targets.addresses
-        numbers = items.file_numbers[rows]
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            self._rows_of(items.files[number]).blocks.append(copied_pieces(items, rows[chosen], addresses[chosen]))
 
     def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
         """Give the bytes of an object to ``then``, once they are proven."""
@@ -124,34 +126,28 @@ class ReadPlan:
         size = min(max(self.total_bytes // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
         found: list[Segment] = []
         for file, rows in self.pieces.items():
-            is_there = file in self.ahead  # for copies alone two threads are as fast as more, and wait less for the GIL
-            found += cut_segments(file, rows.ascending(), rows.span_bytes() // 2 + BLOCK_BYTES if is_there else size)
+            found += cut_segments(file, rows.ascending(), size)
         return sorted(found, key=lambda segment: (segment.file, segment.start))
 
     # -- one item -----------------------------------------------------------------------------------
 
     def _add_whole(self, item: Item, target: torch.Tensor) -> None:
-        is_same = (
-            target.stride() == item.stride
-            and (target.is_contiguous() or is_dense(item.shape, item.stride))
-            and not (item.storage_offset or item.is_conj or item.is_neg or target.is_conj() or target.is_neg())
-            and item.raw_bytes == target.numel() * item.dtype.itemsize
-        )
-        if not is_same or not (is_host(target) or copies_by_address(target.device)):
+        device = self._number_of(target)
+        if not _is_laid_out_like(item, target) or (device and not copies_by_address(target.device)):
             self._add_box(item, (0,) * len(item.shape), target.detach())
             return
         self.filled.append(target)
-        if not item.sums:
-            self._land_raw(item, target)
+        if item.sums:
+            self._rows_of(item.file).add_blocks(item, target.data_ptr(), device)
         else:
-            self._rows_of(item.file).add_blocks(item, target.data_ptr(), self._number_of(target))
+            self._land_raw(item, target, device)
 
-    def _land_raw(self, item: Item, target: torch.Tensor) -> None:
+    def _land_raw(self, item: Item, target: torch.Tensor, device: int) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""
         if item.raw_bytes:
             landing = Landing(label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32)
-            address, device = target.data_ptr(), self._number_of(target)
-            self._add_landing(item.file, landing, [(0, item.raw_bytes)], item.block_bytes, (), address, device)
+            runs = [(0, item.raw_bytes)]
+            self._add_landing(item.file, landing, runs, item.block_bytes, (), target.data_ptr(), device)
 
     def _add_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
         """The box of ``view``'s shape that begins at ``start`` inside the item."""
@@ -188,7 +184,7 @@ class ReadPlan:
         device: int = 0,
     ) -> None:
         """Cut ``runs`` (ranges of raw bytes; the landing begins where the first one does) into pieces of a block."""
-        rows = self._rows_of(file)
+        rows = self._rows_of(file).rows
         base = None
         for low, high in runs:
             base = low if base is None else base
@@ -196,7 +192,7 @@ class ReadPlan:
                 crc = sums[at // block] if sums else -1
                 start, nbytes = landing.start + at - base, min(block, high - at)
                 place = address and address + at - base
-                rows.add(start, nbytes, crc, place, landing.label, landing, landing.pieces_left, device)
+                rows.append((start, nbytes, crc, place, device, landing.label, landing, landing.pieces_left))
                 landing.pieces_left += 1
         if landing.crc32 is not None:
             landing.sums = [(0, 0)] * landing.pieces_left
@@ -214,6 +210,16 @@ class ReadPlan:
         if found is None:
             found = self.pieces[file] = PieceRows()
         return found
+
+
+def _is_laid_out_like(item: Item, target: torch.Tensor) -> bool:
+    """Whether the bytes of a target of the item's shape and dtype are those that are stored."""
+    return (
+        target.stride() == item.stride
+        and target.nbytes == item.raw_bytes
+        and not (item.storage_offset or item.is_conj or item.is_neg or target.is_conj() or target.is_neg())
+        and (target.is_contiguous() or is_dense(item.shape, item.stride))
+    )
 
 
 def _label(item: Item) -> str:

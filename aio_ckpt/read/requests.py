@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.manifests import IntArray
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.read.catalog import Item, ObjectArray, SmallItems
+from aio_ckpt.read.catalog import Item
 
-__all__ = ["SEGMENT_BYTES_MAX", "Landing", "PieceRows", "Pieces", "Segment", "copied_pieces", "cut_segments"]
+__all__ = ["SEGMENT_BYTES_MAX", "Landing", "PieceRows", "Pieces", "Segment", "cut_segments"]
+
+_ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20
 """Of a landing on a device, whose memory is the trainer's: one is there for each part that has begun to be read."""
@@ -104,9 +108,9 @@ class Pieces:
     """Memory they belong in; 0 if they go to the landing."""
     devices: IntArray
     """Whose memory: 0 for the host's, else 1 + the position in ``ReadPlan.devices``."""
-    labels: ObjectArray
+    labels: _ObjectArray
     """What they are part of, for messages."""
-    landings: ObjectArray
+    landings: _ObjectArray
     """The landing whose piece it is, or None."""
     positions: IntArray
     """Position in ``landing.sums``."""
@@ -115,103 +119,42 @@ class Pieces:
         """Some of the rows."""
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
-    @classmethod
-    def joined(cls, blocks: Sequence[Pieces]) -> Pieces:
-        """All rows of all blocks."""
-        names = [column.name for column in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(block, name) for block in blocks]) for name in names})
+
+_Row: TypeAlias = tuple[int, int, int, int, int, str, "Landing | None", int]
+"""One piece: the columns of :class:`Pieces` in their order."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PieceRows:
-    """Pieces of one file in any order, while they are collected. Columns as in :class:`Pieces`."""
+    """Pieces of one file in any order, while they are collected."""
 
-    starts: list[int] = field(default_factory=list)
-    """File offsets."""
-    nbytes: list[int] = field(default_factory=list)
-    """Lengths."""
-    crcs: list[int] = field(default_factory=list)
-    """CRC32s, or -1."""
-    addresses: list[int] = field(default_factory=list)
-    """Memory, or 0."""
-    devices: list[int] = field(default_factory=list)
-    """Whose memory."""
-    labels: list[str] = field(default_factory=list)
-    """What they are part of."""
-    landings: list[Landing | None] = field(default_factory=list)
-    """Landings."""
-    positions: list[int] = field(default_factory=list)
-    """Positions in ``landing.sums``."""
-    blocks: list[Pieces] = field(default_factory=list)
-    """Pieces that were made many at once."""
+    rows: list[_Row] = field(default_factory=list)
+    """A row for each piece."""
 
-    def add(
-        self,
-        start: int,
-        nbytes: int,
-        crc: int,
-        address: int,
-        label: str,
-        landing: Landing | None = None,
-        at: int = 0,
-        device: int = 0,
-    ) -> None:
-        """One piece."""
-        self.starts.append(start)
-        self.nbytes.append(nbytes)
-        self.crcs.append(crc)
-        self.addresses.append(address)
-        self.devices.append(device)
-        self.labels.append(label)
-        self.landings.append(landing)
-        self.positions.append(at)
-
-    def add_blocks(self, item: Item, address: int, device: int = 0) -> None:
+    def add_blocks(self, item: Item, address: int, device: int) -> None:
         """All blocks of an item, to be copied to its target, which begins at ``address``."""
-        for number, crc in enumerate(item.sums):
-            at = number * item.block_bytes
-            nbytes = min(item.block_bytes, item.raw_bytes - at)
-            self.add(item.raw_offset + at, nbytes, crc, address + at, item.name, device=device)
+        block, nbytes, start = item.block_bytes, item.raw_bytes, item.raw_offset
+        for at, crc in zip(range(0, nbytes, block), item.sums, strict=True):
+            self.rows.append((start + at, min(block, nbytes - at), crc, address + at, device, item.name, None, 0))
 
     def total_bytes(self) -> int:
         """Sum of all lengths."""
-        return sum(self.nbytes) + sum(int(block.nbytes.sum()) for block in self.blocks)
-
-    def span_bytes(self) -> int:
-        """From the first to the last, what lies between them included."""
-        starts = [*self.starts, *(int(block.starts.min()) for block in self.blocks)]
-        stops = [start + nbytes for start, nbytes in zip(self.starts, self.nbytes, strict=True)]
-        stops += [int((block.starts + block.nbytes).max()) for block in self.blocks]
-        return max(stops) - min(starts)
+        return sum(row[1] for row in self.rows)
 
     def ascending(self) -> Pieces:
         """All of them."""
-        single = Pieces(
-            starts=np.array(self.starts, np.int64),
-            nbytes=np.array(self.nbytes, np.int64),
-            crcs=np.array(self.crcs, np.int64),
-            addresses=np.array(self.addresses, np.int64),
-            devices=np.array(self.devices, np.int64),
-            labels=np.array(self.labels, np.object_),
-            landings=np.array(self.landings, np.object_),
-            positions=np.array(self.positions, np.int64),
+        starts, nbytes, crcs, addresses, devices, labels, landings, positions = zip(*self.rows, strict=True)
+        every = Pieces(
+            starts=np.array(starts, np.int64),
+            nbytes=np.array(nbytes, np.int64),
+            crcs=np.array(crcs, np.int64),
+            addresses=np.array(addresses, np.int64),
+            devices=np.array(devices, np.int64),
+            labels=np.array(labels, np.object_),
+            landings=np.array(landings, np.object_),
+            positions=np.array(positions, np.int64),
         )
-        every = Pieces.joined([single, *self.blocks])
         return every.take(np.argsort(every.starts, kind="stable"))
-
-
-def copied_pieces(items: SmallItems, rows: IntArray, addresses: IntArray) -> Pieces:
-    """The only blocks of small items of one file, each to be copied to its address."""
-    return Pieces(
-        starts=items.starts[rows],
-        nbytes=items.nbytes[rows],
-        crcs=items.crcs[rows],
-        addresses=addresses,
-        devices=np.zeros(len(rows), np.int64),
-        labels=items.names[rows],
-        landings=np.full(len(rows), None, np.object_),
-        positions=np.zeros(len(rows), np.int64),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

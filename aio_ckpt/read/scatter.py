@@ -21,22 +21,17 @@ _SMALL_COPY_BYTES = 64 << 10
 """Up to this size copies are made many at once; beyond, each is one memmove."""
 
 
-def place(segment: Segment, view: memoryview, verify: bool, is_proven: bool, copies: Sequence[Copies]) -> int:
+def place(segment: Segment, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
     """Prove the pieces of a segment, then put them where they belong; the number of sums that matched.
 
-    ``is_proven`` tells that the whole file was; ``copies`` are those of each number in ``Pieces.devices``.
-    The loops take 1 us a piece.
+    ``copies`` are those of each number in ``Pieces.devices``. The loops take 1 us a piece.
 
     Raises:
         MismatchError: a piece does not match its CRC32. Nothing of the segment was copied.
     """
     pieces = segment.pieces
     begins = pieces.starts - segment.start
-    checked = 0
-    if verify and is_proven and (pieces.crcs >= 0).all():
-        checked = len(pieces.crcs)
-    elif verify:
-        checked = _prove(segment, view, begins)
+    checked = _prove(segment, view, begins) if verify else 0
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
     is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else it stays in the view

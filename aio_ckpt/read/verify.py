@@ -173,7 +173,7 @@ class _Verification:
         """A checkpoint of stock DCP."""
         with _noting(self.faults, METADATA_FILE):
             catalog = checkpoint.catalog
-            slots = [chunk for found in catalog.chunks.values() for chunk in found if isinstance(chunk, Slot)]
+            slots = [shard for found in catalog.shards.values() for shard in found if isinstance(shard, Slot)]
             for file in sorted(catalog.files):
                 with _noting(self.faults, file):
                     await self.files.measure([file], catalog.files)

@@ -17,9 +17,7 @@ from aio_ckpt.format.manifests import IntArray
 
 __all__ = [
     "are_apart",
-    "are_whole",
     "extent_bytes",
-    "has_own_memory",
     "memory_fault",
     "memory_of",
     "needed_bytes",
@@ -31,7 +29,7 @@ _MAX_WORK = 100_000
 """Of numpy's exact search for a shared byte; what is harder counts as shared."""
 
 
-def has_own_memory(tensor: torch.Tensor) -> bool:
+def _has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether its values stand at its address: a subclass that dispatches for itself may keep them elsewhere."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
@@ -50,7 +48,7 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     if type(tensor) is DTensor and any(placement.is_partial() for placement in tensor.placements):
         return "has a Partial placement in the template, which no shard of a checkpoint fits: give .redistribute()"
     tensor = memory_of(tensor)
-    if not has_own_memory(tensor):
+    if not _has_own_memory(tensor):
         kind = type(tensor).__name__
         return f"is a {kind} in the template, whose values need not be in its own memory: give a plain tensor"
     if tensor.is_meta or tensor.layout is not torch.strided:
@@ -61,20 +59,6 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     if _overlaps_itself(tensor):
         return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
     return None
-
-
-def are_whole(tensors: Sequence[torch.Tensor], addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:
-    """For dense tensors, which of them have all of their memory: 0.2 us each."""
-    count = len(tensors)
-    # One after the other: thousands of storages at once take memory that no cache holds.
-    available = np.fromiter(
-        map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)), np.int64, count
-    )
-    firsts = np.fromiter(map(torch.Tensor.storage_offset, tensors), np.int64, count)
-    needed = nbytes
-    if firsts.any():
-        needed = nbytes + firsts * np.fromiter(map(torch.Tensor.element_size, tensors), np.int64, count)
-    return np.asarray((nbytes == 0) | ((addresses != 0) & (needed <= available)), np.bool_)
 
 
 def are_apart(addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:

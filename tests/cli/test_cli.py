@@ -75,7 +75,7 @@ async def stored(checkpoint: Path, name: str) -> Item:
     executor = Executor("test", 1)
     try:
         opened = await open_checkpoint(LocalStorage(executor), checkpoint, executor=executor)
-        item = opened.catalog.chunks[name][0]
+        item = opened.catalog.shards[name][0]
     finally:
         executor.close(5.0)
     assert isinstance(item, Item)

@@ -25,7 +25,7 @@ from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
 from aio_ckpt.memory.copies import CopyEvent, HostCopies
 from aio_ckpt.memory.host_copy import CopyVectors
-from aio_ckpt.read import fetch
+from aio_ckpt.read import fetch, match
 from aio_ckpt.read import plan as readplan
 from aio_ckpt.read import scatter as place
 from aio_ckpt.read.plan import bytes_of
@@ -116,6 +116,7 @@ class WatchedMark:
 def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     """Host memory is filled as if it were a device's."""
     watched = WatchedCopies()
+    monkeypatch.setattr(match, "is_host", lambda _: False)
     monkeypatch.setattr(readplan, "is_host", lambda _: False)
     monkeypatch.setattr(place, "is_host", lambda memory: not watched.has(memory.data_ptr()))
     monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)

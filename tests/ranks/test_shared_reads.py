@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.dcp import Reader
 from aio_ckpt.errors import TemplateMismatchError
-from aio_ckpt.read import data_files as files
-from aio_ckpt.read import open as catalog
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.page_cache import covering_bytes
 from aio_ckpt.runtime.portal import Executor
@@ -111,41 +109,16 @@ def test_what_several_ranks_read_is_shared(
         assert sum(read for _, read in found) < 1.5 * STATE_BYTES
 
 
-def load_of_many(rank: int, count: int, root: Path, kind: str) -> tuple[list[bool], int]:
-    """As if there were so many tensors that a rank begins with its own file, before it is known what others read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog, "_AHEAD_MANIFEST_BYTES", 0)
-        patch.setattr(files, "_AHEAD_BYTES", 1)
-        return load(rank, count, root, kind)
-
-
-@pytest.mark.parametrize(("kind", "is_shared"), [("columns", True), ("rows", False)])
-def test_a_file_that_its_rank_begins_with_is_shared(two: Ranks, tmp_path: Path, kind: str, is_shared: bool) -> None:
-    two.run(save, tmp_path, "rows")
-    forget(tmp_path)
-    found = two.run(load_of_many, tmp_path, kind)
-    for opens, _ in found:
-        begun, *rest = opens
-        assert not begun
-        # The other's, and its own once more where that is shared, and only there.
-        assert rest == ([True, True] if is_shared else [False])
-    assert sum(read for _, read in found) < 1.5 * STATE_BYTES
-
-
-async def test_what_is_being_read_ahead_stays_open_when_the_rest_is_opened_to_be_shared(tmp_path: Path) -> None:
-    for name in ("ahead", "other"):
-        (tmp_path / name).write_bytes(bytes(9000))
+async def test_what_is_open_is_opened_anew_to_be_shared(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(9000))
     executor = Executor("opens", 4)
     storage = WatchedOpens(executor)
     try:
         async with Files(storage, tmp_path, readers=1) as opened:
-            await opened.read_ahead("ahead", lambda: asyncio.sleep(0), executor=None)
-            await opened.measure(["other"], {})
-            assert list(opened.ahead) == ["ahead"]
+            await opened.measure(["data"], {})
             await opened.share()
-            await opened.measure(["ahead", "other"], {})
-            assert storage.shared == [False, False, True]
-            assert await opened.read_already("ahead", 0, 8192) == bytes(8192)
+            await opened.measure(["data"], {})
+            assert storage.shared == [False, True]
     finally:
         executor.close(SECS)
 

@@ -106,15 +106,6 @@ def test_neg_view_negates_without_a_copy() -> None:
     assert negated.tolist() == [-1, -1]
 
 
-def test_tensor_guards_tell_shapes_apart_or_are_not_there() -> None:
-    guards = _torch.tensor_guards()
-    assert guards is not None, "not there: every save compares its tensors one by one, measure bench.plan"
-    tensor = torch.zeros(2, 3)
-    check = guards(tensor, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
-    assert check(torch.ones(2, 3))
-    assert not check(torch.ones(3, 2))
-
-
 def test_shard_and_strided_shard_differ_where_the_constant_says_so() -> None:
     strided = getattr(torch.distributed.tensor.placement_types, "_StridedShard", None)
     assert _torch.SHARDS_DIFFER is (strided is None or Shard(0) != strided(0, split_factor=2))

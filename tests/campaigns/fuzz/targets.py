@@ -52,8 +52,7 @@ def _metadata(data: bytes) -> None:
 def _rank(data: bytes) -> None:
     manifest = decode_rank(data, name="m")
     block_sums(manifest)
-    catalog = catalog_of_manifests([manifest])
-    assert set(catalog.chunks) == set(catalog.tensor_names)
+    catalog_of_manifests([manifest])
     _skeleton(manifest.skeleton)
 
 

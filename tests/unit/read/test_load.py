@@ -519,7 +519,7 @@ def test_large_boxes_are_cut_where_blocks_end(shape, start, lengths, rows):
 async def read_box(storage, path, name, starts, lengths):
     """Call the box reader directly: the box and the bytes that were read for it."""
     checkpoint = await opened(storage, path)
-    items = checkpoint.catalog.chunks[name]
+    items = checkpoint.catalog.shards[name]
     target = torch.empty(lengths, dtype=items[0].dtype)
     async with Files(storage, path, readers=2) as files:
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
@@ -620,7 +620,6 @@ async def test_a_hole_between_the_shards_is_found(direct, tmp_path):
 
 
 async def test_a_shard_that_stands_alone_is_not_taken_for_the_whole_tensor(direct, tmp_path):
-    """A small tensor is read without its chunks if it is all of one item that begins where the tensor begins."""
     path = save_state(tmp_path / "c", {"t": torch.arange(50.0).reshape(5, 10)})
     forge(path, offsets=(5, 0))
     before = torch.full((5, 10), 7.0)

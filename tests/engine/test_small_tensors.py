@@ -1,28 +1,25 @@
-"""Many small tensors: their file is read while the template is matched, and nothing is less sure for it."""
+"""Many small tensors: read together by few reads, each proven by itself, whatever one of them looks like."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_maker import content_of, write_checkpoint
 from gated_storage import TIMEOUT
 
 from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.errors import MismatchError, ReadError, TemplateMismatchError
-from aio_ckpt.format import manifests as manifest
-from aio_ckpt.read import data_files as files
-from aio_ckpt.read import open as catalog
-from aio_ckpt.read.load import load_checkpoint
+from aio_ckpt.errors import MismatchError, ReadError, SaveCancelledError, TemplateMismatchError
+from aio_ckpt.read import load as read
+from aio_ckpt.read import scatter
 from aio_ckpt.reports import LoadReport
-from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage import data_file as datafile
-from aio_ckpt.storage.local import LocalStorage
 
 COUNT = 600
 ELEMENTS = 250
@@ -103,21 +100,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return Reads(monkeypatch)
 
 
-def test_the_file_is_being_read_before_its_manifest_is_decoded_and_only_once(
-    engine: CheckpointEngine, reads: Reads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def decode_later(data: bytes, *, name: str) -> manifest.RankManifest:
-        assert reads.begun.wait(TIMEOUT)
-        return manifest.decode_rank(data, name=name)
-
-    monkeypatch.setattr(catalog, "decode_rank", decode_later)
-    state, nbytes = zeros(), data_file(engine).stat().st_size
-    report = load(engine, state)
-    check_equal(state)
-    assert sum(length for _, length in reads.spans) == nbytes == report.bytes_read
-    assert report.verified
-
-
 def test_a_flipped_byte_of_any_tensor_is_found_and_named(engine: CheckpointEngine) -> None:
     path, whole = data_file(engine), data_file(engine).read_bytes()
     for number in (0, COUNT // 2, COUNT - 1):
@@ -151,7 +133,7 @@ def test_swapped_tensors_are_found(engine: CheckpointEngine) -> None:
 
 
 def test_a_byte_that_belongs_to_no_tensor_spoils_no_load(engine: CheckpointEngine) -> None:
-    """As of a file that is not read ahead: ``verify`` finds it."""
+    """``verify`` finds it."""
     path = data_file(engine)
     change(path, lambda data: data.__setitem__(-1, data[-1] ^ 1))
     state = zeros()
@@ -159,10 +141,12 @@ def test_a_byte_that_belongs_to_no_tensor_spoils_no_load(engine: CheckpointEngin
     check_equal(state)
 
 
-def test_what_could_not_be_read_ahead_is_read_when_it_is_wanted(engine: CheckpointEngine, reads: Reads) -> None:
-    reads.error = OSError(5, "once")
-    check_equal_after_load(engine)
-    assert not reads.error
+def test_a_file_is_read_once_and_no_byte_of_it_twice(engine: CheckpointEngine, reads: Reads) -> None:
+    state, nbytes = zeros(), data_file(engine).stat().st_size
+    report = load(engine, state)
+    check_equal(state)
+    assert sum(length for _, length in reads.spans) == report.bytes_read <= nbytes + 4096
+    assert report.verified
 
 
 def test_what_can_never_be_read_fails_the_load_with_its_own_error(
@@ -188,30 +172,6 @@ def test_a_file_that_was_cut_short_is_a_mismatch_and_passed_by(engine: Checkpoin
     state = zeros()
     report = load(engine, state)
     assert [skipped.step for skipped in report.skipped] == [2]
-    check_equal(state)
-
-
-@pytest.mark.parametrize("failing", ["_read_fully", "crc32", "buffers"])
-def test_a_step_of_the_reading_ahead_that_fails_fails_no_load(
-    engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    place = {"_read_fully": datafile, "crc32": files.isal_zlib, "buffers": files.Files}[failing]
-    inner = getattr(place, failing)
-    left = [MemoryError("no memory for it")]
-
-    def fails_once(*arguments: object) -> object:
-        if left:
-            raise left.pop()
-        return inner(*arguments)
-
-    if failing == "crc32":
-        fake = SimpleNamespace(crc32=fails_once, crc32_combine=files.isal_zlib.crc32_combine)
-        monkeypatch.setattr(files, "isal_zlib", fake)
-    else:
-        monkeypatch.setattr(place, failing, fails_once)
-    state = zeros()
-    assert load(engine, state).verified
-    assert not left
     check_equal(state)
 
 
@@ -253,52 +213,9 @@ def test_without_verification_nothing_is_summed_and_nothing_said_to_be_verified(
     engine.save(made()).result(TIMEOUT)
     state = zeros()
     with monkeypatch.context() as patched:
-        patched.setattr(files, "isal_zlib", None)
+        patched.setattr(scatter, "isal_zlib", None)
         assert not load(engine, state).verified
     check_equal(state)
-    engine.close_blocking()
-
-
-async def test_of_several_ranks_each_reads_its_own_file_ahead(tmp_path: Path) -> None:
-    mine = {f"mine.{name}": value for name, value in made(2).items()}
-    path = write_checkpoint(
-        tmp_path / "c", [content_of(made()), content_of(mine, 1), content_of({"few": torch.ones(3)})]
-    )
-    executor = Executor("test", 6)
-    options = {"readers": 4, "verify": True, "strict": False, "allow_missing": False, "trusted": False}
-    sizes = {name: (path / name).stat().st_size for name in ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp")}
-
-    async def bytes_read(state: State, rank: int, world_size: int) -> int:
-        outcome = await load_checkpoint(
-            LocalStorage(executor),
-            path,
-            state,
-            step=None,
-            executor=executor,
-            rank=rank,
-            world_size=world_size,
-            **options,
-        )
-        return outcome.bytes_read
-
-    state = {name: torch.zeros(ELEMENTS) for name in mine}
-    assert await bytes_read(state, 1, 3) == sizes["__1_0.distcp"]
-    assert all(torch.equal(state[name], value) for name, value in mine.items())
-    one = {"layer.9.bias": torch.zeros(ELEMENTS)}
-    assert await bytes_read(one, 0, 3) > 8192  # the parts that were read by then
-    for rank, world_size in ((2, 3), (0, 2)):  # a file of few tensors; a world in which nobody knows
-        assert await bytes_read(one, rank, world_size) <= 8192
-        assert torch.equal(one["layer.9.bias"], made()["layer.9.bias"])
-    executor.close(TIMEOUT)
-
-
-def test_a_large_file_is_read_where_it_is_wanted_only(tmp_path: Path) -> None:
-    engine = CheckpointEngine(tmp_path)
-    state = made() | {"large": torch.ones(9 << 20)}
-    engine.save(state).result(TIMEOUT)
-    one = {"layer.9.bias": torch.zeros(ELEMENTS)}
-    assert load(engine, one).bytes_read <= 8192
-    assert torch.equal(one["layer.9.bias"], state["layer.9.bias"])
     engine.close_blocking()
 
 
@@ -323,3 +240,50 @@ def test_ties_views_and_arrays_come_back_beside_small_tensors(tmp_path: Path) ->
     for name, value in state.items():
         assert torch.equal(target[name], value) if isinstance(value, torch.Tensor) else target[name] == value, name
     engine.close_blocking()
+
+
+def test_memory_that_a_thread_of_a_given_up_load_still_reads_to_is_no_other_loads(
+    engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, inner = threading.Event(), threading.Event(), datafile._read_fully
+    held: list[memoryview] = []
+
+    def held_once(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
+        if not begun.is_set():
+            held.extend(views)
+            begun.set()
+            assert goes_on.wait(TIMEOUT)
+        return inner(numbers, offset, views)
+
+    monkeypatch.setattr(datafile, "_read_fully", held_once)
+    given_up: Future[None] = Future()
+    first = engine.submit_load(zeros(), None, given_up, strict=False, allow_missing=False, fallback=True)
+    assert begun.wait(TIMEOUT)
+    given_up.set_result(None)
+    try:
+        state = zeros()
+        load(engine, state)
+        check_equal(state)
+        assert not any(held[0].tobytes()[:4096]), "the memory of the thread that still reads"
+    finally:
+        goes_on.set()
+    with pytest.raises(SaveCancelledError):
+        first.result(TIMEOUT)
+
+
+def test_what_was_read_of_the_small_files_is_freed_behind_the_load(
+    engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[weakref.ref[read.Checkpoint]] = []
+    inner = read.open_checkpoint
+
+    async def noted(*arguments: Any, **options: Any) -> read.Checkpoint:
+        checkpoint = await inner(*arguments, **options)
+        opened.append(weakref.ref(checkpoint))
+        return checkpoint
+
+    monkeypatch.setattr(read, "open_checkpoint", noted)
+    state = {"layer.0.bias": torch.zeros_like(made()["layer.0.bias"])}
+    load(engine, state)
+    engine.close_blocking()
+    assert [checkpoint() for checkpoint in opened] == [None]
