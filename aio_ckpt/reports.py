@@ -45,7 +45,7 @@ class SaveReport:
     """What one save did."""
 
     step: int
-    """Its step."""
+    """Step that was saved."""
     path: Path
     """The committed directory."""
     image_bytes: int
@@ -69,9 +69,9 @@ class SkippedCheckpoint:
     """A checkpoint that ``load`` walked past."""
 
     step: int
-    """Its step."""
+    """Step of the checkpoint."""
     path: Path
-    """Its directory."""
+    """Directory in which it was found."""
     error: AioCkptError
     """What did not verify."""
     quarantined: Path | None = None
@@ -86,7 +86,7 @@ class LoadReport:
     step: int
     """Step that was loaded."""
     path: Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
     """Newer checkpoints that did not verify, newest first."""
     missing: tuple[str, ...] = ()

@@ -36,11 +36,11 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     """One committed checkpoint of a root."""
 
     step: int
-    """Its step, by the name of the directory."""
+    """Step, by the name of the directory."""
     path: str
-    """Its directory."""
+    """Directory of the checkpoint."""
     nbytes: int
-    """Of all files in it."""
+    """Length of all its files, in bytes."""
     world_size: int | None = None
     """Ranks that wrote it; None for plain DCP."""
     torch: str | None = None
@@ -59,7 +59,7 @@ class RootTable(msgspec.Struct, frozen=True, kw_only=True):
     """What lies under a root."""
 
     root: str
-    """The root."""
+    """Absolute path of the root."""
     checkpoints: tuple[RootRow, ...]
     """Committed, ascending by step."""
     pending: tuple[str, ...]

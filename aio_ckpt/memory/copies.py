@@ -118,11 +118,11 @@ class HostCopies:
         return source.resolve_conj().resolve_neg().contiguous()
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Host memory."""
+        """Return fresh host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def record_event(self) -> CopyEvent:
-        """Already reached."""
+        """Return an event that is reached already."""
         return _Done()
 
 

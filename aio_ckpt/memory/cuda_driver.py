@@ -14,7 +14,7 @@ from aio_ckpt.memory.host_copy import CopyVectors
 __all__ = ["Batch", "batch_copy"]
 
 Batch: TypeAlias = Callable[[CopyVectors, int, int], int]
-"""(moves, base of their target offsets, stream) to the driver's error number, 0 for none."""
+"""(vectors, base of their target offsets, stream) to the driver's error number, 0 for none."""
 
 _SOURCE_ORDER_STREAM = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream, as by single copies."""

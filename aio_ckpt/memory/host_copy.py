@@ -1,4 +1,4 @@
-"""Moves: many small copies within this process's memory by few system calls, the GIL released.
+"""Copy vectors: many small copies within this process's memory by few system calls, the GIL released.
 
 Copied one by one with the GIL held, thousands of small tensors starve the threads that write: a thread that wakes
 meanwhile gets the GIL only after CPython's switch interval (5 ms).
@@ -66,7 +66,7 @@ def copy_all(base: int, vectors: CopyVectors) -> None:
 
 
 def unreadable(base: int, vectors: CopyVectors) -> int:
-    """Which of the moves has a source or target that is no memory of this process (any more); the first if none has."""
+    """Return the first row whose source or target is no memory of this process (any more); 0 if there is none."""
     for row in range(len(vectors)):
         try:
             copy_all(base, vectors[row : row + 1])

@@ -69,11 +69,11 @@ class LifetimeStats:
     """What the manager holds now."""
 
     arenas: int
-    """Arenas mapped."""
+    """Arenas mapped, idle or lent."""
     arena_bytes: int
-    """Their capacity."""
+    """Capacity of all of them, in bytes."""
     leases: int
-    """Leases not ended."""
+    """Leases that have not ended."""
 
 
 class Lease:
@@ -215,9 +215,9 @@ class LifetimeManager:
             raise
 
     def close_lost(self, known: Collection[Lease]) -> None:
-        """Close the leases that nobody has, as Ctrl-C in :meth:`acquire` or behind it leaves them.
+        """Release the leases that no save owns: Ctrl-C between :meth:`acquire` and registration leaves them.
 
-        For whoever knows them all, and that no thread is in :meth:`acquire`.
+        ``known`` holds every lease that is owned. No thread may be in :meth:`acquire`.
         """
         with self._lock:
             self._reserved_bytes = 0

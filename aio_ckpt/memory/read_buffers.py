@@ -49,7 +49,7 @@ def _cut(memory: mmap.mmap, nbytes: int, count: int) -> list[memoryview]:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes are."""
+    """Return the address of the first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 

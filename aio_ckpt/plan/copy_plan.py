@@ -194,7 +194,7 @@ class DeviceCopies:
         return rows
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> DeviceCopies:
-        """Those rows."""
+        """Return the copies whose row is wanted."""
         return DeviceCopies(self.vectors[is_wanted], self.leaves[is_wanted])
 
 
@@ -215,13 +215,13 @@ class Rows:
     """Parts of leaves and where they go, each number a column."""
 
     starts: IntArray
-    """Image offsets."""
+    """Image offset of each part."""
     leaves: IntArray
-    """Whose bytes."""
+    """Leaf of each part."""
     raw_starts: IntArray
-    """Where in the leaf."""
+    """Offset of each part in the bytes of its leaf."""
     nbytes: IntArray
-    """How many."""
+    """Length of each part, in bytes."""
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int, int]]) -> Rows:

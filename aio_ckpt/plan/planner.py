@@ -55,7 +55,7 @@ class ImagePlan:
     structure: Structure
     """What it was made for."""
     layout: ImageLayout
-    """Where everything stands."""
+    """Layout of the image."""
     copy_methods: tuple[ChunkCopyMethods, ...]
     """Per chunk, which way each piece goes."""
     places: Places
@@ -98,7 +98,7 @@ class Plan(ImagePlan):
     tensors_static: bytes
     """The tensors' part of the rank manifest, encoded."""
     skeleton: bytes
-    """Encoded skeleton."""
+    """The skeleton of the state, encoded for the manifest."""
     stored_names: frozenset[str]
     """Names of the tensor leaves that the layout stores."""
     source_bytes: list[int]
@@ -111,7 +111,6 @@ class PlannedImage:
     """A plan together with what is captured by it; lives no longer than the capture."""
 
     plan: ImagePlan
-    """The layout."""
     tensors: list[torch.Tensor]
     """Local tensor of every tensor leaf, resolved for this save."""
     objects: list[tuple[str, object]]
@@ -123,7 +122,6 @@ class PlannedSave(PlannedImage):
     """One save of an engine, planned."""
 
     plan: Plan
-    """The layout."""
     plan_hit: bool
     """Whether the layout was reused."""
     fingerprint_hit: bool

@@ -40,7 +40,7 @@ Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 
 class TensorSignature(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a shard signatures like, wherever it lies."""
+    """Shape and dtype of a shard, without its place in the tensor."""
 
     shape: tuple[int, ...]
     """Shape of the shard."""
@@ -58,7 +58,6 @@ class ShardInfo(msgspec.Struct, frozen=True, gc=False):
     offsets: tuple[int, ...]
     """Where the shard begins in the global tensor."""
     signature: TensorSignature
-    """All else."""
 
 
 class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -129,12 +128,12 @@ def malformed(rank: int, what: object) -> PeerFailedError:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardTable:
-    """All that all ranks hold. A row is one name of one item of one rank; rows are in the order of the ranks' plans."""
+    """The shards of all ranks. A row is one name of one item of one rank; rows are in the order of the ranks' plans."""
 
     names: tuple[str, ...]
     """Every name of a tensor, in the order in which the ranks come to it."""
     signatures: tuple[TensorSignature, ...]
-    """Every signature."""
+    """Distinct signatures, in the order in which the ranks come to them."""
     signature_of_name: SmallInts
     """Per name, the first signature that it has: its global shape and dtype are the same on all ranks."""
     objects: tuple[tuple[str, ...], ...]
@@ -142,21 +141,21 @@ class ShardTable:
     starts: IntArray
     """Per rank its first row, then the number of rows."""
     rank: SmallInts
-    """Per row, whose it is."""
+    """Per row, the rank that holds it."""
     name: SmallInts
-    """Per row, which name."""
+    """Per row, the index into ``names``."""
     item: SmallInts
-    """Per row, which item of its rank."""
+    """Per row, the index of the item in the plan of its rank."""
     signature: SmallInts
-    """Per row, which signature."""
+    """Per row, the index into ``signatures``."""
     is_tied: Flags
     """Per row, whether its item has other names too."""
     offsets: IntArray
     """Per row, where the shard begins; zeros behind the tensor's own dimensions."""
     shapes: IntArray
-    """Per signature, the shape of the shard; zeros likewise."""
+    """Per signature, the shape of the shard; zeros behind its own dimensions."""
     sizes: IntArray
-    """Per signature, the global shape; zeros likewise."""
+    """Per signature, the global shape; zeros behind its own dimensions."""
     nbytes: IntArray
     """Per signature, raw bytes of the shard."""
 

@@ -90,17 +90,17 @@ class Structure:
     types: list[type]
     """Exact type of every tensor leaf."""
     dtypes: list[torch.dtype]
-    """Per tensor leaf."""
+    """Dtype of every tensor leaf."""
     shapes: list[torch.Size]
-    """Local shapes."""
+    """Local shape of every tensor leaf."""
     strides: list[tuple[int, ...]]
-    """Local strides, in elements."""
+    """Local strides of every tensor leaf, in elements."""
     devices: list[torch.device]
-    """Per tensor leaf."""
+    """Device of every tensor leaf."""
     conj: list[bool]
-    """Conjugate bits."""
+    """Conjugate bit of every tensor leaf."""
     neg: list[bool]
-    """Negative bits."""
+    """Negative bit of every tensor leaf."""
     shards: dict[int, tuple[object, ...]]
     """Of DTensor leaves: global shape, key of the mesh, placements."""
 

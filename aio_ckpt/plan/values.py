@@ -60,7 +60,7 @@ class Piece:
     image_start: int
     """The same byte as an image offset."""
     nbytes: int
-    """Length."""
+    """Length, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class Chunk:
     start: int
     """Image offset, a multiple of the chunk size."""
     stop: int
-    """Image offset."""
+    """Image offset behind the last byte."""
     pieces: tuple[Piece, ...]
     """Raw bytes inside it, ascending."""
     constants: tuple[tuple[int, bytes], ...]

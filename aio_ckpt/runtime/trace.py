@@ -27,15 +27,14 @@ class Span:
     """Something that took time."""
 
     name: str
-    """What."""
     lane: str
-    """Where: on one lane spans lie beside or inside each other."""
+    """Row of the trace; on one lane, spans lie beside or inside each other."""
     began: float
     """Seconds by the clock of the recorder."""
     ended: float
-    """Likewise; at least ``began``."""
+    """Seconds by the same clock, at least ``began``."""
     details: Mapping[str, object]
-    """Shown beside it."""
+    """Arguments that the viewer shows with the span."""
 
 
 class Recorder(Protocol):

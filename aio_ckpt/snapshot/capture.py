@@ -40,7 +40,7 @@ class CopyOrder:
     guarded: _CopiesByDevice
     """Of the others."""
     guarded_runs: Set[int]
-    """Where the spans begin all of whose leaves are guarded."""
+    """Image offsets of the gather runs all of whose leaves are guarded."""
 
     def device_copies(self, *, is_guarded: bool) -> _CopiesByDevice:
         """Return the guarded ones or the others."""
@@ -97,16 +97,12 @@ tens of microseconds, and a transfer is an order of magnitude faster than a disk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyEngines:
-    """What the captures of one engine share."""
+    """Streams, buffers and the copy order that the captures of one engine share."""
 
     streams: CopyStreams = field(default_factory=CopyStreams)
-    """Side streams."""
     gathers: GatherBuffers = field(default_factory=GatherBuffers)
-    """Gather buffers."""
     device_copier: DeviceCopier = field(default_factory=lambda: DeviceCopier(0))
-    """Copies on the devices."""
     copy_order: KnownCopyOrder = field(default_factory=KnownCopyOrder)
-    """What comes first."""
 
     def prepare(self, plan: ImagePlan) -> None:
         """Make the side streams and the gather buffers of a plan before its first capture needs them."""

@@ -27,9 +27,9 @@ class DeviceCopy:
     """Where each large tensor of one layout is copied to, on its device."""
 
     leaves: frozenset[int]
-    """Those tensors."""
+    """Leaves that have a copy."""
     groups: Mapping[torch.device, LeafGroups]
-    """The copies on each device."""
+    """Views of the copies on each device, by dtype."""
     device_copies: Mapping[torch.device, DeviceCopies]
     """``CopyDescriptors.device_copies`` with the addresses of the copies."""
 

@@ -36,7 +36,7 @@ class CaptureProgress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is awaited inside is another save, which has limits of its own and may take as long as it moves."""
+        """Pause the stall timer of this save: it waits for another save, which has its own timer."""
         self.is_paused = True
         try:
             yield

@@ -140,7 +140,7 @@ class FlatState:
     names: list[str]
     """Name of each leaf, in the order of the walk; all different."""
     values: list[object]
-    """The leaves."""
+    """Value of each leaf."""
     kinds: list[LeafKind]
     """What each leaf is stored as."""
     skeleton: Skeleton
@@ -154,7 +154,7 @@ class Template:
     names: list[str]
     """Name of each leaf outside Stateful values."""
     values: list[object]
-    """The leaves."""
+    """Value of each leaf."""
     kinds: list[LeafKind]
     """What each leaf would be stored as."""
     stateful: list[tuple[str, Any]]
@@ -229,11 +229,9 @@ class _Walk:
     stateful: list[tuple[str, Any]] | None = None
     """Collects Stateful values instead of entering them, if given."""
     names: list[str] = field(default_factory=list)
-    """Of the leaves."""
+    """Names of the leaves so far."""
     values: list[object] = field(default_factory=list)
-    """The leaves."""
     kinds: list[LeafKind] = field(default_factory=list)
-    """Of the leaves."""
     entered: int = 0
     """Containers so far, each as often as it stands somewhere."""
 

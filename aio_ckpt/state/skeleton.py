@@ -253,7 +253,7 @@ class _Builder:
     """Rebuilds containers around leaves."""
 
     leaves: Mapping[str, object]
-    """By name."""
+    """Value of each leaf, by its name."""
     rank: int
     """Rank whose PerRank values are built."""
     only: frozenset[str] | None
