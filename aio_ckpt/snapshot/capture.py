@@ -334,9 +334,9 @@ def capture(
     When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
     those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
 
-    ``on_captured`` is told of each run from the host at once. What is issued takes the host no time and can wait until
-    such a run comes, or to the end, behind ``on_issued``, which is called when every copy is: whoever is woken sooner
-    takes the GIL in the next call of CUDA and keeps it for a millisecond.
+    ``on_captured`` is told of each run from the host at once. ``on_issued`` is called when all copies are issued, and
+    device chunks are reported after that: waking the loop earlier lets it take the GIL during the next CUDA call, which
+    costs about 1 ms.
 
     Raises:
         SourceChangedError: a source moved meanwhile.
