@@ -17,7 +17,6 @@ from aio_ckpt._torch import StorageInfo, narrow_tensor_by_index
 from aio_ckpt.dcp.runtime import Runtime, peers_on_host
 from aio_ckpt.errors import (
     CorruptCheckpointError,
-    MismatchError,
     TemplateMismatchError,
     UnsupportedLeafError,
 )
@@ -25,7 +24,8 @@ from aio_ckpt.format.dcp_metadata_read import DTYPES
 from aio_ckpt.format.manifests import METADATA_FILE, RankManifest, block_sums
 from aio_ckpt.read.catalog import Item, Slot, StoredObject
 from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.read.fetch import fetch
+from aio_ckpt.read.foreign_items import Ends, check_inside, check_object_zip, parse_slot, read_ends
 from aio_ckpt.read.load import synchronize
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.page_cache import is_read_by_several
@@ -163,7 +163,7 @@ class Load:
         """An object, or a tensor that is stored as bytes, to the planner as stock gives it."""
         descriptors = _descriptors(self._place(item.storage_index))
         if self.checkpoint.root is None and not descriptors and item.type is LoadItemType.BYTE_IO:
-            _check_records(item.storage_index.fqn, data)
+            check_object_zip(item.storage_index.fqn, data)
         stream: Any = io.BytesIO(data)
         if descriptors:
             stream = io.BytesIO(transforms.transform_load_stream(item, descriptors, stream).read(-1))
@@ -248,13 +248,3 @@ def _parse(slots: Mapping[MetadataIndex, Slot], ends: Ends, into: _Located) -> N
             into.items[index] = parse_slot(slot, *ends[id(slot)])
         except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, say
             into.streams[index] = StoredObject.of_slot(slot)
-
-
-def _check_records(name: str, data: bytes) -> None:
-    """Stock has no sum over an object, but torch.save's zip has; a planner of the user's may store no such zip."""
-    try:
-        check_zip(name, data)
-    except MismatchError:
-        raise
-    except CorruptCheckpointError:
-        return

@@ -27,7 +27,8 @@ from aio_ckpt.memory.cuda import using
 from aio_ckpt.read.apply import dcp_paths, made_ready, target_modified
 from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
 from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import Fetched, check_inside, check_zip, fetch, parse_slots
+from aio_ckpt.read.fetch import Fetched, fetch
+from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
 from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.read.page_cache import is_read_by_several, wanted_bytes

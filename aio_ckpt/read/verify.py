@@ -32,7 +32,8 @@ from aio_ckpt.format.tensor_zip import fill_crc, render
 from aio_ckpt.memory.read_buffers import bounce_buffers
 from aio_ckpt.read.catalog import Slot, StoredObject
 from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import Ends, check_inside, check_zip, fetch, parse_slot, read_ends
+from aio_ckpt.read.fetch import fetch
+from aio_ckpt.read.foreign_items import Ends, check_inside, check_zip, parse_slot, read_ends
 from aio_ckpt.read.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.read.plan import ReadPlan
 from aio_ckpt.runtime.portal import Executor, run_blocking

@@ -16,7 +16,7 @@ from aio_ckpt.format.manifests import add_checksum, block_sums, decode_rank, dec
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.read.catalog import catalog_of_manifests, catalog_of_metadata
-from aio_ckpt.read.fetch import check_zip
+from aio_ckpt.read.foreign_items import check_zip
 from aio_ckpt.state.objects import decode_object, encode_object
 from aio_ckpt.state.skeleton import dcp_paths, decode_skeleton, skeleton_names, unflatten_dcp
 

@@ -1,0 +1,147 @@
+"""Items that stock DCP wrote: where their raw bytes lie, and what of them can be proven.
+
+A manifest of ours tells where the raw bytes of a tensor are. Stock DCP stores each item as a ``torch.save`` zip, so
+both ends of the zip are read first. What its directory says is checked against ``.metadata``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from isal import isal_zlib
+
+from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
+from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
+from aio_ckpt.memory.read_buffers import address_of
+from aio_ckpt.read.catalog import Item, Slot
+from aio_ckpt.read.data_files import Files
+from aio_ckpt.read.fetch import fetch
+from aio_ckpt.read.requests import PieceRows, cut_segments
+from aio_ckpt.runtime.portal import Executor, run_blocking
+
+__all__ = [
+    "Ends",
+    "check_inside",
+    "check_object_zip",
+    "check_zip",
+    "parse_slot",
+    "parse_slots",
+    "read_ends",
+]
+
+Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
+"""Both ends of items, by ``id(slot)``."""
+
+
+async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:
+    """Read both ends of each slot's item and parse its envelope; keyed by ``id(slot)``.
+
+    Raises:
+        CorruptCheckpointError: an item lies outside its file, is damaged, or is not what the metadata says.
+    """
+    ends = await read_ends(files, slots, executor=executor, readers=readers)
+    return await run_blocking(executor, _parse_all, slots, ends)
+
+
+async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> Ends:
+    """What :func:`parse_slot` needs of each slot's item.
+
+    Raises:
+        CorruptCheckpointError: an item lies outside its file.
+    """
+    ends: Ends = {}
+    pieces: dict[str, PieceRows] = {}
+    for slot in slots:
+        check_inside(slot.name, slot.file, slot.item_offset, slot.item_bytes, files.sizes)
+        head, tail = min(slot.item_bytes, HEAD_BYTES), min(slot.item_bytes, TAIL_BYTES)
+        ends[id(slot)] = bytearray(head), bytearray(tail)
+        starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
+        for start, end in zip(starts, ends[id(slot)], strict=True):
+            address = address_of(memoryview(end)) if end else 0
+            row = (start, len(end), -1, address, 0, slot.name, None, 0)
+            pieces.setdefault(slot.file, PieceRows()).rows.append(row)
+    segments = [
+        found for file, rows in pieces.items() for found in cut_segments(file, rows.ascending(), 4 * BLOCK_BYTES)
+    ]
+    await fetch(files, segments, executor=executor, readers=readers, verify=False)
+    return ends
+
+
+def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[str, int]) -> None:
+    """Raises MismatchError if a range that the metadata tells is not inside its file."""
+    if offset + nbytes > sizes[file] or not nbytes:
+        raise MismatchError(
+            f"{file}: {name!r} at bytes {offset} to {offset + nbytes} is not inside the file of {sizes[file]} bytes"
+        )
+
+
+def _parse_all(slots: Sequence[Slot], ends: Ends) -> dict[int, Item]:
+    return {id(slot): parse_slot(slot, *ends[id(slot)]) for slot in slots}
+
+
+def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
+    """The item in a slot.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or not what the metadata says.
+        UnsupportedLeafError: it is no plain tensor.
+    """
+    try:
+        found = parse(bytes(head), bytes(tail), slot.item_bytes)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
+    except UnsupportedLeafError as error:
+        remedy = "dcp.load with an aio_ckpt.dcp.Reader loads what torch.load can"
+        raise UnsupportedLeafError(f"{slot.file}: tensor {slot.name!r}: {error}; {remedy}") from error
+    if found.shape != slot.shape or found.dtype != slot.dtype:
+        raise CorruptCheckpointError(
+            f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, "
+            f".metadata says {slot.dtype} {slot.shape}"
+        )
+    return Item(
+        name=slot.name,
+        file=slot.file,
+        dtype=slot.dtype,
+        shape=slot.shape,
+        stride=found.stride,
+        offsets=slot.offsets,
+        storage_offset=found.storage_offset,
+        raw_offset=slot.item_offset + found.raw_offset,
+        raw_bytes=found.raw_bytes,
+        block_bytes=BLOCK_BYTES,
+        sums=(),
+        record_crc32=found.crc32 or None,
+        is_conj=found.is_conj,
+        is_neg=found.is_neg,
+    )
+
+
+def check_zip(name: str, data: bytes) -> None:
+    """Stock DCP has no sum over an object; its ``torch.save`` zip has one for each record.
+
+    Raises:
+        CorruptCheckpointError: no such zip, or a record that does not match its CRC32.
+    """
+    try:
+        records = records_of(data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"object {name!r}: {error}") from error
+    for record, (body, crc32) in records.items():
+        if crc32 not in (0, isal_zlib.crc32(body)):
+            raise MismatchError(f"object {name!r}: record {record} does not match its CRC32")
+
+
+def check_object_zip(name: str, data: bytes) -> None:
+    """As :func:`check_zip`, but bytes that are no zip pass: a planner of the user's may store any.
+
+    Raises:
+        MismatchError: a record does not match its CRC32.
+    """
+    try:
+        check_zip(name, data)
+    except MismatchError:
+        raise
+    except CorruptCheckpointError:
+        return
