@@ -14,10 +14,10 @@ from aio_ckpt.read.rank_names import skeleton_of
 from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.state import flatten as tree
 
-__all__ = ["dcp_paths", "made_ready", "target_modified"]
+__all__ = ["dcp_paths", "prepare_apply", "target_modified"]
 
 
-def made_ready(
+def prepare_apply(
     checkpoint: Checkpoint, state: object, found: Match, values: Mapping[str, object], rank: int
 ) -> Callable[[], None]:
     """What sets the objects of ``state`` and calls each ``load_state_dict``; all that can be damaged is built before.

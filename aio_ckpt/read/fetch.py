@@ -15,7 +15,7 @@ from aio_ckpt.memory.copies import Copies, HostCopies
 from aio_ckpt.memory.cuda import begin_uploads, takes_registered
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.requests import Landing, Segment
+from aio_ckpt.read.requests import ReadRequest, ReassemblyBuffer
 from aio_ckpt.read.scatter import finish, place
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -41,7 +41,7 @@ class Fetched:
 
 async def fetch(
     files: Files,
-    segments: Sequence[Segment],
+    segments: Sequence[ReadRequest],
     *,
     executor: Executor,
     readers: int,
@@ -88,7 +88,7 @@ class _Run:
         self.bytes_read = 0
         self.sums_checked = 0
 
-    async def all(self, segments: Sequence[Segment], buffers: Sequence[memoryview]) -> None:
+    async def all(self, segments: Sequence[ReadRequest], buffers: Sequence[memoryview]) -> None:
         """As many at once as there are buffers."""
         left = iter(segments)
 
@@ -103,7 +103,7 @@ class _Run:
             for buffer in buffers[: len(segments)]:
                 group.start_soon(work, buffer)
 
-    async def _segment(self, segment: Segment, view: memoryview) -> None:
+    async def _segment(self, segment: ReadRequest, view: memoryview) -> None:
         """Read one segment and put its pieces where they belong. The turn to read, taken before, ends with the read."""
         landings = Counter(landing for landing in segment.pieces.landings.tolist() if landing is not None)
         try:
@@ -121,7 +121,7 @@ class _Run:
             self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
 
 
-def _let_go(segments: Sequence[Segment]) -> None:
+def _let_go(segments: Sequence[ReadRequest]) -> None:
     """Of the memory where parts landed: who keeps the error keeps the segments, too."""
     for segment in segments:
         for landing in segment.pieces.landings.tolist():
@@ -129,12 +129,12 @@ def _let_go(segments: Sequence[Segment]) -> None:
                 landing.scratch = None
 
 
-def _count_down(landing: Landing, count: int) -> bool:
+def _count_down(landing: ReassemblyBuffer, count: int) -> bool:
     landing.pieces_left -= count
     return not landing.pieces_left
 
 
-def _check_length(segment: Segment, end: int) -> None:
+def _check_length(segment: ReadRequest, end: int) -> None:
     beyond = np.flatnonzero(segment.pieces.starts + segment.pieces.nbytes > end)
     if len(beyond):
         raise MismatchError(f"{segment.label(int(beyond[0]))}: the file ends at byte {end}, inside of it")

@@ -18,7 +18,7 @@ from aio_ckpt.memory.read_buffers import address_of
 from aio_ckpt.read.catalog import Item, Slot
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import fetch
-from aio_ckpt.read.requests import PieceRows, cut_segments
+from aio_ckpt.read.requests import PieceRows, cut_requests
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
 __all__ = [
@@ -63,7 +63,7 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
             row = (start, len(end), -1, address, 0, slot.name, None, 0)
             pieces.setdefault(slot.file, PieceRows()).rows.append(row)
     segments = [
-        found for file, rows in pieces.items() for found in cut_segments(file, rows.ascending(), 4 * BLOCK_BYTES)
+        found for file, rows in pieces.items() for found in cut_requests(file, rows.ascending(), 4 * BLOCK_BYTES)
     ]
     await fetch(files, segments, executor=executor, readers=readers, verify=False)
     return ends

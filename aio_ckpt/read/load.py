@@ -24,7 +24,7 @@ from aio_ckpt._torch import create_chunk_list
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.cuda import using
-from aio_ckpt.read.apply import dcp_paths, made_ready, target_modified
+from aio_ckpt.read.apply import dcp_paths, prepare_apply, target_modified
 from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, fetch
@@ -32,7 +32,7 @@ from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
 from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.read.page_cache import is_read_by_several, wanted_bytes
-from aio_ckpt.read.plan import ReadPlan, Segment
+from aio_ckpt.read.plan import ReadPlan, ReadRequest
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
@@ -101,7 +101,7 @@ async def load_checkpoint(
         found = await run_blocking(executor, functools.partial(match, **options))
         if may_share:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
-        draft, segments = await _drafted(files, checkpoint, found, executor, readers, trusted)
+        draft, segments = await _planned(files, checkpoint, found, executor, readers, trusted)
         await on_matched(checkpoint.identity)
         with target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -133,29 +133,29 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 
 def _decode(
-    draft: _Draft, checkpoint: Checkpoint, state: object, found: Match, rank: int, trusted: bool
+    draft: _LoadPlan, checkpoint: Checkpoint, state: object, found: Match, rank: int, trusted: bool
 ) -> Callable[[], None]:
     """See :attr:`LoadOutcome.put_back`."""
     _settle(draft, checkpoint, trusted)
-    return made_ready(checkpoint, state, found, draft.values, rank)
+    return prepare_apply(checkpoint, state, found, draft.values, rank)
 
 
 def _free(_: Checkpoint) -> None:
     """Its last reference goes here: a dozen small objects a tensor take 2 ms for 5,000, which no caller waits for."""
 
 
-async def _drafted(
+async def _planned(
     files: Files, checkpoint: Checkpoint, found: Match, executor: Executor, readers: int, trusted: bool
-) -> tuple[_Draft, list[Segment]]:
+) -> tuple[_LoadPlan, list[ReadRequest]]:
     """What to read for a template, and by which reads."""
     catalog = checkpoint.catalog
     fresh, objects = _unplaced(found, catalog)
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     await files.measure({item.file for item, _, _ in found.whole}, catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    draft = _Draft(source=source, plan=ReadPlan(), sharded=found.sharded)
+    draft = _LoadPlan(source=source, plan=ReadPlan(), sharded=found.sharded)
 
-    def plan() -> list[Segment]:
+    def plan() -> list[ReadRequest]:
         draft.plan.add_whole(found.whole)
         draft.add_all(found.tensors, fresh, objects, trusted)
         return draft.plan.segments(readers)
@@ -202,7 +202,7 @@ async def read_state(
     fresh = [name for name in names if name in catalog.shards]
     async with Files(storage, checkpoint.path, readers=readers) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _Draft(source=source, plan=ReadPlan())
+        draft = _LoadPlan(source=source, plan=ReadPlan())
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
         segments = await run_blocking(executor, draft.plan.segments, readers)
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -257,7 +257,7 @@ def _is_transformed(shard: Item | Slot) -> bool:
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
-class _Draft:
+class _LoadPlan:
     """A load being put together; afterwards, the values that it read."""
 
     source: _Source
@@ -350,13 +350,13 @@ def _new_tensor(name: str, shards: Shards) -> torch.Tensor:
 
 
 async def _fetch(
-    files: Files, draft: _Draft, segments: Sequence[Segment], *, executor: Executor, readers: int, verify: bool
+    files: Files, draft: _LoadPlan, segments: Sequence[ReadRequest], *, executor: Executor, readers: int, verify: bool
 ) -> Fetched:
     devices = draft.plan.devices
     return await fetch(files, segments, executor=executor, readers=readers, verify=verify, devices=devices)
 
 
-def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
+def _settle(draft: _LoadPlan, checkpoint: Checkpoint, trusted: bool) -> None:
     """Decode objects; tell torch and the devices what was written behind their backs."""
     if draft.by_dcp:
         _load_by_dcp(checkpoint, draft)
@@ -368,7 +368,7 @@ def _settle(draft: _Draft, checkpoint: Checkpoint, trusted: bool) -> None:
         draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
 
 
-def _load_by_dcp(checkpoint: Checkpoint, draft: _Draft) -> None:
+def _load_by_dcp(checkpoint: Checkpoint, draft: _LoadPlan) -> None:
     """Stream extensions: DCP's own reader, on a flat dict and our parsed metadata, so that it unpickles none."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(draft.by_dcp, checkpoint.metadata, is_coordinator=True)
@@ -378,6 +378,6 @@ def _load_by_dcp(checkpoint: Checkpoint, draft: _Draft) -> None:
     draft.values.update(draft.by_dcp)
 
 
-def _is_verified(fetched: Fetched, draft: _Draft, checkpoint: Checkpoint, verify: bool) -> bool:
+def _is_verified(fetched: Fetched, draft: _LoadPlan, checkpoint: Checkpoint, verify: bool) -> bool:
     checked = fetched.sums_checked + (len(draft.undecoded) if checkpoint.root is None else 0)
     return verify and (checked > 0 or not fetched.bytes_read)

@@ -23,9 +23,9 @@ from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import copies_by_address, is_host
 from aio_ckpt.read.catalog import Item, StoredObject
-from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, Landing, PieceRows, Segment, cut_segments
+from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, PieceRows, ReadRequest, ReassemblyBuffer, cut_requests
 
-__all__ = ["ReadPlan", "Segment", "bytes_of"]
+__all__ = ["ReadPlan", "ReadRequest", "bytes_of"]
 
 _SEGMENT_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
 """Three blocks, wherever they begin in a page."""
@@ -107,7 +107,7 @@ class ReadPlan:
     def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
         """Give the bytes of an object to ``then``, once they are proven."""
         label = f"{stored.file}: object {stored.name!r}"
-        landing = Landing(
+        landing = ReassemblyBuffer(
             label=label,
             start=stored.offset,
             nbytes=stored.nbytes,
@@ -121,12 +121,12 @@ class ReadPlan:
         """Of all blocks that are wanted."""
         return sum(rows.total_bytes() for rows in self.pieces.values())
 
-    def segments(self, readers: int) -> list[Segment]:
+    def segments(self, readers: int) -> list[ReadRequest]:
         """All reads: file by file, ascending. ``readers`` of them will be in flight."""
         size = min(max(self.total_bytes // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
-        found: list[Segment] = []
+        found: list[ReadRequest] = []
         for file, rows in self.pieces.items():
-            found += cut_segments(file, rows.ascending(), size)
+            found += cut_requests(file, rows.ascending(), size)
         return sorted(found, key=lambda segment: (segment.file, segment.start))
 
     # -- one item -----------------------------------------------------------------------------------
@@ -145,7 +145,9 @@ class ReadPlan:
     def _land_raw(self, item: Item, target: torch.Tensor, device: int) -> None:
         """Blocks that are copied to memory and have one sum together, or none."""
         if item.raw_bytes:
-            landing = Landing(label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32)
+            landing = ReassemblyBuffer(
+                label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32
+            )
             runs = [(0, item.raw_bytes)]
             self._add_landing(item.file, landing, runs, item.block_bytes, (), target.data_ptr(), device)
 
@@ -163,7 +165,7 @@ class ReadPlan:
         low, high = runs[0][0], runs[-1][1]
         first = item.storage_offset + sum(a * b for a, b in zip(start, item.stride, strict=True))
         is_all = runs == [(0, item.raw_bytes)]
-        landing = Landing(
+        landing = ReassemblyBuffer(
             label=_label(item),
             start=item.raw_offset + low,
             nbytes=high - low,
@@ -176,7 +178,7 @@ class ReadPlan:
     def _add_landing(
         self,
         file: str,
-        landing: Landing,
+        landing: ReassemblyBuffer,
         runs: Iterable[tuple[int, int]],
         block: int,
         sums: Sequence[int],

@@ -16,7 +16,7 @@ from aio_ckpt.format.manifests import IntArray
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.read.catalog import Item
 
-__all__ = ["SEGMENT_BYTES_MAX", "Landing", "PieceRows", "Pieces", "Segment", "cut_segments"]
+__all__ = ["SEGMENT_BYTES_MAX", "PieceRows", "Pieces", "ReadRequest", "ReassemblyBuffer", "cut_requests"]
 
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
@@ -32,7 +32,7 @@ _GAP_BYTES = 64 << 10
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
-class Landing:
+class ReassemblyBuffer:
     """Where pieces go that cannot be copied straight to their target, or whose sum covers all of them together.
 
     Used by the threads that fill it in any order; ``pieces_left`` belongs to the loop, which alone calls
@@ -60,7 +60,7 @@ class Landing:
     """There from the first piece to the last, so that few exist at once: what they are read to, if that is one read and
     the target on the host; on its device, if there is room; else in host memory of its own."""
 
-    def open(self, copies: Copies, segment: Segment, view: memoryview, pieces: int) -> None:
+    def open(self, copies: Copies, segment: ReadRequest, view: memoryview, pieces: int) -> None:
         """Before so many pieces land that ``segment`` brings to ``view``: make room, unless an earlier one did.
 
         Beside a target on a device the device copies, and not the host.
@@ -120,7 +120,7 @@ class Pieces:
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
-_Row: TypeAlias = tuple[int, int, int, int, int, str, "Landing | None", int]
+_Row: TypeAlias = tuple[int, int, int, int, int, str, "ReassemblyBuffer | None", int]
 """One piece: the columns of :class:`Pieces` in their order."""
 
 
@@ -158,7 +158,7 @@ class PieceRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
-class Segment:
+class ReadRequest:
     """One read."""
 
     file: str
@@ -181,7 +181,7 @@ class Segment:
         return self.stop - self.start
 
 
-def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]:
+def cut_requests(file: str, pieces: Pieces, segment_bytes: int) -> list[ReadRequest]:
     """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece.
 
     A landing that would be cut begins the next one, if nothing of it is then read twice: what lands whole needs no
@@ -189,7 +189,7 @@ def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]
     """
     stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
     far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
-    segments: list[Segment] = []
+    segments: list[ReadRequest] = []
     first = 0
     for end in (*far.tolist(), len(stops)):
         while first < end:
@@ -198,7 +198,7 @@ def cut_segments(file: str, pieces: Pieces, segment_bytes: int) -> list[Segment]
             if last < end:
                 last = _before_landing(pieces, stops, first, last)
             segments.append(
-                Segment(
+                ReadRequest(
                     file=file,
                     start=int(pieces.starts[first]) // PAGE_BYTES * PAGE_BYTES,
                     stop=align_up(int(stops[last - 1]), PAGE_BYTES),

@@ -13,7 +13,7 @@ from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.memory.host_copy import copy_all, memmove
 from aio_ckpt.memory.read_buffers import address_of
-from aio_ckpt.read.requests import Landing, Pieces, Segment
+from aio_ckpt.read.requests import Pieces, ReadRequest, ReassemblyBuffer
 
 __all__ = ["finish", "place"]
 
@@ -21,7 +21,7 @@ _SMALL_COPY_BYTES = 64 << 10
 """Up to this size copies are made many at once; beyond, each is one memmove."""
 
 
-def place(segment: Segment, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
+def place(segment: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
     """Prove the pieces of a segment, then put them where they belong; the number of sums that matched.
 
     ``copies`` are those of each number in ``Pieces.devices``. The loops take 1 us a piece.
@@ -45,7 +45,7 @@ def place(segment: Segment, view: memoryview, verify: bool, copies: Sequence[Cop
     return checked
 
 
-def finish(landings: Sequence[Landing], verify: bool, copies: Sequence[Copies]) -> int:
+def finish(landings: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
     """Finish landings that are full, and let go of their memory; the number of sums that matched."""
     try:
         combine = isal_zlib.crc32_combine if verify else None
@@ -91,7 +91,7 @@ def _runs(moves: IntArray) -> IntArray:
     return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
 
 
-def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
+def _prove(segment: ReadRequest, view: memoryview, begins: IntArray) -> int:
     pieces, crc32 = segment.pieces, isal_zlib.crc32
     ends = begins + pieces.nbytes
     is_summed = pieces.crcs >= 0
@@ -107,7 +107,7 @@ def _prove(segment: Segment, view: memoryview, begins: IntArray) -> int:
     return len(rows)
 
 
-def _mismatch(segment: Segment, row: int) -> MismatchError:
+def _mismatch(segment: ReadRequest, row: int) -> MismatchError:
     pieces = segment.pieces
     start = int(pieces.starts[row])
     where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
