@@ -27,7 +27,7 @@ from aio_ckpt.ranks.save_ledger import (
     Extent,
     Ledger,
     PlanMsg,
-    WrittenMsg,
+    Vote,
     decode_reply,
     decode_report,
     extents_crc32,
@@ -212,19 +212,19 @@ def _filled(template: MetadataTemplate, spans: list[Extent]) -> MetadataFile:
     return render_metadata_file(template, spans, checkpoint_id="root/step_000000001", save_id="s-1")
 
 
-def _sent(reports: Iterable[PlanMsg | WrittenMsg]) -> bytes:
+def _sent(reports: Iterable[PlanMsg | Vote]) -> bytes:
     """The messages of all ranks, as they stand in the store."""
     return b"".join(pack(Frame(rank, msgspec.msgpack.encode(report))) for rank, report in enumerate(reports))
 
 
-def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | WrittenMsg]:
+def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | Vote]:
     reports = [decode_report(frame.body, rank=frame.rank) for frame in unpack(data)]
     ledger.check(reports)
     return reports
 
 
-def _gather(ledger: Ledger, data: bytes) -> tuple[list[WrittenMsg], list[Extent]]:
-    written = [report for report in _received(ledger, data) if isinstance(report, WrittenMsg)]
+def _gather(ledger: Ledger, data: bytes) -> tuple[list[Vote], list[Extent]]:
+    written = [report for report in _received(ledger, data) if isinstance(report, Vote)]
     return written, ledger.learn(written)
 
 
@@ -236,19 +236,18 @@ def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
     state["rng"] = PerRank({str(number): 0 for number in range(_OBJECTS)})  # type: ignore[assignment]
     skeleton = tree.encode_skeleton(tree.flatten(state, rank=0).skeleton)
     plan = LocalPlan.of(holdings, (), skeleton)
-    sums = np.arange(items, dtype="<u4").tobytes()
     for rank in range(ranks):
         offsets = np.tile(np.array([4 * rank, 0], "<i8"), items).tobytes()
         objects = msgspec.msgpack.encode([f"rng.rank{rank}.{number}" for number in range(_OBJECTS)])
-        yield PlanMsg(1, LocalPlan(plan.names, plan.signatures, offsets, objects, plan.skeleton), sums)
+        yield PlanMsg(1, LocalPlan(plan.names, plan.signatures, offsets, objects, plan.skeleton))
 
 
-def _written(share_id: bytes, items: int, *, is_first: bool) -> WrittenMsg:
+def _written(share_id: bytes, items: int, *, is_first: bool) -> Vote:
     spans = tuple((items * 1500 + 3000 * number, 3000) for number in range(_OBJECTS))
     moved = tuple((number, *span) for number, span in enumerate(spans)) if is_first else ()
     places = np.array([(1500 * number, 1500) for number in range(items)], "<i8").tobytes() if is_first else None
     secs = (0.001234, 0.123456, 1.234567)
-    return WrittenMsg(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, extents_crc32(spans), places)
+    return Vote(123_456, share_id, 40 * items, 0xFFFFFFFF, secs, moved, extents_crc32(spans), places)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

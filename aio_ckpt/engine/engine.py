@@ -16,13 +16,17 @@ from typing import Literal, Self
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_kind
 from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
-from aio_ckpt.engine.load import load_state, read_tree, selection
-from aio_ckpt.engine.pending_save import EngineContext, SaveCall
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.load import Loader, load_state, read_tree, selection
+from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, make_root
 from aio_ckpt.engine.save_call import SaveFrontend
 from aio_ckpt.engine.shutdown import Shutdown, second_to
+from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.memory.kind import check_staging
@@ -91,6 +95,7 @@ class CheckpointEngine:
             members = Membership(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
             self._preemption = AgreedPreemption(members, self._portal)
             self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
+            self._quarantine, self._pending_cleanup, self._orphans = Quarantine(), PendingCleanup(), kept
             self._ctx = EngineContext(
                 root=self.root,
                 names=StepNames(config.step_dir),
@@ -99,13 +104,32 @@ class CheckpointEngine:
                 members=members,
                 executor=self._portal.executor,
                 config=config,
-                segments=segments,
-                kept=kept,
-                throttle=self._throttle,
             )
-            self._root_session = RootSession(self._ctx, self._portal, must_wait=lambda: self._preemption.is_on)
+            self._loader = Loader(ctx=self._ctx, quarantine=self._quarantine)
+            self._root_session = RootSession(
+                self._ctx,
+                self._portal,
+                quarantine=self._quarantine,
+                pending_cleanup=self._pending_cleanup,
+                segments=segments,
+                orphans=self._orphans,
+                must_wait=lambda: self._preemption.is_on,
+            )
+            pipeline = SavePipeline(
+                ctx=self._ctx,
+                throttle=self._throttle,
+                quarantine=self._quarantine,
+                pending_cleanup=self._pending_cleanup,
+            )
             self._frontend = SaveFrontend(
-                self._ctx, self._portal, self._root_session, is_urgent=self._preemption.poll, on_committed=self._expire
+                self._ctx,
+                self._portal,
+                self._root_session,
+                pipeline,
+                segments=segments,
+                orphans=self._orphans,
+                is_urgent=self._preemption.poll,
+                on_committed=self._expire,
             )
             self._shutdown = Shutdown(
                 self._frontend.in_flight,
@@ -264,7 +288,7 @@ class CheckpointEngine:
     ) -> Future[LoadReport]:
         """:meth:`load` for a caller without a loop: its future. Once ``given_up`` is done it ends early."""
         self._portal.check_thread("load()")
-        return self._portal.submit(load_state, self._ctx, state, step, options, given_up or Future())
+        return self._portal.submit(load_state, self._loader, state, step, options, given_up or Future())
 
     async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
         """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
@@ -283,7 +307,7 @@ class CheckpointEngine:
         """:meth:`read` for a caller without a loop: its future."""
         self._portal.check_thread("read()")
         step = None if step is None else commit.check_step_number(step)
-        return self._portal.submit(read_tree, self._ctx, step, selection(only))
+        return self._portal.submit(read_tree, self._loader, step, selection(only))
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""

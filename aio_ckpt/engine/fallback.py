@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from aio_ckpt.commit import publish as commit
-from aio_ckpt.commit.quarantine import CorruptCandidate
-from aio_ckpt.engine.pending_save import EngineContext
+from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -31,7 +31,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
-    ctx: EngineContext, step: int | None, use: Use[T], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, step: int | None, use: Use[T], *, fallback: bool
 ) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
@@ -41,7 +41,7 @@ async def newest_good(
     older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
     not take the root for an empty one.
     """
-    search = FallbackSearch(ctx=ctx)
+    search = FallbackSearch(ctx=ctx, quarantine=quarantine)
     for _ in range(commit.MAX_LOOKS):
         search.damaged.clear()
         try:
@@ -95,6 +95,8 @@ class FallbackSearch:
 
     ctx: EngineContext
     """Where."""
+    quarantine: Quarantine
+    """Told of checkpoints that were proven damaged."""
     damaged: list[Damage] = field(default_factory=list)
     """Passed by so far, newest first."""
     is_modified: bool = False
@@ -145,7 +147,7 @@ class FallbackSearch:
             for found in self.damaged
             if found.is_proven and isinstance(found.error, CorruptCheckpointError)
         )
-        moved = await ctx.quarantine.condemn(ctx.storage, ctx.root, proven, ctx.config.stall_timeout_secs)
+        moved = await self.quarantine.condemn(ctx.storage, ctx.root, proven, ctx.config.stall_timeout_secs)
         for found in self.damaged:
             reason = "cannot be read here" if isinstance(found.error, FormatVersionError) else "does not verify"
             _log.error("skipped step %d, which %s: %s", found.checkpoint.step, reason, found.error)

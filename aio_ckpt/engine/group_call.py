@@ -10,12 +10,12 @@ from typing import TypeAlias
 import msgspec
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit.owner import pending_path
+from aio_ckpt.commit.cleanup import PendingCleanup
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.in_flight import CALL_STAGE
-from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Portal
 
@@ -35,8 +35,17 @@ class GroupCall:
     comes: the others are told why, unless the leader has said, or says yet, that all skip the call.
     """
 
-    def __init__(self, ctx: EngineContext, portal: Portal, *, number: int, claim: Callable[[], object]) -> None:
-        """``claim`` takes the step of a call that is not skipped."""
+    def __init__(
+        self,
+        ctx: EngineContext,
+        portal: Portal,
+        *,
+        number: int,
+        claim: Callable[[], object],
+        pending_cleanup: PendingCleanup,
+    ) -> None:
+        """``claim`` takes the step of a call that is not skipped; ``pending_cleanup`` gets directories that must go."""
+        self._pending_cleanup = pending_cleanup
         self._ctx = ctx
         self._number = number
         self.agreement = SaveRound(ctx.members, ctx.executor, topic=f"save {number}")
@@ -105,10 +114,12 @@ class GroupCall:
 
     async def _end(self, told: PeerFailedError) -> None:
         """The call is over on this rank; the others may have begun to write."""
-        await self.agreement.end(told)
-        if self._members.is_leader and self.agreement.is_failed and not self.agreement.is_entered:
-            pending = pending_path(self._ctx.root, self._members.owner, self._number)
-            self._ctx.pending_cleanup.add(pending, lambda: True)
+        if self.agreement.state is not SaveState.CALLED:  # its pipeline, if it has begun, ends and clears up itself
+            await self.agreement.abort(told)
+            return
+        end = await self.agreement.end(told)
+        if self._members.is_leader and end.may_clear:
+            self._pending_cleanup.add(self._ctx.pending_path(self._number), lambda: True)
 
     async def _hear_late(self, told: PeerFailedError) -> None:
         """What became of the call on the leader; there, say it."""
@@ -139,7 +150,7 @@ def tell(portal: Portal, members: Membership, agreement: SaveRound, error: BaseE
 
 def _told(members: Membership, error: BaseException) -> PeerFailedError:
     if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
-        return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE)
+        return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE, cause=error.cause)
     return PeerFailedError(f"{type(error).__name__}: {error}", rank=members.coordinator.rank, stage=CALL_STAGE)
 
 

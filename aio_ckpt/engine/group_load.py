@@ -11,8 +11,9 @@ import anyio
 import msgspec
 
 from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, candidates, too_many_changes
-from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -102,7 +103,7 @@ _ORDERS = msgspec.msgpack.Decoder(_Order)
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, name: str, step: int | None, use: GroupUse[L], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, name: str, step: int | None, use: GroupUse[L], *, fallback: bool
 ) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.engine.fallback.newest_good`, for the same call on every rank, which all call ``name``.
 
@@ -114,8 +115,8 @@ async def newest_good_for_all(
             ``fallback``, or is gone.
     """
     coordinator, stall_secs = ctx.members.coordinator, ctx.config.stall_timeout_secs
-    turns = LoadRound(coordinator, name, LoadLeader(ctx, step, fallback=fallback))
-    own = LoadMember(ctx, use, turns)
+    turns = LoadRound(coordinator, name, LoadLeader(ctx, quarantine, step, fallback=fallback))
+    own = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, turns)
     try:
         order = await turns.tell(_Outcome("none yet", asked=(step, fallback)))
         while not order.is_last:
@@ -179,9 +180,9 @@ class LoadRound:
 class LoadMember(Generic[L]):
     """This rank's side: it does what all are told."""
 
-    def __init__(self, ctx: EngineContext, use: GroupUse[L], turns: LoadRound) -> None:
-        self.search = FallbackSearch(ctx=ctx)
-        self._newest_before = ctx.members.newest
+    def __init__(self, search: FallbackSearch, use: GroupUse[L], turns: LoadRound) -> None:
+        self.search = search
+        self._newest_before = search.ctx.members.newest
         self._use = use
         self._turns = turns
         self._outcome = _Outcome("none yet")
@@ -262,8 +263,9 @@ class LoadMember(Generic[L]):
 class LoadLeader:
     """The leader's side: which checkpoint next."""
 
-    def __init__(self, ctx: EngineContext, step: int | None, *, fallback: bool) -> None:
+    def __init__(self, ctx: EngineContext, quarantine: Quarantine, step: int | None, *, fallback: bool) -> None:
         self._ctx = ctx
+        self._quarantine = quarantine
         self._step = step
         self._falls_back = fallback and step is None
         self._left: list[int] = []
@@ -308,7 +310,7 @@ class LoadLeader:
         """The newest committed step, less what was proven damaged; what was known before if the root can't be read."""
         ctx = self._ctx
         try:
-            committed = await ctx.quarantine.committed(ctx.storage, ctx.root, ctx.names)
+            committed = await self._quarantine.committed(ctx.storage, ctx.root, ctx.names)
         except AioCkptError as error:  # all have what they wanted
             _log.warning("%s could not be looked at behind a load: %s", ctx.root, error)
             return None if ctx.members.newest in self._proven else ctx.members.newest

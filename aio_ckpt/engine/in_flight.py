@@ -12,12 +12,13 @@ from typing import Any
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.config import BusyPolicy
-from aio_ckpt.engine.pending_save import EngineContext, PendingSave, SaveCall
-from aio_ckpt.engine.pipeline import keep_trace, run_save
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
+from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
 from aio_ckpt.engine.steps import KnownSteps
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError
 from aio_ckpt.plan.planner import Plan, PlannedSave
-from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import tell_stage
@@ -50,19 +51,19 @@ class InFlight:
         self,
         ctx: EngineContext,
         portal: Portal,
+        pipeline: SavePipeline,
         *,
         on_settled: Callable[[int, BaseException | None], None],
-        adopt: Callable[[Plan], None],
     ) -> None:
-        """``on_settled`` is told of each outcome before the save leaves the table, ``adopt`` of each agreed plan."""
-        self._adopt = adopt
+        """``on_settled`` is told of each outcome before the save leaves the table."""
         self._ctx = ctx
+        self._pipeline = pipeline
         self._portal = portal
         self._on_settled = on_settled
         self._copy_engines = CopyEngines(device_copier=DeviceCopier(ctx.config.device_copy_bytes))
         self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
-        self.steps = KnownSteps(ctx.quarantine, max_in_flight=self._max, are_several=ctx.members.are_several)
+        self.steps = KnownSteps(pipeline.quarantine, max_in_flight=self._max, are_several=ctx.world_size > 1)
         self._on_failure = ctx.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
@@ -174,21 +175,23 @@ class InFlight:
             for event in save.events:
                 event.fence(stream)
 
+        captured = CapturedSave(
+            step=step,
+            number=number,
+            requested=requested,
+            plan=planned.plan,
+            plan_hit=planned.plan_hit,
+            fingerprint_hit=planned.fingerprint_hit,
+            objects=objects,
+            image=image,
+            progress=CaptureProgress(len(image.chunks)),
+        )
         try:
             with self._lock:
                 save = PendingSave(
                     call=call,
-                    step=step,
-                    number=number,
+                    captured=captured,
                     round=agreement,
-                    adopt=self._adopt,
-                    requested=requested,
-                    plan=planned.plan,
-                    plan_hit=planned.plan_hit,
-                    fingerprint_hit=planned.fingerprint_hit,
-                    objects=objects,
-                    image=image,
-                    progress=CaptureProgress(len(image.chunks)),
                     ticket=SaveTicket(
                         step=step,
                         portal_check=self._portal.check_thread,
@@ -196,13 +199,13 @@ class InFlight:
                         fence=fence,
                         waited_secs=waited_secs,
                     ),
-                    plan_secs=plan_secs,
                     earlier=tuple(pending.settled for pending in self._pending),
+                    timer=SaveTimer(call.started, waited_secs=waited_secs, plan_secs=plan_secs),
                 )
         except BaseException:
             image.lease.close()
             raise
-        agreement.is_entered = True
+        agreement.advance(SaveState.CAPTURING)
         return save
 
     def next_number(self) -> int:
@@ -217,11 +220,12 @@ class InFlight:
         When it raises, the save is settled: nothing is visible and the ticket holds the error.
         """
         work: Capture | None = None
+        image = save.captured.image
         is_running, is_staged, plan = False, False, planned.plan
 
         def begin() -> None:
             nonlocal is_running
-            self._portal.submit(run_save, self._ctx, save, on_done=lambda done: self._settle(save, done))
+            self._portal.submit(self._pipeline.run, save, on_done=lambda done: self._settle(save, done))
             is_running = True
 
         def captured(runs: Sequence[CapturedRun]) -> None:
@@ -236,10 +240,10 @@ class InFlight:
             save.events = work.source_events
             self.guards.wait_for(work.source_events)
             is_staged = work.is_done
-            save.blocked_secs = save.elapsed()  # now: the loop, woken next, may be done before this goes on
+            save.timer.reached("blocked")  # now: the loop, woken next, may be done before this goes on
 
         try:
-            save.image.lease.hold(save.ticket.staged)
+            image.lease.hold(save.ticket.staged)
             with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
                 self.check_open()  # since there was room; whoever closes awaits what is in the table then
                 self._pending.append(save)
@@ -247,19 +251,19 @@ class InFlight:
                 begin()
             work = capture(
                 planned,
-                save.image,
+                image,
                 self._copy_engines,
                 guarded=self.guards.leaves(plan.descriptors.fingerprint, plan.structure),
                 on_captured=captured,
                 on_issued=issued,
-                stall_timeout_secs=self._ctx.slot_timeout_secs(save.image.slots * save.image.chunk_bytes),
+                stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
                 trace=save.call.trace,
             )
             self._finish(save, work, is_staged=is_staged)
         except BaseException as error:
             if work is not None:
                 work.finish()  # the arena goes back: no copy may still be under way
-            save.image.lease.let_go(save.ticket.staged)
+            image.lease.let_go(save.ticket.staged)
             self._give_up(save, error)
             raise
 
@@ -268,10 +272,10 @@ class InFlight:
 
         def finish() -> None:
             work.finish()
-            save.staged_secs = save.elapsed()
+            save.timer.reached("staged")
             save.ticket.staged.resolve(None)
 
-        lease, staged = save.image.lease, save.ticket.staged
+        lease, staged = save.captured.image.lease, save.ticket.staged
         if is_staged:
             finish()
             lease.let_go(staged)
@@ -297,8 +301,8 @@ class InFlight:
     async def _stop(self, save: PendingSave, cause: Exception) -> None:
         """On the loop, where alone it is certain whether the pipeline has begun; it settles the save if it has."""
         save.progress.fail(cause)
-        if not save.has_begun:
-            save.image.lease.close()
+        if save.scope is None:  # the pipeline has not begun
+            save.captured.image.lease.close()
             await keep_trace(self._ctx, save, cause)
             self._settle(save, failed(cause))
 
@@ -308,8 +312,8 @@ class InFlight:
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
         is_cancelled = isinstance(error, SaveCancelledError)
-        if save.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
-            error.in_doubt = True  # nobody waited for the end of the commit, which cannot be cancelled
+        if save.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
+            save.round.lose(error)
         if error is not None and not is_cancelled:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))

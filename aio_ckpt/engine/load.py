@@ -13,9 +13,10 @@ import anyio
 
 from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
-from aio_ckpt.engine.pending_save import EngineContext
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.read.load import LoadOutcome, load_checkpoint, read_state
 from aio_ckpt.read.match import OnMatched, at_once
@@ -23,7 +24,7 @@ from aio_ckpt.reports import LoadReport
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["LoadOptions", "load_state", "read_tree", "selection"]
+__all__ = ["LoadOptions", "Loader", "load_state", "read_tree", "selection"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,18 @@ class LoadOptions:
             check_flag(name, getattr(self, name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """What the loads of one engine share."""
+
+    ctx: EngineContext
+    """The engine's."""
+    quarantine: Quarantine
+    """Told of checkpoints that were proven damaged."""
+
+
 async def load_state(
-    ctx: EngineContext, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
+    loader: Loader, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
 ) -> LoadReport:
     """Fill ``state`` from ``step``, or from the newest checkpoint that verifies; no longer once ``given_up`` is done.
 
@@ -53,11 +64,11 @@ async def load_state(
     Raises:
         StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
     """
-    return await unless_given_up(given_up, lambda: _load(ctx, state, step, options))
+    return await unless_given_up(given_up, lambda: _load(loader, state, step, options))
 
 
-async def _load(ctx: EngineContext, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
-    members = ctx.members
+async def _load(loader: Loader, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
+    ctx, quarantine, members = loader.ctx, loader.quarantine, loader.ctx.members
     name = members.next_load()  # first: a call that is refused here alone still counts, as on the others
     try:
         wanted = None if step is None else check_step_number(step)
@@ -66,7 +77,7 @@ async def _load(ctx: EngineContext, state: object, step: object, options: Mappin
     except BaseException as error:
         await _refuse(ctx, name, error)
         raise
-    fill = functools.partial(_fill, ctx, state, checked)
+    fill = functools.partial(_fill, loader, state, checked)
 
     async def fill_and_put_back(candidate: CommittedCheckpoint, again: bool) -> _Filled:
         filled = await fill(candidate, again, at_once)
@@ -74,9 +85,13 @@ async def _load(ctx: EngineContext, state: object, step: object, options: Mappin
         return filled
 
     if members.are_several:
-        chosen, skipped, filled = await newest_good_for_all(ctx, name, wanted, fill, fallback=checked.fallback)
+        chosen, skipped, filled = await newest_good_for_all(
+            ctx, quarantine, name, wanted, fill, fallback=checked.fallback
+        )
     else:
-        chosen, skipped, filled = await newest_good(ctx, wanted, fill_and_put_back, fallback=checked.fallback)
+        chosen, skipped, filled = await newest_good(
+            ctx, quarantine, wanted, fill_and_put_back, fallback=checked.fallback
+        )
     return LoadReport(
         step=chosen.step,
         path=chosen.path,
@@ -118,20 +133,21 @@ class _Filled:
 
 
 async def _fill(
-    ctx: EngineContext,
+    loader: Loader,
     state: object,
     options: LoadOptions,
     candidate: CommittedCheckpoint,
     again: bool,
     on_matched: OnMatched,
 ) -> _Filled:
+    ctx = loader.ctx
     outcome = await load_checkpoint(
         ctx.storage,
         candidate.path,
         state,
         step=candidate.step,
-        rank=ctx.members.coordinator.rank,
-        world_size=ctx.members.coordinator.world_size,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
         ranks_on_host=ctx.members.on_host,
         executor=ctx.executor,
         readers=ctx.config.workers,
@@ -165,8 +181,9 @@ def selection(only: Any) -> list[str] | None:
     return names
 
 
-async def read_tree(ctx: EngineContext, step: int | None, only: Collection[str] | None) -> object:
+async def read_tree(loader: Loader, step: int | None, only: Collection[str] | None) -> object:
     """The nested state of ``step``, or of the newest checkpoint that verifies."""
+    ctx = loader.ctx
 
     async def read(candidate: CommittedCheckpoint, _: bool) -> object:
         return await read_state(
@@ -174,13 +191,13 @@ async def read_tree(ctx: EngineContext, step: int | None, only: Collection[str] 
             candidate.path,
             step=candidate.step,
             only=only,
-            rank=ctx.members.coordinator.rank,
-            world_size=ctx.members.coordinator.world_size,
+            rank=ctx.rank,
+            world_size=ctx.world_size,
             executor=ctx.executor,
             readers=ctx.config.workers,
             verify=ctx.config.verify == "load",
             trusted=ctx.config.trusted_objects,
         )
 
-    _, _, state = await newest_good(ctx, step, read, fallback=True)
+    _, _, state = await newest_good(ctx, loader.quarantine, step, read, fallback=True)
     return state

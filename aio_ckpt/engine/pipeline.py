@@ -1,139 +1,402 @@
-"""One save on the engine's loop: write -> agree -> commit, and what happens when any of it fails."""
+"""One save on the engine's loop: write, vote, commit; and what happens when any of it fails."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import anyio.lowlevel
+import numpy as np
+from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.commit import owner
+from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.discovery import read_save_id
-from aio_ckpt.commit.manifests import MetadataFile, object_spans, render_metadata_file
-from aio_ckpt.engine.commit_stage import conclude, narrow_save
-from aio_ckpt.engine.pending_save import EngineContext, PendingSave, pending_of, save_id_of
+from aio_ckpt.commit.manifests import (
+    MetadataFile,
+    object_entries,
+    object_spans,
+    render_metadata_file,
+    render_rank,
+    render_root,
+    written_names,
+)
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
-from aio_ckpt.format.manifests import METADATA_FILE, data_file_name
+from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
+from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
-from aio_ckpt.reports import SaveReport, StageTimings
+from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
+from aio_ckpt.ranks.save_round import SaveState
+from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import tell_stage
-from aio_ckpt.runtime.futures import first_cause
-from aio_ckpt.runtime.portal import watch_submissions
-from aio_ckpt.write.result import WriteResult
+from aio_ckpt.runtime.futures import first_cause, follow
+from aio_ckpt.runtime.portal import run_blocking, watch_submissions
+from aio_ckpt.write.result import WriteResult, check_complete
+from aio_ckpt.write.throttle import WriteThrottle
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["run_save"]
+__all__ = ["SavePipeline", "keep_trace"]
 
 _log = logging.getLogger("aio_ckpt")
 _TELL_SECS = 1.0
 """How much later than its deadline a save may end: a leader that lives answers in milliseconds."""
 
 
-async def run_save(ctx: EngineContext, save: PendingSave) -> SaveReport:
-    """Take a captured (or still being captured) save to the disk.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePipeline:
+    """The way of a save from its captured image to a visible checkpoint. :meth:`_save` shows all of it."""
 
-    Raises:
-        SaveCancelledError: ``cancel`` was accepted.
-        StallError: no progress for ``stall_timeout_secs``, or ``deadline_secs`` passed.
-        Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
-            thread has let go of it.
-    """
-    if save.settled.done():
-        raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
-    save.has_begun = True
-    try:
-        with watch_submissions(save.threads.add):
-            report = await _watched(ctx, save)
-    except BaseException as error:
-        cause = first_cause(error)
-        tell_stage(cause, save.stage)
-        with anyio.CancelScope(shield=True):
-            cause = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
-            if save.is_visible and isinstance(cause, AioCkptError):
-                cause.in_doubt = True
-            is_failed = save.round.is_failed and not save.is_visible
-            pending = pending_of(ctx, save) if is_failed else None
-            await undo.settle_failure(
-                ctx.storage,
-                pending,
-                save.image,
-                save.threads,
-                step=save.step,
-                cause=cause,
-                pending_cleanup=ctx.pending_cleanup,
-                are_several=ctx.members.are_several,
+    ctx: EngineContext
+    """The engine's."""
+    throttle: WriteThrottle
+    """The rate of writing."""
+    quarantine: Quarantine
+    """Whose lock orders all renames under the root."""
+    pending_cleanup: undo.PendingCleanup
+    """Directories that are still to be removed."""
+
+    def slot_timeout_secs(self, nbytes: int) -> float:
+        """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""
+        return self.ctx.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
+
+    async def run(self, save: PendingSave) -> SaveReport:
+        """Take a captured (or still being captured) save to the disk.
+
+        Raises:
+            SaveCancelledError: ``cancel`` was accepted.
+            StallError: no progress for ``stall_timeout_secs``, or ``deadline_secs`` passed.
+            Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
+                thread has let go of it.
+        """
+        if save.settled.done():
+            raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
+        try:
+            with watch_submissions(save.threads.add):
+                report = await self._watched(save)
+        except BaseException as error:
+            cause = first_cause(error)
+            tell_stage(cause, save.stage)
+            with anyio.CancelScope(shield=True):
+                cause = await self._clean_up(save, cause)
+                await keep_trace(self.ctx, save, cause)
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
+        await keep_trace(self.ctx, save, None)
+        return report
+
+    async def _save(self, save: PendingSave) -> SaveReport:
+        """Write, vote, commit."""
+        group, progress = save.round, save.progress
+        pending = await self._make_pending(save)
+        written = await self._write_rank(save, pending)  # data file and rank manifest, durable
+        vote = self._vote(save, written)
+        with progress.paused():
+            votes = await group.gather(vote)  # the leader: every rank's; the others: ()
+        if group.is_leader:
+            await self._publish(save, pending, written.metadata, votes)  # .metadata, root manifest, one rename
+        with progress.paused():
+            reply = await group.finish(votes)  # every rank knows
+        await _earlier(save)
+        self._confirm(save)
+        save.begin("ending")
+        return self._report(save, written, reply)
+
+    # -- write ----------------------------------------------------------------------------------------
+
+    async def _make_pending(self, save: PendingSave) -> Path:
+        save.begin("making its directory")
+        pending = self.ctx.pending_path(save.number)
+        try:
+            await self.ctx.storage.make_dir(pending)
+        except WriteError as error:
+            if error.errno != errno.EEXIST or self.ctx.world_size == 1:  # another rank was first
+                raise
+        return pending
+
+    async def _write_rank(self, save: PendingSave, pending: Path) -> WrittenRank:
+        """The data file and this rank's manifest, durable; ``.metadata`` beside them where no other rank is needed."""
+        ctx, captured, storage = self.ctx, save.captured, self.ctx.storage
+        plan, objects = captured.plan, captured.objects
+        metadata = self._own_metadata(save)
+        async with anyio.create_task_group() as beside:
+            if save.round.is_leader:
+                beside.start_soon(owner.write_owner, storage, pending, ctx.owner)
+            if metadata is not None:
+                beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
+                if captured.image.lease.arena.segment is not None:
+                    beside.start_soon(self._record_snapshot, save, b"".join(metadata.parts))
+            result = await self._write_image(save, pending)
+            save.begin("writing its .metadata")
+            captured.image.lease.close()
+        save.timer.reached("synced")
+        entries = object_entries(plan, objects)
+        written = written_names(plan, entries, result)
+        check_complete(frozenset(captured.requested), written | plan.elsewhere if plan.elsewhere else written)
+        save.begin("writing the rank's manifest")
+        save_id = ctx.save_id(save.number)
+        manifest = render_rank(
+            plan, entries, result, step=save.step, save_id=save_id, rank=ctx.rank, world_size=ctx.world_size
+        )
+        await storage.write_file(pending / rank_manifest_name(ctx.rank), manifest)
+        save.progress.touch()
+        save.begin("waiting for the other ranks", stage="agree")
+        return WrittenRank(
+            result=result, metadata=metadata, manifest_bytes=len(manifest), manifest_crc32=isal_zlib.crc32(manifest)
+        )
+
+    async def _write_image(self, save: PendingSave, pending: Path) -> WriteResult:
+        ctx, image, progress = self.ctx, save.captured.image, save.progress
+        layout = save.captured.plan.layout
+        renders = not image.has_constants or save.captured.plan.gathers
+        preparer = ChunkPreparer(layout, save.captured.objects.region, renders_constants=renders)
+        path = pending / data_file_name(ctx.rank)
+        is_hurried = save.call.deadline.secs is not None
+
+        def on_written(nbytes: int) -> None:
+            save.timer.reached("written")
+            progress.touch()
+
+        workers = ctx.config.workers
+        file = new_file(
+            ctx.storage, path, image.chunks[-1].stop, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin
+        )
+        result = await write_image(
+            image,
+            preparer,
+            file,
+            ctx.executor,
+            workers=workers,
+            captured=lambda index: progress.wait(index, ctx.executor),
+            admit=functools.partial(self.throttle.admit, is_hurried=is_hurried, on_wait=progress.touch),
+            on_written=on_written,
+            trace=save.call.trace,
+        )
+        progress.touch()
+        if image.is_whole:
+            image.lease.arena.keep_constants(layout)
+        return result
+
+    def _own_metadata(self, save: PendingSave) -> MetadataFile | None:
+        """``.metadata``, where it depends on no other rank."""
+        captured = save.captured
+        if captured.plan.metadata is None:
+            return None
+        spans = object_spans(captured.plan, captured.objects)
+        final, save_id = self.ctx.final_path(save.step), self.ctx.save_id(save.number)
+        return render_metadata_file(captured.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id)
+
+    async def _record_snapshot(self, save: PendingSave, metadata: bytes) -> None:
+        """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
+        captured, image, call = save.captured, save.captured.image, save.call
+        if not image.is_whole:
+            _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
+            return
+        image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
+        final, save_id = self.ctx.final_path(save.step), self.ctx.save_id(save.number)
+        replaces = await read_save_id(self.ctx.storage, final) if call.overwrite else ""
+        record = record_of(final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
+        await store_record_when_captured(
+            record, captured.plan, captured.objects, image, save.progress, self.ctx.executor
+        )
+
+    # -- vote -----------------------------------------------------------------------------------------
+
+    def _vote(self, save: PendingSave, written: WrittenRank) -> Vote:
+        """This rank's vote to commit: what it has written."""
+        plan, sent, timer = save.captured.plan, self.ctx.members.sent, save.timer
+        spans = object_spans(plan, save.captured.objects)
+        is_alone, is_first = all(settled.done() for settled in save.earlier), sent.is_new(plan.share_id)
+        return Vote(
+            save.step,
+            plan.share_id,
+            written.manifest_bytes,
+            written.manifest_crc32,
+            (timer.secs("blocked"), timer.secs("staged"), timer.secs("written")),
+            sent.moved(plan.share_id, spans, is_alone=is_alone),
+            extents_crc32(spans),
+            _places(plan) if is_first else None,
+        )
+
+    def _confirm(self, save: PendingSave) -> None:
+        """The leader knows now where the objects stand."""
+        plan = save.captured.plan
+        self.ctx.members.sent.confirm(plan.share_id, object_spans(plan, save.captured.objects))
+
+    # -- commit ---------------------------------------------------------------------------------------
+
+    async def _publish(
+        self, save: PendingSave, pending: Path, metadata: MetadataFile | None, votes: Sequence[Vote]
+    ) -> None:
+        """The leader: everything is durable but the names; make it one checkpoint, visible."""
+        ctx = self.ctx
+        save.begin("waiting for the commit of the save before")
+        await _earlier(save)
+        if metadata is None:
+            metadata = await self._metadata_of_all(save, pending, votes)
+        save.progress.touch()
+        save.timer.reached("agreed")
+        root_manifest = render_root(
+            metadata,
+            [FileEntry(rank_manifest_name(rank), vote.nbytes, vote.crc32) for rank, vote in enumerate(votes)],
+            step=save.step,
+            save_id=ctx.save_id(save.number),
+            created_unix=time.time(),
+            metrics=save.call.metrics,
+        )
+        save.begin("making its directory durable", stage="commit")
+        await commit.sync_pending(ctx.storage, pending, root_manifest)
+        save.timer.reached("dir_synced")
+        save.begin("waiting while other checkpoints are renamed")
+        async with self.quarantine.renames:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
+            save.round.advance(SaveState.COMMITTING)
+            save.begin("making it visible (rename, fsync)")
+            await self._rename(save, pending)
+        save.round.advance(SaveState.VISIBLE)
+
+    async def _metadata_of_all(self, save: PendingSave, pending: Path, votes: Sequence[Vote]) -> MetadataFile:
+        """Render and write ``.metadata`` of what all ranks have written."""
+        ctx, ledger = self.ctx, self.ctx.members.ledger
+        save.begin("rendering .metadata")
+        spans = ledger.learn(votes)
+        with save.progress.paused():  # seconds for 10,000 ranks, in which no storage is asked for anything
+            template = await run_blocking(ctx.executor, ledger.template, votes)
+        final, save_id = ctx.final_path(save.step), ctx.save_id(save.number)
+        metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
+        await ctx.storage.write_file(pending / METADATA_FILE, *metadata.parts)
+        return metadata
+
+    async def _rename(self, save: PendingSave, pending: Path) -> None:
+        ctx, limit_secs, final = self.ctx, self.ctx.config.stall_timeout_secs, self.ctx.final_path(save.step)
+        # Shielded: a rename that was begun is finished or undone.
+        with anyio.move_on_after(limit_secs, shield=True) as scope:
+            left = await commit.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
+            for directory in left:
+                self.pending_cleanup.add(directory, lambda: True)
+        if scope.cancelled_caught:
+            save.round.advance(SaveState.IN_DOUBT)
+            raise StallError(
+                f"the commit of step {save.step} did not end within {limit_secs} s: {ctx.root} is "
+                "stalled; the step may still become visible, whole, when it recovers"
             )
-            await keep_trace(ctx, save, cause)
-        if cause is error:
-            raise
-        raise cause from cause.__cause__
-    await keep_trace(ctx, save, None)
-    return report
 
+    def _report(self, save: PendingSave, written: WrittenRank, reply: CommitReply) -> SaveReport:
+        captured = save.captured
+        return SaveReport(
+            step=save.step,
+            path=self.ctx.final_path(save.step),
+            image_bytes=written.result.image_bytes,
+            raw_bytes=captured.plan.layout.raw_bytes,
+            plan_hit=captured.plan_hit,
+            fingerprint_hit=captured.fingerprint_hit,
+            mode=written.result.mode,
+            timings=save.timer.timings(),
+            slowest_rank=reply.slowest,
+        )
 
-def _tell_secs(deadline: Deadline) -> float | None:
-    """How long a save that failed may wait for the leader's word on it; None: as long as it lives."""
-    return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
+    # -- beside all of it, and behind it --------------------------------------------------------------
+
+    async def _watched(self, save: PendingSave) -> SaveReport:
+        """:meth:`_save`, ended by its deadline, by a stall, or by ``cancel()``; and heartbeats meanwhile."""
+        ctx, report = self.ctx, None
+        with anyio.CancelScope() as scope:
+            save.scope = scope
+            if save.round.state is SaveState.CANCELLED:
+                scope.cancel()
+            else:
+                save.round.advance(SaveState.WRITING)
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(_watch, ctx, save)
+                    if save.round.is_leader:
+                        pending, alive_secs = ctx.pending_path(save.number), ctx.config.stale_after_secs
+                        group.start_soon(owner.keep_alive, ctx.storage, pending, alive_secs)
+                    group.start_soon(_send_heartbeats, ctx, save)
+                    try:
+                        report = await self._save(save)
+                    finally:
+                        save.captured.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it
+                    group.cancel_scope.cancel()
+            except Exception as error:
+                if report is None:
+                    raise
+                # The deadline, say, in the same turn of the loop as the leader's reply: it is committed all the same.
+                _log.warning("step %d was committed before this came: %s", save.step, first_cause(error))
+        if report is None:
+            raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
+        return report
+
+    async def _clean_up(self, save: PendingSave, cause: BaseException) -> BaseException:
+        """The save has failed: tell the other ranks, then leave nothing behind. What it failed with first."""
+        end = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
+        await undo.settle_failure(
+            self.ctx.storage,
+            self.ctx.pending_path(save.number) if end.may_clear else None,
+            save.captured.image,
+            save.threads,
+            step=save.step,
+            cause=end.cause,
+            pending_cleanup=self.pending_cleanup,
+            are_several=self.ctx.world_size > 1,
+        )
+        return end.cause
 
 
 async def keep_trace(ctx: EngineContext, save: PendingSave, error: BaseException | None) -> None:
     """The save has ended, with ``error`` or well: write the trace that its caller asked for."""
-    about = {"step": save.step, "plan_hit": save.plan_hit, "image_bytes": save.image.chunks[-1].stop}
-    origin, rank = save.call.started, ctx.members.coordinator.rank
-    await save.call.trace.keep(ctx.executor, origin=origin, rank=rank, about=about, error=error)
+    captured = save.captured
+    about = {"step": save.step, "plan_hit": captured.plan_hit, "image_bytes": captured.image.chunks[-1].stop}
+    await save.call.trace.keep(ctx.executor, origin=save.call.started, rank=ctx.rank, about=about, error=error)
 
 
-async def _watched(ctx: EngineContext, save: PendingSave) -> SaveReport:
-    report: SaveReport | None = None
-    with anyio.CancelScope() as scope:
-        save.scope = scope
-        if save.is_cancelled:
-            scope.cancel()
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(_watch, ctx, save)
-                if ctx.members.is_leader:
-                    alive_secs = ctx.config.stale_after_secs
-                    group.start_soon(owner.keep_alive, ctx.storage, pending_of(ctx, save), alive_secs)
-                if ctx.members.are_several:
-                    group.start_soon(_beat, ctx, save)
-                try:
-                    report = await _stages(ctx, save)
-                finally:
-                    save.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it any more
-                group.cancel_scope.cancel()
-        except Exception as error:
-            if report is None:
-                raise
-            # The deadline, say, in the same turn of the loop as the leader's word: it is committed all the same.
-            _log.warning("step %d was committed before this came: %s", save.step, first_cause(error))
-    if report is None:
-        raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
-    return report
+def _tell_secs(deadline: Deadline) -> float | None:
+    """How long a save that failed may wait for the leader's reply; None: as long as the leader lives."""
+    return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
+
+
+async def _earlier(save: PendingSave) -> None:
+    """Commits keep the order of the calls."""
+    with save.progress.paused():
+        for settled in save.earlier:
+            await asyncio.wrap_future(follow(settled))
+
+
+def _places(plan: Plan) -> bytes:
+    places = [(item.item_offset, item.envelope.item_bytes) for item in plan.layout.items]
+    return np.array(places, "<i8").tobytes()
 
 
 async def _watch(ctx: EngineContext, save: PendingSave) -> None:
     """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
     limit = ctx.config.stall_timeout_secs
-    while not save.is_committing:  # which has a limit of its own: to give it up would not take it back
+    while not save.round.is_committing:  # which has a limit of its own: to give it up would not take it back
         save.call.deadline.check(save.step, save.activity)
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
             raise StallError(
-                f"the save of step {save.step} (rank {ctx.members.coordinator.rank}) made no progress for {limit} s: "
+                f"the save of step {save.step} (rank {ctx.rank}) made no progress for {limit} s: "
                 f"storage under {ctx.root} is stalled, it was {save.activity}"
             )
         with anyio.move_on_after(save.call.deadline.left_secs(idle_left)):
             await save.progress.raise_failure()
 
 
-async def _beat(ctx: EngineContext, save: PendingSave) -> None:
+async def _send_heartbeats(ctx: EngineContext, save: PendingSave) -> None:
     """Let the other ranks wait for a rank that is slow but moves."""
     last = save.progress.last
     while True:
@@ -143,107 +406,5 @@ async def _beat(ctx: EngineContext, save: PendingSave) -> None:
             try:
                 await ctx.members.coordinator.beat()
             except AioCkptError:
-                if not save.is_committing:  # else the others cannot be told, which undoes nothing
+                if not save.round.is_committing:  # else the others cannot be told, which undoes nothing
                     raise
-
-
-async def _stages(ctx: EngineContext, save: PendingSave) -> SaveReport:
-    storage, pending = ctx.storage, pending_of(ctx, save)
-    final = ctx.root / ctx.names.name(save.step)
-    save.begin("making its directory")
-    await _make_pending(ctx, pending)
-    if ctx.members.are_several and not save.plan.share_id:
-        await narrow_save(ctx, save)
-    metadata = _own_metadata(ctx, save, final)
-    async with anyio.create_task_group() as beside:
-        if ctx.members.is_leader:
-            beside.start_soon(owner.write_owner, storage, pending, ctx.owner)
-        if metadata is not None:
-            beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
-            if save.image.lease.arena.segment is not None:
-                beside.start_soon(_seal, ctx, save, final, b"".join(metadata.parts))
-        result = await _write(ctx, save, pending)
-        save.begin("writing its .metadata")
-        save.image.lease.close()
-    save.synced_secs = save.elapsed()
-    slowest = await conclude(ctx, save, pending, final, metadata, result)
-    save.begin("ending")
-    return SaveReport(
-        step=save.step,
-        path=final,
-        image_bytes=result.image_bytes,
-        raw_bytes=save.plan.layout.raw_bytes,
-        plan_hit=save.plan_hit,
-        fingerprint_hit=save.fingerprint_hit,
-        mode=result.mode,
-        timings=StageTimings(
-            blocked_secs=save.blocked_secs,
-            waited_secs=save.ticket.waited_secs,
-            plan_secs=save.plan_secs,
-            staged_secs=save.staged_secs,
-            written_secs=save.written_secs,
-            synced_secs=save.synced_secs,
-            agreed_secs=save.agreed_secs,
-            dir_synced_secs=save.dir_synced_secs,
-            committed_secs=save.elapsed(),
-        ),
-        slowest_rank=slowest,
-    )
-
-
-async def _make_pending(ctx: EngineContext, pending: Path) -> None:
-    try:
-        await ctx.storage.make_dir(pending)
-    except WriteError as error:
-        if error.errno != errno.EEXIST or not ctx.members.are_several:  # another rank was first
-            raise
-
-
-def _own_metadata(ctx: EngineContext, save: PendingSave, final: Path) -> MetadataFile | None:
-    """``.metadata``, where it depends on no other rank."""
-    if save.plan.metadata is None:
-        return None
-    spans = object_spans(save.plan, save.objects)
-    return render_metadata_file(save.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id_of(ctx, save))
-
-
-async def _seal(ctx: EngineContext, save: PendingSave, final: Path, metadata: bytes) -> None:
-    """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
-    if not save.image.is_whole:
-        _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
-        return
-    save.image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
-    save_id, call = save_id_of(ctx, save), save.call
-    replaces = await read_save_id(ctx.storage, final) if call.overwrite else ""
-    record = record_of(final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
-    await store_record_when_captured(record, save.plan, save.objects, save.image, save.progress, ctx.executor)
-
-
-async def _write(ctx: EngineContext, save: PendingSave, pending: Path) -> WriteResult:
-    layout = save.plan.layout
-    renders = not save.image.has_constants or save.plan.gathers
-    preparer = ChunkPreparer(layout, save.objects.region, renders_constants=renders)
-    path = pending / data_file_name(ctx.members.coordinator.rank)
-    image_bytes = save.image.chunks[-1].stop
-    is_hurried = save.call.deadline.secs is not None
-
-    def on_written(nbytes: int) -> None:
-        save.written_secs = save.elapsed()
-        save.progress.touch()
-
-    workers = ctx.config.workers
-    result = await write_image(
-        save.image,
-        preparer,
-        new_file(ctx.storage, path, image_bytes, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin),
-        ctx.executor,
-        workers=workers,
-        captured=lambda index: save.progress.wait(index, ctx.executor),
-        admit=functools.partial(ctx.throttle.admit, is_hurried=is_hurried, on_wait=save.progress.touch),
-        on_written=on_written,
-        trace=save.call.trace,
-    )
-    save.progress.touch()
-    if save.image.is_whole:
-        save.image.lease.arena.keep_constants(layout)
-    return result

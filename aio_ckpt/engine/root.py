@@ -16,11 +16,14 @@ import anyio
 
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit import retention
+from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
-from aio_ckpt.engine.pending_save import EngineContext
+from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import EngineClosedError, RootError, StallError
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue.commit import forget_segments, reclaim
+from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.portal import Portal
@@ -58,9 +61,23 @@ class RootSession:
     protection is no such change: any process may set it.
     """
 
-    def __init__(self, ctx: EngineContext, portal: Portal, *, must_wait: Callable[[], bool]) -> None:
-        """Nothing is deleted while ``must_wait()`` says so."""
+    def __init__(
+        self,
+        ctx: EngineContext,
+        portal: Portal,
+        *,
+        quarantine: Quarantine,
+        pending_cleanup: PendingCleanup,
+        segments: SegmentDirectory | None,
+        orphans: OrphanSnapshots,
+        must_wait: Callable[[], bool],
+    ) -> None:
+        """Nothing is deleted while ``must_wait()`` says so; ``orphans`` are snapshots that dead trainers left."""
         self._ctx = ctx
+        self._quarantine = quarantine
+        self._pending_cleanup = pending_cleanup
+        self._segments = segments
+        self._orphans = orphans
         self._portal = portal
         self._must_wait = must_wait
         config = ctx.config
@@ -70,8 +87,8 @@ class RootSession:
             ctx.root,
             ctx.names,
             policy,
-            committed=lambda: ctx.quarantine.committed(ctx.storage, ctx.root, ctx.names),
-            renames=ctx.quarantine.renames,
+            committed=lambda: quarantine.committed(ctx.storage, ctx.root, ctx.names),
+            renames=quarantine.renames,
             must_wait=must_wait,
         )
         self._passes: list[Future[None]] = []
@@ -90,14 +107,14 @@ class RootSession:
         """
         if self._lock is not None:
             self._lock.renew()
-            if self._ctx.quarantine.is_waiting:  # in the place of what is to be saved
+            if self._quarantine.is_waiting:  # in the place of what is to be saved
                 self._set_aside(deadline)
             return
         self._check_open()
         ctx, lock = self._ctx, None
         try:
             lock = ctx.storage.lock(ctx.root / LOCK_FILE)
-            ctx.quarantine.is_writer = True
+            self._quarantine.is_writer = True
             what = "making the directories of its own"
             self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
             self._set_aside(deadline)
@@ -109,7 +126,7 @@ class RootSession:
         except BaseException as error:
             tell_stage(error, "open")
             self._lock = None
-            ctx.quarantine.is_writer = False
+            self._quarantine.is_writer = False
             if lock is not None:
                 lock.release()
             raise
@@ -119,9 +136,9 @@ class RootSession:
     def release(self) -> None:
         """Let the lock go. Idempotent."""
         lock, self._lock = self._lock, None
-        self._ctx.quarantine.is_writer = False
+        self._quarantine.is_writer = False
         if lock is not None:
-            forget_segments(self._ctx.root, self._ctx.kept)
+            forget_segments(self._ctx.root, self._orphans)
             lock.release()
 
     def _check_open(self) -> None:
@@ -131,7 +148,7 @@ class RootSession:
     def _set_aside(self, deadline: Deadline) -> None:
         ctx, what = self._ctx, "setting damaged checkpoints aside"
         limit_secs = ctx.config.stall_timeout_secs
-        self._call(ctx.quarantine.enforce, ctx.storage, ctx.root, limit_secs, what=what, deadline=deadline)
+        self._call(self._quarantine.enforce, ctx.storage, ctx.root, limit_secs, what=what, deadline=deadline)
 
     async def _clear(self) -> list[str]:
         ctx = self._ctx
@@ -147,8 +164,8 @@ class RootSession:
             ctx.root,
             ctx.names,
             ctx.owner,
-            segments=ctx.segments,
-            kept=ctx.kept,
+            segments=self._segments,
+            kept=self._orphans,
             stale_after_secs=ctx.config.stale_after_secs,
         )
 
@@ -159,7 +176,7 @@ class RootSession:
         ctx = self._ctx
         arguments = ctx.storage, ctx.root, ctx.names
         try:
-            found = self._call(ctx.quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
+            found = self._call(self._quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
         except Exception as error:
             tell_stage(error, "open")
             raise
@@ -179,7 +196,7 @@ class RootSession:
 
     async def _abandon_after(self, step: int) -> list[int]:
         ctx = self._ctx
-        async with ctx.quarantine.renames:
+        async with self._quarantine.renames:
             abandoned = await commit.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
         await retention.unprotect_after(ctx.storage, ctx.root, step)
         return abandoned
@@ -216,7 +233,7 @@ class RootSession:
         """
         self._passes = [done for done in self._passes if not done.done()]
         expires = self._retention.is_enabled and self._lock is not None
-        if expires or len(self._ctx.pending_cleanup):
+        if expires or len(self._pending_cleanup):
             self._begin_pass(good if expires else None)
 
     @property
@@ -226,7 +243,7 @@ class RootSession:
 
     def last_passes(self) -> tuple[Future[None], ...]:
         """The same, with one more for what failed saves left: the engine is closing."""
-        if len(self._ctx.pending_cleanup) and not self._must_wait():
+        if len(self._pending_cleanup) and not self._must_wait():
             self._begin_pass(None)
         return self.passes
 
@@ -237,7 +254,7 @@ class RootSession:
     async def _delete(self, good: int | None) -> None:
         limit = self._ctx.config.stall_timeout_secs
         with anyio.move_on_after(limit) as scope:
-            await self._ctx.pending_cleanup.clear(self._ctx.storage)
+            await self._pending_cleanup.clear(self._ctx.storage)
             if good is not None:
                 await self._retention.enforce(good)
         if scope.cancelled_caught:

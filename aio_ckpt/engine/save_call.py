@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -19,20 +19,23 @@ import msgspec
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.config import BusyPolicy
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.group_call import GroupCall, await_met, tell
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
-from aio_ckpt.engine.pending_save import EngineContext, SaveCall
+from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
+from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThreadError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.save_ledger import PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
+from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
-from aio_ckpt.snapshot.image import Image, arena_spec, lease_image, narrowed_objects
+from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -53,7 +56,10 @@ class SaveFrontend:
         ctx: EngineContext,
         portal: Portal,
         root_session: RootSession,
+        pipeline: SavePipeline,
         *,
+        segments: SegmentDirectory | None,
+        orphans: OrphanSnapshots,
         is_urgent: Callable[[], bool],
         on_committed: Callable[[int], None],
     ) -> None:
@@ -62,11 +68,13 @@ class SaveFrontend:
         self._ctx = ctx
         self._portal = portal
         self._root_session = root_session
+        self._pipeline = pipeline
+        self._orphans = orphans
         self._is_urgent = is_urgent
         self._on_committed = on_committed
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=ctx.members.on_host)
         self.lifetime = LifetimeManager(
-            budget_bytes=budget_bytes, executor=ctx.executor, debug=config.debug, segments=ctx.segments
+            budget_bytes=budget_bytes, executor=ctx.executor, debug=config.debug, segments=segments
         )
         """Arenas."""
         self.cache = PlanCache(
@@ -75,7 +83,7 @@ class SaveFrontend:
             gather_bytes=config.gather_bytes,
         )
         """The plan of the last save."""
-        self.in_flight = InFlight(ctx, portal, on_settled=self._after, adopt=self.cache.adopt)
+        self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
@@ -89,7 +97,7 @@ class SaveFrontend:
         ctx, members = self._ctx, self._ctx.members
 
         async def read_steps() -> list[int]:
-            found = await ctx.quarantine.committed(ctx.storage, ctx.root, ctx.names)
+            found = await self._pipeline.quarantine.committed(ctx.storage, ctx.root, ctx.names)
             return [checkpoint.step for checkpoint in found]
 
         async def meet() -> None:
@@ -110,7 +118,9 @@ class SaveFrontend:
         with call.trace.span("save()", CALLER), self._lock:
             number, refused, self._refused = self.in_flight.next_number(), self._refused, None
             claim = functools.partial(self.in_flight.claim_step, number, step)
-            joint = GroupCall(self._ctx, self._portal, number=number, claim=claim)
+            joint = GroupCall(
+                self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
+            )
             try:
                 if call.refuse is not None and not self._ctx.members.are_several:
                     call = call.refuse()
@@ -131,7 +141,7 @@ class SaveFrontend:
     ) -> SaveTicket:
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
         # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
-        self.lifetime.close_lost([save.image.lease for save in in_flight.pending])
+        self.lifetime.close_lost([save.captured.image.lease for save in in_flight.pending])
         with trace.span("wait for room", CALLER):
             waited_secs = self._make_room(step, number, when_busy, joint, deadline)
         with trace.span("read the steps", CALLER):
@@ -158,9 +168,9 @@ class SaveFrontend:
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
             step = claimed
-        if self._is_too_large(planned, objects):
+        if self._ctx.members.are_several and not planned.plan.share_id:
             with trace.span("agree before the capture", CALLER):
-                planned, objects = self._narrow_first(planned, objects, step, joint.agreement, deadline)
+                planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, deadline)
         try:
@@ -176,8 +186,7 @@ class SaveFrontend:
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
             )
-            if planned.plan_hit or not self._ctx.members.are_several:  # else less of it is written from now on
-                self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
+            self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
             with trace.span("capture", CALLER):
                 in_flight.start(save, planned)
         except Exception:
@@ -257,7 +266,7 @@ class SaveFrontend:
                 if self.in_flight.pending:
                     raise BusyError(_busy(step, "saves"))
                 gone = self._roll_back(step)
-            self._ctx.kept.drop(f"rollback({step}) went back behind it", after=step)
+            self._orphans.drop(f"rollback({step}) went back behind it", after=step)
             return gone
 
     def _roll_back(self, step: int) -> list[int]:
@@ -310,20 +319,13 @@ class SaveFrontend:
     def _flatten(self, state: object) -> tree.FlatState:
         return tree.flatten(state, rank=self._ctx.members.coordinator.rank, trusted=self._ctx.config.trusted_objects)
 
-    def _is_too_large(self, planned: PlannedSave, objects: ObjectBytes) -> bool:
-        """Whether a miss of many ranks cannot hold all that this one has until they have agreed who writes what."""
-        plan = planned.plan
-        image_bytes = plan.layout.tensor_bytes + len(objects.region)
-        is_agreed = bool(plan.share_id) or not self._ctx.members.are_several
-        return not is_agreed and image_bytes > self.lifetime.budget_bytes
-
-    def _narrow_first(
+    def _assign(
         self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
     ) -> tuple[PlannedSave, ObjectBytes]:
-        """Agree while the caller waits, as long as the other ranks take to come to save(); capture only the share."""
+        """A miss: agree who writes what while the caller waits for the other ranks to call save(); keep the share."""
         whole = planned.plan
         assert whole.local is not None  # several ranks
-        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), PlanMsg(step, whole.local, b"")
+        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), PlanMsg(step, whole.local)
         try:
             word = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
         except StallError:
@@ -334,7 +336,7 @@ class SaveFrontend:
         self.cache.adopt(plan)
         kept = frozenset(plan.object_names)
         mine = [leaf for leaf in planned.objects if leaf[0] in kept]
-        return replace(planned, plan=plan, objects=mine), narrowed_objects(objects, whole.object_names, kept)
+        return replace(planned, plan=plan, objects=mine), _own_objects(objects, whole.object_names, kept)
 
     def _lease(self, planned: PlannedSave, objects: ObjectBytes, deadline: Deadline) -> Image:
         lease = functools.partial(
@@ -342,7 +344,7 @@ class SaveFrontend:
             planned,
             len(objects.region),
             self.lifetime,
-            timeout_secs=self._ctx.slot_timeout_secs(planned.plan.layout.chunk_bytes),
+            timeout_secs=self._pipeline.slot_timeout_secs(planned.plan.layout.chunk_bytes),
             limit_secs=deadline.left_secs(MAX_SECS),
         )
         return self._staging.take(planned.plan.source, lease)
@@ -359,9 +361,9 @@ class SaveFrontend:
 
     def _give_up_kept(self) -> None:
         """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
-        if self._ctx.kept.paths:
+        if self._orphans.paths:
             with contextlib.suppress(EngineClosedError):
-                self.dropping = [self._ctx.executor.submit(self._ctx.kept.drop, "a later run has committed a step")]
+                self.dropping = [self._ctx.executor.submit(self._orphans.drop, "a later run has committed a step")]
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""
@@ -404,3 +406,17 @@ def _log_failure(done: Future[None]) -> None:
 
 def _busy(step: int, whose: str) -> str:
     return f"rollback({step}): {whose} are pending; await their tickets first"
+
+
+def _own_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:
+    """The encoded objects called ``kept`` out of all ``names``."""
+    parts: dict[tuple[int, int], int] = {}
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for name, span in zip(names, objects.spans, strict=True):
+        if name in kept:
+            start = parts.setdefault(span, end)
+            end += span[1] if start == end else 0
+            spans.append((start, span[1]))
+    region = b"".join(objects.region[start : start + nbytes] for start, nbytes in parts)
+    return ObjectBytes(region=region, spans=tuple(spans))

@@ -1,8 +1,7 @@
 """Assignment: which rank writes what. Pure. In: what every rank holds. Out: an ``Assignment`` for each rank.
 
-A replica is written once, by a rank that captured it for this very save: on a miss a rank captures all that it holds,
-on a hit its own share. Replicas go to the rank that has least to write, the largest replica first. Objects, and
-replicas that differ, go to the lowest rank.
+A replica is written once, by a rank that captures it for this very save. Replicas go to the rank that has least to
+write, the largest first; objects go to the lowest rank. Replicas are not compared.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy as np
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.tensor_table import IntArray
-from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts, malformed
+from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
 
-__all__ = ["Assignment", "Boxes", "Candidates", "Writers", "assign", "assign_replicas", "unequal_replicas"]
+__all__ = ["Assignment", "Boxes", "Candidates", "Writers", "assign", "assign_replicas"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -263,30 +262,7 @@ def _keys(held: ShardTable) -> IntArray:
     return key
 
 
-def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
-    """Per box, whether its bytes differ between ranks, by the CRC32 of every item of those ranks that captured all.
-
-    Raises:
-        PeerFailedError: not one CRC32, 4 little-endian bytes, for each item of a rank.
-    """
-    unequal = np.zeros(boxes.count, np.bool_)
-    crc32, is_summed = np.zeros(len(held.name), np.uint32), np.zeros(len(held.name), np.bool_)
-    for rank, found in sums.items():
-        mine = slice(held.starts[rank], held.starts[rank + 1])
-        item = held.item[mine]
-        if len(found) != 4 * (item[-1] + 1 if len(item) else 0):
-            raise malformed(rank, f"{len(found)} bytes of sums")
-        crc32[mine], is_summed[mine] = np.frombuffer(found, "<u4")[item], True
-    rows = boxes.order[is_summed[boxes.order]]
-    box = boxes.of[rows]
-    differs = (box[1:] == box[:-1]) & (crc32[rows[1:]] != crc32[rows[:-1]])
-    unequal[box[1:][differs]] = True
-    return unequal
-
-
-def assign(
-    held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], unequal: Flags
-) -> tuple[list[Assignment], list[int]]:
+def assign(held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment]) -> tuple[list[Assignment], list[int]]:
     """The share of every rank, and how many items it has. ``kept``: ranks that captured only the share that they have.
 
     Raises:
@@ -304,7 +280,7 @@ def assign(
     is_lost = is_open & (candidates.counts == 0)
     if is_lost.any():
         raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
-    is_single = is_open & ((candidates.counts == 1) | unequal)
+    is_single = is_open & (candidates.counts == 1)
     writers.take(free[candidates.begins[is_single]])
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):

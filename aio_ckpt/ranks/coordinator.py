@@ -40,27 +40,31 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def exchange(
-        self, topic: str, message: bytes, decide: Decide, *, stage: str, abort_on_error: bool = True
-    ) -> bytes:
-        """Send this rank's message to the leader; return what the leader decided for this rank.
+    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+        """Send this rank's message. On the leader: wait for all messages, by rank; elsewhere return () at once.
 
-        Args:
-            topic: the same on every rank for the same exchange.
-            message: what this rank tells the leader.
-            decide: runs on the leader only.
-            stage: what the rank is doing, for errors.
-            abort_on_error: False for a caller that calls :meth:`abort` itself, with a cause that it alone knows: then
-                an error or a cancellation on the leader is told to nobody here.
+        An error, or a cancellation, is told to nobody: the caller calls :meth:`abort`.
+
+        Raises:
+            PeerFailedError: on the leader, a rank failed, or gives no sign of life; names it, its stage and the cause.
+        """
+        ...
+
+    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+        """What the leader tells this rank of ``topic``: there, by its ``decision``; elsewhere it is waited for.
+
+        Raises:
+            PeerFailedError: a rank failed, or the leader gives no sign of life.
+        """
+        ...
+
+    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """:meth:`gather`, ``decide`` on the leader, :meth:`broadcast`. What the leader decided for this rank.
 
         Raises:
             PeerFailedError: a rank failed, or gives no sign of life; names it, its stage and the cause.
             Exception: on the leader, what ``decide`` raised; the others hear of it as PeerFailedError.
         """
-        ...
-
-    async def broadcast(self, topic: str, word: bytes, *, stage: str) -> bytes:
-        """What the leader says of ``topic``: its ``word``. It waits for nobody."""
         ...
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
@@ -117,15 +121,19 @@ class SoloCoordinator:
     async def open(self, name: str, *, stall_secs: float) -> None:
         """Nobody to meet."""
 
-    async def exchange(
-        self, topic: str, message: bytes, decide: Decide, *, stage: str, abort_on_error: bool = True
-    ) -> bytes:
-        """Decide alone."""
-        return (await decide((message,))).of(0)
+    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
+        """One message."""
+        return (message,)
 
-    async def broadcast(self, topic: str, word: bytes, *, stage: str) -> bytes:
-        """Nobody to tell."""
-        return word
+    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+        """Nobody else to tell."""
+        assert decision is not None, "the one rank leads"
+        return decision.of(0)
+
+    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
+        """Decide alone."""
+        messages = await self.gather(topic, message, stage=stage)
+        return await self.broadcast(topic, await decide(messages), stage=stage)
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """Nobody to tell."""

@@ -107,9 +107,10 @@ class Membership:
         return name
 
     async def broadcast(self, topic: str, word: bytes) -> bytes:
-        """What the leader says of ``topic``: there ``word``."""
+        """What the leader tells of ``topic``: there ``word``."""
+        decision = Decision(common=word) if self.is_leader else None
         try:
-            return await self.coordinator.broadcast(topic, word, stage="agree")
+            return await self.coordinator.broadcast(topic, decision, stage="agree")
         finally:
             self.coordinator.end_call(topic)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from isal import isal_zlib
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
 from aio_ckpt.format.manifests import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
-from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardTable, intern, malformed
+from aio_ckpt.plan.shard_table import LocalPlan, ShardTable, intern, malformed
 
 __all__ = [
     "AssignReply",
@@ -26,7 +25,7 @@ __all__ = [
     "Ledger",
     "PlanMsg",
     "SentExtents",
-    "WrittenMsg",
+    "Vote",
     "decode_reply",
     "decode_report",
     "extents_crc32",
@@ -38,26 +37,22 @@ Extent: TypeAlias = "tuple[int, int]"
 
 _SHARES_KEPT = 4
 """Shares that the leader remembers of a rank: saves in flight may still write an older one."""
-_SHOWN = 5
-_log = logging.getLogger("aio_ckpt")
 
 
 # -- a rank to the leader ---------------------------------------------------------------------------
 
 
 class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
-    """A miss: all of this was captured, tell what of it to write."""
+    """A miss: this rank holds all of this, and captures what it is told to write."""
 
     step: int
     """Step of the save."""
     local: LocalPlan
     """What the rank holds."""
-    sums: bytes
-    """CRC32 of the raw bytes of each item, little-endian; empty if they are captured only once it is told."""
 
 
-class WrittenMsg(msgspec.Struct, frozen=True, array_like=True, tag="W"):
-    """The rank's share stands in its data file, its manifest beside it, both durable."""
+class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
+    """A rank's vote to commit: its share stands in its data file, its manifest beside it, both durable."""
 
     step: int
     """Step of the save."""
@@ -77,10 +72,10 @@ class WrittenMsg(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """The first time that this share is written: offset and length of every item, int64, little-endian."""
 
 
-_REPORTS: msgspec.msgpack.Decoder[PlanMsg | WrittenMsg] = msgspec.msgpack.Decoder(PlanMsg | WrittenMsg)
+_REPORTS: msgspec.msgpack.Decoder[PlanMsg | Vote] = msgspec.msgpack.Decoder(PlanMsg | Vote)
 
 
-def decode_report(data: bytes, *, rank: int) -> PlanMsg | WrittenMsg:
+def decode_report(data: bytes, *, rank: int) -> PlanMsg | Vote:
     """What ``rank`` told.
 
     Raises:
@@ -170,7 +165,7 @@ class _Known:
 class Ledger:
     """What the leader knows of every rank. On the loop's thread; :meth:`template` may run in another.
 
-    Invariant: a share is what the rank of that share captured, until the rank plans anew.
+    Invariant: a share is what its rank captures, until the rank plans anew.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -178,8 +173,10 @@ class Ledger:
         self._shares = 0
         self._rendered: tuple[tuple[bytes, ...], MetadataTemplate] | None = None
 
-    def check(self, reports: Sequence[PlanMsg | WrittenMsg]) -> None:
+    def check(self, reports: Sequence[PlanMsg | Vote]) -> None:
         """Raise PeerFailedError unless all ranks save one step, PlanChangedError for a share that is not known."""
+        if len(self._ranks) == 1:
+            return  # one rank writes all that it holds: nothing was assigned
         for rank, report in enumerate(reports):
             if report.step != reports[0].step:
                 raise PeerFailedError(
@@ -189,21 +186,19 @@ class Ledger:
                     rank=rank,
                     stage="agree",
                 )
-            if isinstance(report, WrittenMsg) and report.share_id not in self._ranks[rank]:
+            if isinstance(report, Vote) and report.share_id not in self._ranks[rank]:
                 raise PlanChangedError(f"rank {rank} wrote what was not agreed; the next save plans anew on all ranks")
 
-    def assign(self, reports: Sequence[PlanMsg | WrittenMsg]) -> list[AssignReply]:
+    def assign(self, reports: Sequence[PlanMsg | Vote]) -> list[AssignReply]:
         """New shares for the ranks that planned anew; the others keep theirs.
 
         Raises:
             DuplicateNameError, PlanChangedError: see :func:`aio_ckpt.plan.assignment.assign`.
         """
-        plans, kept, sums = [], {}, {}
+        plans, kept = [], {}
         for rank, report in enumerate(reports):
             if isinstance(report, PlanMsg):
                 plans.append(report.local)
-                if report.sums:
-                    sums[rank] = report.sums
             else:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)
@@ -211,14 +206,11 @@ class Ledger:
         plans = intern(plans, (known.local for shares in self._ranks for known in shares.values()))
         held = ShardTable.of(plans)
         boxes = Boxes.of_rows(held)
-        unequal = unequal_replicas(held, boxes, sums)
-        if unequal.any():
-            _warn(held, boxes, unequal)
-        shares, items = assign(held, boxes, kept, unequal)
+        shares, items = assign(held, boxes, kept)
         words = []
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
-            if isinstance(report, WrittenMsg):
+            if isinstance(report, Vote):
                 words.append(AssignReply(report.share_id, None))
                 continue
             self._shares += 1
@@ -232,7 +224,7 @@ class Ledger:
         while len(shares) > _SHARES_KEPT:
             del shares[next(iter(shares))]
 
-    def learn(self, written: Sequence[WrittenMsg]) -> list[Extent]:
+    def learn(self, written: Sequence[Vote]) -> list[Extent]:
         """Every rank has written: the places of all objects, in the order of the metadata.
 
         Raises:
@@ -258,7 +250,7 @@ class Ledger:
             spans += known.spans
         return spans
 
-    def template(self, written: Sequence[WrittenMsg]) -> MetadataTemplate:
+    def template(self, written: Sequence[Vote]) -> MetadataTemplate:
         """``.metadata`` of these shares: rendered once, as long as no rank plans anew.
 
         Raises:
@@ -274,20 +266,12 @@ class Ledger:
         return self._rendered[1]
 
 
-def slowest_ranks(written: Sequence[WrittenMsg]) -> Mapping[str, int]:
-    """Per stage, the rank that took longest."""
+def slowest_ranks(written: Sequence[Vote]) -> Mapping[str, int]:
+    """Per stage, the rank that took longest; empty for one rank alone."""
+    if len(written) < 2:
+        return {}
     stages = ("blocked", "staged", "written")
     return {
         stage: max(range(len(written)), key=lambda rank: written[rank].secs[number])
         for number, stage in enumerate(stages)
     }
-
-
-def _warn(held: ShardTable, boxes: Boxes, unequal: Flags) -> None:
-    names = sorted({held.names[name] for name in held.name[unequal[boxes.of]].tolist()})
-    _log.warning(
-        "%d tensors differ between ranks that hold the same part of them, %s for example: the lowest rank's are saved; "
-        "PerRank(value) saves one for each rank",
-        int(unequal.sum()),
-        names[:_SHOWN],
-    )

@@ -1,10 +1,17 @@
-"""One save's agreement: who writes what where a rank planned anew, then what all ranks have written."""
+"""One save's agreement, and how far the save has come on this rank.
+
+A rank that has no plan yet agrees before it captures (:meth:`SaveRound.assign`). Then every rank votes that its share
+is durable (:meth:`SaveRound.gather`), the leader publishes, and every rank hears of it (:meth:`SaveRound.finish`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
@@ -14,85 +21,200 @@ from aio_ckpt.ranks.save_ledger import (
     AssignReply,
     CommitReply,
     PlanMsg,
-    WrittenMsg,
+    Vote,
     decode_reply,
     decode_report,
     slowest_ranks,
 )
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["SaveRound"]
+__all__ = ["SaveEnd", "SaveRound", "SaveState", "next_state"]
 
-Publish = Callable[[Sequence[WrittenMsg]], Awaitable[None]]
-"""The leader's: make what every rank has written visible."""
+
+class SaveState(enum.Enum):
+    """How far one save has come on this rank."""
+
+    CALLED = "called"
+    """``save()`` runs; the save is not pending yet."""
+    CAPTURING = "being captured"
+    """The save is pending; its pipeline has not begun."""
+    WRITING = "being written"
+    """The pipeline runs."""
+    CANCELLED = "cancelled"
+    """``cancel()`` was accepted: nothing becomes visible."""
+    VOTED = "voted for"
+    """This rank has said that its share is durable: the leader may commit from now on."""
+    COMMITTING = "being committed"
+    """The leader makes the step visible: a deadline or a cancellation comes too late."""
+    VISIBLE = "visible"
+    """The leader has made the step visible and durable."""
+    COMMITTED = "committed"
+    """The leader's last reply was heard, or given."""
+    FAILED = "failed"
+    """Nothing of the save becomes visible."""
+    IN_DOUBT = "in doubt"
+    """The save failed here, but the step is visible or may become so."""
+
+
+_S = SaveState
+_ENDS = frozenset({_S.FAILED, _S.IN_DOUBT})
+_NEXT: Mapping[SaveState, frozenset[SaveState]] = {
+    _S.CALLED: frozenset({_S.CAPTURING}) | _ENDS,
+    _S.CAPTURING: frozenset({_S.WRITING, _S.CANCELLED}) | _ENDS,
+    _S.WRITING: frozenset({_S.VOTED, _S.CANCELLED}) | _ENDS,
+    _S.CANCELLED: frozenset({_S.CANCELLED}) | _ENDS,
+    _S.VOTED: frozenset({_S.COMMITTING, _S.COMMITTED, _S.CANCELLED}) | _ENDS,
+    _S.COMMITTING: frozenset({_S.VISIBLE}) | _ENDS,
+    _S.VISIBLE: frozenset({_S.COMMITTED, _S.IN_DOUBT}),
+    _S.COMMITTED: frozenset({_S.IN_DOUBT}),
+    _S.FAILED: _ENDS,
+    _S.IN_DOUBT: frozenset({_S.IN_DOUBT}),
+}
+
+
+def next_state(now: SaveState, then: SaveState) -> SaveState:
+    """Return ``then``.
+
+    Raises:
+        RuntimeError: no save goes from ``now`` to ``then``.
+    """
+    if then not in _NEXT[now]:
+        raise RuntimeError(f"a save that is {now.value} cannot come to be {then.value}")
+    return then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEnd:
+    """How a save failed."""
+
+    cause: BaseException
+    """What it failed with first, here or on another rank."""
+    may_clear: bool
+    """Whether the save has failed on all ranks for certain, so that its directory may go."""
 
 
 class SaveRound:
-    """One save's agreement: a plan where any rank missed its own, then what all have written."""
+    """One save on every rank: its state here, and what the ranks agree on.
+
+    Invariant: the state changes by :func:`next_state` only; the caller's thread changes it until the save is pending,
+    then the loop's.
+    """
 
     def __init__(self, members: Membership, executor: Executor, *, topic: str) -> None:
         self._members = members
         self._executor = executor
         self._topic = topic
-        self._firsts: Sequence[PlanMsg | WrittenMsg] = ()
-        self.is_told = False
-        """This rank's last word was given: the leader may commit from now on."""
-        self.is_over = False
-        """The leader's last word was heard, or given."""
-        self.is_entered = False
-        """A pending save has it, and clears up after itself."""
-        self.is_failed = False
-        """It is certain that the save has failed on all ranks, and for good: what it wrote may go."""
+        self._firsts: Sequence[PlanMsg | Vote] = ()
+        self.state = SaveState.CALLED
+        """How far the save has come here."""
 
-    async def assign(self, planned: PlanMsg) -> AssignReply:
-        """A miss: what this rank is to write."""
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank commits."""
+        return self._members.is_leader
 
-        async def decide(messages: tuple[bytes, ...]) -> Decision:
-            return await self._replan(_reports(messages))
+    @property
+    def is_committing(self) -> bool:
+        """Whether the step is being made visible, or is: a deadline comes too late."""
+        return self.state in (SaveState.COMMITTING, SaveState.VISIBLE, SaveState.COMMITTED)
 
-        word = await self._agree(planned, decide, stage="agree")
+    def advance(self, then: SaveState) -> None:
+        """The save has come to ``then``."""
+        self.state = next_state(self.state, then)
+
+    def cancel(self) -> bool:
+        """Accept a cancellation; False if it comes too late."""
+        in_time = {SaveState.CAPTURING, SaveState.WRITING, SaveState.CANCELLED}
+        is_in_time = self.state in (in_time | {SaveState.VOTED} if self.is_leader else in_time)
+        if is_in_time:
+            self.advance(SaveState.CANCELLED)
+        return is_in_time
+
+    # -- the exchanges --------------------------------------------------------------------------------
+
+    async def assign(self, plan: PlanMsg) -> AssignReply:
+        """A rank without a plan: send what it holds; return what it is to capture and write."""
+        coordinator = self._members.coordinator
+        messages = await coordinator.gather(self._topic, msgspec.msgpack.encode(plan), stage="agree")
+        decision = await self._replan(_reports(messages)) if self.is_leader else None
+        reply = decode_reply(await coordinator.broadcast(self._topic, decision, stage="agree"))
         self._topic = _second(self._topic)
-        if not isinstance(word, AssignReply):
+        if not isinstance(reply, AssignReply):
             raise PlanChangedError("the leader committed a save that this rank has not written")
-        return word
+        return reply
 
-    async def conclude(self, written: WrittenMsg, publish: Publish) -> CommitReply:
-        """Everything of this rank is durable: once that of all is, the leader publishes it."""
-        word: AssignReply | CommitReply
-        self.is_told = True
-        if self._topic.endswith(_SECOND):
-            word = await self._agree(written, lambda messages: self._commit(messages, publish), stage="agree")
-        else:
+    async def gather(self, mine: Vote) -> tuple[Vote, ...]:
+        """Vote that this rank's share is durable. On the leader: the votes of all ranks, by rank; elsewhere nothing."""
+        coordinator = self._members.coordinator
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
+        self.advance(SaveState.VOTED)
+        messages = await coordinator.gather(self._topic, msgspec.msgpack.encode(mine), stage="agree")
+        if not self.is_leader:
+            return ()
+        reports = [
+            decode_report(message, rank=rank) if message else self._firsts[rank]
+            for rank, message in enumerate(messages)
+        ]
+        if not self._topic.endswith(_SECOND) and any(isinstance(report, PlanMsg) for report in reports):
+            await coordinator.broadcast(self._topic, await self._replan(reports), stage="agree")
+            self._topic = _second(self._topic)
+            messages = await coordinator.gather(self._topic, b"", stage="agree")
+            reports = [
+                decode_report(message, rank=rank) if message else reports[rank] for rank, message in enumerate(messages)
+            ]
+        votes: list[Vote] = []
+        for rank, report in enumerate(reports):
+            if not isinstance(report, Vote):
+                raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
+            votes.append(report)
+        self._members.ledger.check(votes)
+        return tuple(votes)
 
-            async def decide(messages: tuple[bytes, ...]) -> Decision:
-                reports = _reports(messages)
-                if all(isinstance(report, WrittenMsg) for report in reports):
-                    return await self._commit(messages, publish)
-                return await self._replan(reports)
-
-            word = await self._agree(written, decide, stage="agree")
-            if isinstance(word, AssignReply):  # another rank planned anew; what this one has written stands
-                self._topic = _second(self._topic)
-                word = await self._agree(None, lambda messages: self._commit(messages, publish), stage="agree")
-        if not isinstance(word, CommitReply):
+    async def finish(self, votes: Sequence[Vote]) -> CommitReply:
+        """The step is visible: the leader tells the others, which wait for it here."""
+        coordinator = self._members.coordinator
+        decision = _committed(votes) if self.is_leader else None
+        reply = decode_reply(await coordinator.broadcast(self._topic, decision, stage="agree"))
+        if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
+            self._topic = _second(self._topic)  # another rank planned anew; what this one has written stands
+            await coordinator.gather(self._topic, b"", stage="agree")
+            reply = decode_reply(await coordinator.broadcast(self._topic, None, stage="agree"))
+        if not isinstance(reply, CommitReply):
             raise PlanChangedError("the leader planned a save twice")
-        self.is_over = True
-        self._members.coordinator.end_call(self._topic)
-        return word
+        self.advance(SaveState.COMMITTED)
+        coordinator.end_call(self._topic)
+        return reply
 
-    async def end(self, cause: BaseException, *, limit_secs: float | None = None) -> BaseException:
-        """The save fails here with ``cause``: tell the others; what it failed with first, here or elsewhere.
+    async def _replan(self, reports: Sequence[PlanMsg | Vote]) -> Decision:
+        ledger = self._members.ledger
+        ledger.check(reports)
+        self._firsts = reports
+        replies = await run_blocking(self._executor, ledger.assign, reports)
+        return Decision(each=tuple(msgspec.msgpack.encode(reply) for reply in replies), then=_second(self._topic))
 
-        What the leader says of it is waited for as long as that lives, ``limit_secs`` at most.
+    # -- the end of a save that failed ----------------------------------------------------------------
+
+    async def end(self, cause: BaseException, *, limit_secs: float | None = None) -> SaveEnd:
+        """The save fails here with ``cause``: tell the others, and decide whether the step is in doubt.
+
+        The leader's reply is waited for as long as the leader lives, ``limit_secs`` at most.
         """
+        self._mark_doubt(cause)  # first: the others are told of it
+        first = told = None
+        if self.state is not SaveState.COMMITTED:  # else all know, and nothing undoes it
+            first, told = await self.abort(cause, limit_secs=limit_secs)
+        self.fail(cause, told)
+        may_clear = self.state is SaveState.FAILED and (self.is_leader or told is not None)
+        if first is not None and not self.is_leader and not isinstance(cause, PeerFailedError):
+            first.__cause__ = cause
+            cause = first
+        return SaveEnd(cause=cause, may_clear=may_clear)
+
+    async def abort(
+        self, cause: BaseException, *, limit_secs: float | None = None
+    ) -> tuple[PeerFailedError | None, PeerFailedError | None]:
+        """Tell the others of ``cause``. The failure that the leader had told before, and the one that all are told."""
         members = self._members
-        if self.is_over and members.are_several:  # committed, and told so: nothing undoes that
-            if isinstance(cause, AioCkptError):
-                cause.in_doubt = True
-            return cause
-        if not members.are_several:
-            self.is_failed = True
-            return cause
         first: PeerFailedError | None = None
         told: PeerFailedError | None = None
         with anyio.move_on_after(limit_secs, shield=True):
@@ -103,51 +225,41 @@ class SaveRound:
                     told = await members.coordinator.abort(self._topic, cause, stage="write")
             except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
                 cause.add_note(f"the other ranks could not be told: {error}")
-        members.coordinator.end_call(self._topic)  # as the next sign of life says
-        may_commit = self.is_told and not members.is_leader  # the leader has all that it needs
-        is_in_doubt = may_commit if told is None else told.in_doubt
-        self.is_failed = not is_in_doubt and (members.is_leader or told is not None)
+        members.coordinator.end_call(self._topic)  # as the next heartbeat says
+        return first, told
+
+    def fail(self, cause: BaseException, told: PeerFailedError | None = None) -> None:
+        """The save has failed with ``cause``. Here alone it is decided whether the step is in doubt.
+
+        ``told`` is what the leader has told all ranks of the failure; None if the leader did not answer.
+        """
+        if told is None:
+            is_in_doubt = self._mark_doubt(cause) or (self.state is SaveState.VOTED and not self.is_leader)
+        else:
+            is_in_doubt = told.in_doubt or self._mark_doubt(cause)
+        self.advance(SaveState.IN_DOUBT if is_in_doubt else SaveState.FAILED)
+        self._mark_doubt(cause)
+
+    def lose(self, error: BaseException) -> None:
+        """The engine ended in the middle of the commit, which cannot be cancelled and whose end nobody waited for."""
+        self.advance(SaveState.IN_DOUBT)
+        self.fail(error)
+
+    def _mark_doubt(self, cause: BaseException) -> bool:
+        """Whether the step is visible or may become so, by what this rank knows; ``cause`` says so then."""
+        states = (SaveState.VISIBLE, SaveState.COMMITTED, SaveState.IN_DOUBT)
+        is_in_doubt = self.state in states or (isinstance(cause, AioCkptError) and cause.in_doubt)
         if is_in_doubt and isinstance(cause, AioCkptError):
             cause.in_doubt = True
-        if first is None or members.is_leader or isinstance(cause, PeerFailedError):
-            return cause
-        first.__cause__ = cause
-        return first
-
-    async def _agree(
-        self,
-        report: PlanMsg | WrittenMsg | None,
-        decide: Callable[[tuple[bytes, ...]], Awaitable[Decision]],
-        *,
-        stage: str,
-    ) -> AssignReply | CommitReply:
-        message = b"" if report is None else msgspec.msgpack.encode(report)
-        # Who fails in here comes to ``end``, which tells the others why: a cancelled await knows only that it was.
-        return decode_reply(
-            await self._members.coordinator.exchange(self._topic, message, decide, stage=stage, abort_on_error=False)
-        )
-
-    async def _replan(self, reports: Sequence[PlanMsg | WrittenMsg]) -> Decision:
-        self._members.ledger.check(reports)
-        self._firsts = reports
-        words = await run_blocking(self._executor, self._members.ledger.assign, reports)
-        return Decision(each=tuple(msgspec.msgpack.encode(word) for word in words), then=_second(self._topic))
-
-    async def _commit(self, messages: tuple[bytes, ...], publish: Publish) -> Decision:
-        written: list[WrittenMsg] = []
-        for rank, message in enumerate(messages):
-            report = decode_report(message, rank=rank) if message else self._firsts[rank]
-            if not isinstance(report, WrittenMsg):
-                raise PeerFailedError(f"rank {rank} has not written its share", rank=rank, stage="agree")
-            written.append(report)
-        if self._members.are_several:
-            self._members.ledger.check(written)
-        await publish(written)
-        return Decision(common=msgspec.msgpack.encode(CommitReply(dict(slowest_ranks(written)))))
+        return is_in_doubt
 
 
-def _reports(messages: Sequence[bytes]) -> list[PlanMsg | WrittenMsg]:
+def _reports(messages: Sequence[bytes]) -> list[PlanMsg | Vote]:
     return [decode_report(message, rank=rank) for rank, message in enumerate(messages)]
+
+
+def _committed(votes: Sequence[Vote]) -> Decision:
+    return Decision(common=msgspec.msgpack.encode(CommitReply(dict(slowest_ranks(votes)))))
 
 
 _SECOND = ", anew planned"

@@ -224,33 +224,33 @@ class StoreCoordinator(Liveness):
 
     # -- agreement ------------------------------------------------------------------------------------
 
-    async def exchange(
-        self, topic: str, message: bytes, decide: Decide, *, stage: str, abort_on_error: bool = True
-    ) -> bytes:
+    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         """See :class:`Coordinator`."""
-        try:
-            return await self._exchange(topic, message, decide, stage)
-        except BaseException as error:
-            if abort_on_error and self.rank == self.leader:
-                with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
-                    await self.abort(topic, error, stage=stage)
-            raise
+        if self.rank == self.leader:
+            return await self._collect(topic, message, stage)
+        await self._send(topic, Frame(self.rank, message))
+        return ()
 
-    async def _exchange(self, topic: str, message: bytes, decide: Decide, stage: str) -> bytes:
+    async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
+        """See :class:`Coordinator`."""
         if self.rank != self.leader:
-            await self._send(topic, Frame(self.rank, message))
             return await self._hear(topic, stage)
-        decision = await decide(await self._gather(topic, message, stage))
+        assert decision is not None, "the leader decides"
         with anyio.CancelScope(shield=True):  # the thread would tell it all the same, and this rank not know
             await self._tell(topic, decision)
         return decision.of(self.rank)
 
-    async def broadcast(self, topic: str, word: bytes, *, stage: str) -> bytes:
+    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
-        if self.rank != self.leader:
-            return await self._hear(topic, stage)
-        await self._tell(topic, Decision(common=word))
-        return word
+        is_leader = self.rank == self.leader
+        try:
+            messages = await self.gather(topic, message, stage=stage)
+            return await self.broadcast(topic, await decide(messages) if is_leader else None, stage=stage)
+        except BaseException as error:
+            if is_leader:
+                with anyio.CancelScope(shield=True), contextlib.suppress(Exception):
+                    await self.abort(topic, error, stage=stage)
+            raise
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
@@ -339,7 +339,7 @@ class StoreCoordinator(Liveness):
 
     # -- what the leader does -------------------------------------------------------------------------
 
-    async def _gather(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
+    async def _collect(self, topic: str, message: bytes, stage: str) -> tuple[bytes, ...]:
         if self.world_size == 1:
             return (message,)
         timer = LivenessTimer(self.stall_secs, topic, stage)

@@ -6,25 +6,18 @@ until an earlier chunk of the slot was written.
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-
-from isal import isal_zlib
+from dataclasses import dataclass
 
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
-from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
-from aio_ckpt.plan.values import Chunk, ImageLayout
-from aio_ckpt.state.objects import ObjectBytes
+from aio_ckpt.plan.values import Chunk
 
-__all__ = ["Image", "arena_spec", "item_sums", "lease_image", "narrowed_image", "narrowed_objects", "ring_slots"]
+__all__ = ["Image", "arena_spec", "lease_image", "ring_slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,42 +122,3 @@ def lease_image(
     except BaseException:
         lease.close()
         raise
-
-
-def item_sums(image: Image, layout: ImageLayout) -> bytes:
-    """CRC32 of the raw bytes of each item of a captured image, little-endian."""
-    memory = memoryview(image.lease.arena.memory)
-    sums = [isal_zlib.crc32(memory[item.raw_offset : item.raw_offset + item.raw_bytes]) for item in layout.items]
-    return struct.pack(f"<{len(sums)}I", *sums)
-
-
-def narrowed_image(
-    image: Image, before: ImageLayout, share: Assignment, after: ImageLayout, objects_bytes: int
-) -> Image:
-    """The image of ``after``, in the same memory: each item of the share moves forward to its new place.
-
-    ``image`` is whole and captured, and ``after`` is the layout of the share, whose items begin nowhere behind where
-    they began: moved in their order, none overwrites another that is still to move.
-    """
-    base = image.lease.arena.address
-    for (index, _), item in zip(share.items([item.fqns for item in before.items]), after.items, strict=True):
-        source = before.items[index].raw_offset
-        if source != item.raw_offset:
-            ctypes.memmove(base + item.raw_offset, base + source, item.raw_bytes)
-    image_bytes = align_up(max(after.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
-    chunks = file_chunks(after, image_bytes)
-    return replace(image, chunks=chunks, has_constants=False)
-
-
-def narrowed_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:
-    """The objects called ``kept`` out of all ``names``."""
-    parts: dict[tuple[int, int], int] = {}
-    spans: list[tuple[int, int]] = []
-    end = 0
-    for name, span in zip(names, objects.spans, strict=True):
-        if name in kept:
-            start = parts.setdefault(span, end)
-            end += span[1] if start == end else 0
-            spans.append((start, span[1]))
-    region = b"".join(objects.region[start : start + nbytes] for start, nbytes in parts)
-    return ObjectBytes(region=region, spans=tuple(spans))

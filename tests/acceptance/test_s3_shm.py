@@ -26,7 +26,7 @@ from watched_writes import TIMEOUT, WatchedCondition, WatchedStorage, watched_en
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES
-from aio_ckpt.ranks.store_coordinator import Decide, SoloCoordinator
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")
 
@@ -81,9 +81,9 @@ class RecordingCoordinator(SoloCoordinator):
     def __init__(self) -> None:
         self.exchanges: list[tuple[str, str]] = []
 
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str, **options: bool) -> bytes:
+    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         self.exchanges.append((topic, threading.current_thread().name))
-        return await super().exchange(topic, message, decide, stage=stage, **options)
+        return await super().gather(topic, message, stage=stage)
 
 
 def test_a_save_beside_one_that_is_being_written_gets_a_segment_of_its_own(tmp_path: Path) -> None:

@@ -36,15 +36,15 @@ def test_a_deadline_that_strikes_as_the_save_ends_is_too_late(tmp_path: Path, mo
 def test_what_fails_behind_the_rename_leaves_the_step_in_doubt_and_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conclude = pipeline.conclude
+    publish = pipeline.SavePipeline._publish
 
-    async def failing(*given: Any) -> Any:
-        await conclude(*given)
+    async def failing(*given: Any) -> None:
+        await publish(*given)
         raise StallError("the others cannot be told")
 
     with SyncCheckpointEngine(tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "conclude", failing)
+            patch.setattr(pipeline.SavePipeline, "_publish", failing)
             error = engine.save(STATE).exception(TIMEOUT)
         assert isinstance(error, StallError)
         assert error.in_doubt
@@ -70,13 +70,14 @@ async def test_a_sign_of_life_that_nobody_hears_ends_a_save_until_it_is_committe
     ctx: Any = SimpleNamespace(
         config=SimpleNamespace(stall_timeout_secs=0.01), members=SimpleNamespace(coordinator=SimpleNamespace(beat=beat))
     )
-    save: Any = SimpleNamespace(progress=SimpleNamespace(last=0, is_paused=True), is_committing=is_committing)
+    progress, agreement = SimpleNamespace(last=0, is_paused=True), SimpleNamespace(is_committing=is_committing)
+    save: Any = SimpleNamespace(progress=progress, round=agreement)
     with anyio.move_on_after(TIMEOUT) as scope:
         if is_committing:
-            await pipeline._beat(ctx, save)
+            await pipeline._send_heartbeats(ctx, save)
         else:
             with pytest.raises(PeerFailedError):
-                await pipeline._beat(ctx, save)
+                await pipeline._send_heartbeats(ctx, save)
     assert beats == (3 if is_committing else 1)
 
 

@@ -136,7 +136,7 @@ def test_a_save_that_waits_for_a_slow_one_before_it_is_not_stalled(root: Path) -
 def test_a_deadline_ends_the_wait_for_a_rename_beside_it_and_nothing_is_in_doubt(root: Path) -> None:
     with gated_engine(root) as (engine, _):
         engine.save(weights(1)).result(TIMEOUT)
-        renames = engine._ctx.quarantine.renames
+        renames = engine._quarantine.renames
         engine._portal.call(renames.acquire, timeout=TIMEOUT)
         ticket = engine.save(weights(2), deadline_secs=0.5)
         with pytest.raises(StallError, match="it was waiting while other checkpoints are renamed") as caught:

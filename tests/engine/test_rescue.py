@@ -534,7 +534,7 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
     engine = SyncCheckpointEngine(root, EngineConfig(shm_path=shm))
     inner, go_on = engine._engine, threading.Event()
     drop, background, release = (
-        inner._ctx.kept.drop,
+        inner._orphans.drop,
         inner._shutdown._background,
         inner._shutdown._release,
     )
@@ -558,7 +558,7 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
         go_on.set()
         release()
 
-    inner._ctx.kept.drop = held  # type: ignore[method-assign]
+    inner._orphans.drop = held  # type: ignore[method-assign]
     inner._shutdown._background, inner._shutdown._release = awaited, release_late
     engine.save(state(5), step=5).result(TIMEOUT)
     engine.close()

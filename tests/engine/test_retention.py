@@ -333,7 +333,7 @@ def test_no_pass_looks_while_a_commit_may_yet_be_taken_back(root: Path) -> None:
         made_durable.wait_reached()  # 3 is visible
         storage.fail("sync_dir", "root", WriteError(errno.EIO, "broken", "x"))
         engine._root_session.delete_expired(2)
-        renames, deadline = engine._ctx.quarantine.renames, time.monotonic() + TIMEOUT
+        renames, deadline = engine._quarantine.renames, time.monotonic() + TIMEOUT
         while not renames.statistics().tasks_waiting:  # the pass; without the lock it would list 3
             assert time.monotonic() < deadline
         made_durable.open()

@@ -238,7 +238,7 @@ def test_an_engine_that_is_closed_while_it_becomes_the_writer_lets_the_root_go(
 
     def closed_behind(self: steps.KnownSteps, read: Any) -> None:
         learn(self, read)
-        if engine._engine._ctx.quarantine.is_writer:  # it has the lock
+        if engine._engine._quarantine.is_writer:  # it has the lock
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(engine.terminate).result(TIMEOUT)
 
@@ -349,7 +349,7 @@ def test_what_a_failed_save_left_is_removed_without_the_lock_too(root: Path) -> 
     with SyncCheckpointEngine(root) as engine:
         left = root / PENDING_DIR / "of-this-engine"
         left.mkdir(parents=True)
-        engine._engine._ctx.pending_cleanup.add(left, lambda: True)
+        engine._engine._pending_cleanup.add(left, lambda: True)
     assert listing(root) == []
 
 

@@ -408,13 +408,13 @@ def test_a_leader_that_is_cancelled_while_it_tells_has_told() -> None:
 
         async def lead() -> None:
             with scope:
-                await leader.exchange("t", b"0", in_order, stage="agree", abort_on_error=False)
+                await leader.exchange("t", b"0", in_order, stage="agree")
 
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(lead)
                 group.start_soon(_open_when_cancelled, leader, scope)
-                return await other.exchange("t", b"1", in_order, stage="agree", abort_on_error=False)
+                return await other.exchange("t", b"1", in_order, stage="agree")
         finally:
             leader.close()
             other.close()

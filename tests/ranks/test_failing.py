@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gated_storage import Call, GatedStorage
-from rank_processes import Ranks, ranks
+from rank_processes import Ranks, error_of, ranks
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, PeerFailedError, StepOrderError, UnsafeObjectError
@@ -180,7 +180,7 @@ def test_what_one_rank_fails_with_is_told_once_in_the_errors_of_the_others(four:
 
 def save_another_step(rank: int, count: int, root: Path) -> str:
     with acting_engine(root, SECS) as (engine, _):
-        error = engine.save({"a": torch.ones(3)}, step=1 + rank).exception(SECS)
+        error = error_of(lambda: engine.save({"a": torch.ones(3)}, step=1 + rank), SECS)
         assert isinstance(error, PeerFailedError)
         dist.barrier()
         assert engine.steps() == []

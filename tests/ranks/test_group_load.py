@@ -486,7 +486,7 @@ def test_an_error_behind_a_fallback_says_what_was_tried_before(two: Ranks, tmp_p
 @pytest.mark.parametrize("is_modified", [False, True])
 def test_errors_of_any_type_say_whether_the_template_was_filled(is_modified: bool) -> None:
     for error in (MemoryError("none left"), OSError(5, "broken"), AioCkptError("ours")):
-        FallbackSearch(ctx=cast("Any", None), is_modified=is_modified).complete(error)
+        FallbackSearch(ctx=cast("Any", None), quarantine=cast("Any", None), is_modified=is_modified).complete(error)
         assert told(error)[1] == is_modified
 
 
@@ -513,7 +513,7 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
 ) -> None:
     members = SimpleNamespace(newest=3)
     own: LoadMember[Any] = LoadMember(
-        cast("Any", SimpleNamespace(members=members)), cast("Any", None), cast("Any", None)
+        cast("Any", SimpleNamespace(ctx=SimpleNamespace(members=members))), cast("Any", None), cast("Any", None)
     )
     members.newest = beside or members.newest
     own._learn_newest(_Order("done", newest=told))

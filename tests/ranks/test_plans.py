@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rank_processes import Ranks, engine_on
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from tests.ranks.test_failing import acting_engine
@@ -39,14 +38,11 @@ Shared = tuple[list[tuple[int, tuple[str, ...]]], tuple[str, ...]]
 """(item, the names of it that are written), objects."""
 
 
-def assigned(
-    plans: list[LocalPlan], kept: dict[int, Assignment] | None = None, sums: dict[int, list[int]] | None = None
-) -> list[Shared]:
+def assigned(plans: list[LocalPlan], kept: dict[int, Assignment] | None = None) -> list[Shared]:
     """What each rank writes."""
     held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
-    packed = {rank: struct.pack(f"<{len(found)}I", *found) for rank, found in (sums or {}).items()}
-    shares, _ = assign(held, boxes, kept or {}, unequal_replicas(held, boxes, packed))
+    shares, _ = assign(held, boxes, kept or {})
     items = [msgspec.msgpack.decode(plan.names) for plan in plans]
     return [
         ([(item, tuple(names)) for item, names in share.items(fqns)], share.object_names(own))
@@ -92,15 +88,6 @@ def test_one_name_for_two_things_is_an_error() -> None:
     for other in (plan(holding("a", rows=5)), plan(objects=("a",))):
         with pytest.raises(DuplicateNameError, match="rank 1"):
             assigned([plan(holding("a")), other])
-
-
-def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None:
-    plans = [plan(holding("a"), holding("b")), plan(holding("a"), holding("b"))]
-    held = ShardTable.of(plans)
-    boxes = Boxes.of_rows(held)
-    unequal = unequal_replicas(held, boxes, {0: struct.pack("<2I", 1, 2), 1: struct.pack("<2I", 1, 3)})
-    assert {held.names[name] for name in held.name[unequal[boxes.of]]} == {"b"}
-    assert "b" in names_of(assigned(plans, sums={0: [1, 2], 1: [1, 3]})[0])
 
 
 # -- and with real ranks -----------------------------------------------------------------------------
@@ -249,19 +236,6 @@ def save_nearly_nothing(rank: int, count: int, root: Path) -> None:
 
 def test_a_rank_may_have_nothing_to_write(two: Ranks, tmp_path: Path) -> None:
     two.run(save_nearly_nothing, tmp_path)
-
-
-def save_unequal(rank: int, count: int, root: Path) -> set[float]:
-    names = [f"stat{number}" for number in range(6)]
-    with engine_on(root, SECS) as engine:
-        engine.save({name: torch.full((3,), float(rank)) for name in names}, step=1).result(SECS)
-        state = {name: torch.zeros(3) - 1 for name in names}
-        engine.load(state)
-    return {float(value[0]) for value in state.values()}
-
-
-def test_of_replicas_that_differ_the_lowest_ranks_are_saved(two: Ranks, tmp_path: Path) -> None:
-    assert two.run(save_unequal, tmp_path) == [{0.0}, {0.0}]
 
 
 # -- saves side by side (S7) -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine
+from aio_ckpt import EngineConfig, SaveTicket, SyncCheckpointEngine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _OF_TORCH = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.testing")
@@ -114,6 +114,14 @@ class Ranks:
 def engine_on(root: Path, stall_secs: float, **settings: Any) -> SyncCheckpointEngine:
     """One rank's engine, which gives up on the others after ``stall_secs``."""
     return SyncCheckpointEngine(root, EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings))
+
+
+def error_of(save: Callable[[], SaveTicket], secs: float) -> BaseException | None:
+    """What a save fails with, in the call or behind it."""
+    try:
+        return save().exception(secs)
+    except Exception as error:  # noqa: BLE001 - the caller's to judge
+        return error
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import SaveCancelledError, ThreadDiedError
-from aio_ckpt.ranks.store_coordinator import Decide, SoloCoordinator
+from aio_ckpt.ranks.store_coordinator import SoloCoordinator
 from tests.campaigns.faults import work
 from tests.campaigns.faults.campaign import (
     FAULTS,
@@ -136,9 +136,9 @@ class CancelsLast(SoloCoordinator):
 
     engine: CheckpointEngine
 
-    async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str, **options: bool) -> bytes:
+    async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
         self.accepted = cancel_now(self.engine)
-        return await super().exchange(topic, message, decide, stage=stage, **options)
+        return await super().gather(topic, message, stage=stage)
 
 
 def test_a_cancellation_that_was_accepted_holds_though_nothing_waits_before_the_commit(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from unittest import mock
 
 import aio_ckpt
 from aio_ckpt.commit import cleanup as undo
-from aio_ckpt.engine import commit_stage as concluding
 from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
@@ -363,8 +362,8 @@ def memory_in_stages(folder: Path) -> Iterator[Point]:
         (encoding.ObjectEncoder, "encode"),
         (write.ChunkPreparer, "prepare"),
         (pipeline, "render_metadata_file"),
-        (concluding, "render_rank"),
-        (concluding, "render_root"),
+        (pipeline, "render_rank"),
+        (pipeline, "render_root"),
     )
     yield from _memory_points(folder, places, MemoryError, saves=2)
 

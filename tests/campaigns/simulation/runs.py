@@ -26,13 +26,17 @@ import anyio.abc
 import torch
 
 from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
+from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.in_flight import InFlight
-from aio_ckpt.engine.load import read_tree
-from aio_ckpt.engine.pending_save import EngineContext, PendingSave, SaveCall
+from aio_ckpt.engine.load import Loader, read_tree
+from aio_ckpt.engine.pipeline import SavePipeline
+from aio_ckpt.engine.stages import PendingSave, SaveCall
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
-from aio_ckpt.format.names import StepNames
+from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, StepNames
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
@@ -45,6 +49,7 @@ from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import ObjectEncoder
+from aio_ckpt.write.throttle import WriteThrottle
 from tests.campaigns.common import log
 from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop
 
@@ -75,6 +80,8 @@ class Attempt:
     """When, by the virtual clock."""
     ended: float = 0.0
     """When it was settled."""
+    is_cancelled: bool = False
+    """Whether ``cancel`` was accepted."""
     was_first: bool = True
     """Whether every save before it was settled by then."""
 
@@ -82,7 +89,7 @@ class Attempt:
     def may_be_visible(self) -> bool:
         """Committed, being committed, or given up in the middle of its rename."""
         error = self.save.ticket.committed.peek()
-        return self.save.is_committing if error is None else isinstance(error, AioCkptError) and error.in_doubt
+        return self.save.round.is_committing if error is None else isinstance(error, AioCkptError) and error.in_doubt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +139,21 @@ class CountingLifetime(LifetimeManager):
         super()._give_back(lease)
 
 
+def _root_of_a_writer() -> Directory:
+    """A root whose lock was taken: the engine's own directories are there, durably."""
+    root = Directory()
+    for name in ENGINE_DIRS:
+        at = root
+        for part in Path(name).parts:
+            if at.now(part) is None:
+                at.put(part, Directory())
+                at.sync()
+            below = at.now(part)
+            assert isinstance(below, Directory)
+            at = below
+    return root
+
+
 class World:
     """One run: an engine without its face, driven by one task."""
 
@@ -147,7 +169,7 @@ class World:
         self.chances = chances
         workers = rng.randrange(1, 5)
         self.threads = SimThreads(loop, rng, workers + 4, chances)
-        self.disk = Directory()
+        self.disk = _root_of_a_writer()
         self.storage = SimStorage(self.threads, rng, chances, self.disk, _ROOT)
         config = EngineConfig(workers=workers, max_in_flight=rng.randrange(1, 4), stall_timeout_secs=_STALL_SECS)
         self.ctx = self._ctx(self.storage, self.threads, config)
@@ -184,7 +206,13 @@ class World:
         """A few saves, then everything that must hold."""
         async with anyio.create_task_group() as group:
             self.portal.attach(self.loop, group, self.threads)
-            in_flight = InFlight(self.ctx, self.portal, on_settled=lambda step, error: None, adopt=lambda plan: None)
+            pipeline = SavePipeline(
+                ctx=self.ctx,
+                throttle=WriteThrottle(),
+                quarantine=Quarantine(),
+                pending_cleanup=PendingCleanup(),
+            )
+            in_flight = InFlight(self.ctx, self.portal, pipeline, on_settled=lambda step, error: None)
             for number in range(1, self.rng.randrange(2, 6)):
                 while (settled := in_flight.settled_before_room) is not None:
                     await asyncio.wrap_future(follow(settled))
@@ -266,7 +294,7 @@ class World:
 
     async def _cancel(self, attempt: Attempt, after: float) -> None:
         await anyio.sleep(after)
-        await attempt.save.cancel()
+        attempt.is_cancelled |= await attempt.save.cancel()
 
     # -- what must hold -----------------------------------------------------------------------------
 
@@ -281,13 +309,14 @@ class World:
         calm = SimThreads(self.loop, random.Random(0), 8, Chances())
         storage = SimStorage(calm, random.Random(0), Chances(), disk, _ROOT)
         ctx = self._ctx(storage, calm, self.ctx.config)
+        loader = Loader(ctx=ctx, quarantine=Quarantine())
         found = {checkpoint.step for checkpoint in await commit.discover(storage, _ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
             )
         for step in sorted(found):
-            state: Any = await read_tree(ctx, step, None)
+            state: Any = await read_tree(loader, step, None)
             attempt = possible.get(state["number"])
             if attempt is None or attempt.save.step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")
@@ -312,7 +341,7 @@ class World:
                 raise BrokenPromiseError(f"save {attempt.state['number']} ended long after its deadline of {limit} s")
             if isinstance(error, StallError) and limit is None and not self.threads.has_hung:
                 raise BrokenPromiseError(f"save {attempt.state['number']} stalled although nothing hung: {error}")
-            if isinstance(error, SaveCancelledError) and not save.is_cancelled:
+            if isinstance(error, SaveCancelledError) and not attempt.is_cancelled:
                 raise BrokenPromiseError(f"save {attempt.state['number']} was cancelled by nobody")
 
     def _check_nothing_held(self) -> None:
@@ -325,7 +354,9 @@ class World:
         tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
         if tasks:
             raise BrokenPromiseError(f"tasks are left: {tasks}")
-        leftovers = [name for name in self.disk.listing() if name.startswith(".")]
+        own = self.disk.now(Path(PENDING_DIR).parts[0])
+        pending = own.now(Path(PENDING_DIR).parts[1]) if isinstance(own, Directory) else None
+        leftovers = pending.listing() if isinstance(pending, Directory) else []
         # A thread that outlasts the settlement keeps its pending directory: it is cleared when its owner is dead.
         is_calm = not self.chances.slow and not self.threads.has_hung
         if leftovers and is_calm and not any("fails" in call for call in self.storage.trace):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature, intern
-from aio_ckpt.ranks.save_ledger import Ledger, PlanMsg, WrittenMsg, extents_crc32
+from aio_ckpt.ranks.save_ledger import Ledger, PlanMsg, Vote, extents_crc32
 
 Key = tuple[str, tuple[int, ...]]
 Plan = tuple[list[ShardInfo], tuple[str, ...]]
@@ -48,8 +48,8 @@ class Rule:
             self.items[rank].setdefault(index, []).extend(new)
             self.taken |= {(name, item.offsets) for name in new}
 
-    def assign(self, kept: dict[int, dict[int, list[str]]], unequal: set[Key]) -> Written_:
-        """Kept shares; what only one rank has, or the lowest of those that differ; then the largest first."""
+    def assign(self, kept: dict[int, dict[int, list[str]]]) -> Written_:
+        """Kept shares; what only one rank has; then the largest first."""
         holders: dict[Key, list[tuple[int, int]]] = {}
         for rank, (items, _) in enumerate(self.plans):
             for index, item in enumerate(items):
@@ -63,7 +63,7 @@ class Rule:
         }
         if not all(free.values()):
             raise PlanChangedError
-        alone = [key for key in free if len(free[key]) == 1 or key in unequal]
+        alone = [key for key in free if len(free[key]) == 1]
         for key in alone:
             self.take(*free[key][0], [key[0]])
         several = [key for key in free if key not in alone]
@@ -80,17 +80,6 @@ class Rule:
             }
             for plan, own in zip(self.plans, self.items, strict=True)
         ]
-
-
-def different(plans: list[Plan], sums: dict[int, list[int]]) -> set[Key]:
-    first: dict[Key, int] = {}
-    return {
-        (name, item.offsets)
-        for rank, found in sums.items()
-        for item, crc32 in zip(plans[rank][0], found, strict=True)
-        for name in item.fqns
-        if first.setdefault((name, item.offsets), crc32) != crc32
-    }
 
 
 # -- models -----------------------------------------------------------------------------------------
@@ -120,7 +109,7 @@ def plans_of_ranks(draw: Any) -> list[Plan]:
 @examples(600)
 @given(plans_of_ranks(), st.data())
 def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], data: Any) -> None:
-    """Whatever is tied, kept, cut or different on some ranks, each rank writes what the plain rule gives it."""
+    """Whatever is tied, kept or cut on some ranks, each rank writes what the plain rule gives it."""
     kept_ranks = data.draw(st.lists(st.sampled_from(range(len(plans))), unique=True, max_size=2))
     kept: dict[int, Assignment] = {}
     kept_names: dict[int, dict[int, list[str]]] = {}
@@ -133,23 +122,15 @@ def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], d
             for index, row in enumerate(bits)
         }
         kept_names[rank] = {index: names for index, names in written.items() if names}
-    sums = {
-        rank: [data.draw(st.integers(0, 1)) for _ in items]
-        for rank, (items, _) in enumerate(plans)
-        if rank not in kept and data.draw(st.integers(0, 3)) == 0
-    }
     held = ShardTable.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
     boxes = Boxes.of_rows(held)
-    unequal = unequal_replicas(
-        held, boxes, {rank: struct.pack(f"<{len(found)}I", *found) for rank, found in sums.items()}
-    )
     try:
-        wanted = Rule(plans).assign(kept_names, different(plans, sums))
+        wanted = Rule(plans).assign(kept_names)
     except PlanChangedError:
         with pytest.raises(PlanChangedError, match="no rank captured"):
-            assign(held, boxes, kept, unequal)
+            assign(held, boxes, kept)
         return
-    shares, items_written = assign(held, boxes, kept, unequal)
+    shares, items_written = assign(held, boxes, kept)
     found = [dict(share.items([item.fqns for item in items])) for share, (items, _) in zip(shares, plans, strict=True)]
     assert found == wanted
     assert items_written == [len(own) for own in wanted]
@@ -189,7 +170,7 @@ def test_replicas_over_a_mesh_are_spread_as_evenly_as_those_of_one_group(replica
 def shares_of(plans: list[Plan]) -> tuple[list[Assignment], list[int]]:
     held = ShardTable.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
     boxes = Boxes.of_rows(held)
-    return assign(held, boxes, {}, unequal_replicas(held, boxes, {}))
+    return assign(held, boxes, {})
 
 
 # -- messages ---------------------------------------------------------------------------------------
@@ -270,9 +251,9 @@ def test_an_object_that_no_rank_captured_is_an_error() -> None:
     kept = {0: Assignment.of([], [True, False])}
     held = ShardTable.of([LocalPlan.of([], ("x", "y"), b""), LocalPlan.of([], ("x",), b"")])
     with pytest.raises(PlanChangedError, match=r"no rank captured \['y'\]"):
-        assign(held, Boxes.of_rows(held), kept, np.zeros(0, np.bool_))
+        assign(held, Boxes.of_rows(held), kept)
     held = ShardTable.of([LocalPlan.of([], ("x", "y"), b"")] * 2)
-    shares, _ = assign(held, Boxes.of_rows(held), kept, np.zeros(0, np.bool_))
+    shares, _ = assign(held, Boxes.of_rows(held), kept)
     assert [share.object_names(("x", "y")) for share in shares] == [("x",), ("y",)]
 
 
@@ -287,22 +268,13 @@ def test_what_equal_ranks_tell_is_kept_once() -> None:
     assert again.offsets is kept[0].offsets, "a rank that plans the same anew"
 
 
-@pytest.mark.parametrize("sums", [b"1", b"12345678"])
-def test_sums_of_another_number_of_items_are_an_error(sums: bytes) -> None:
-    """A rank's sums are four bytes an item."""
-    with pytest.raises(PeerFailedError, match="bytes of sums"):
-        Ledger(2).assign([PlanMsg(1, GOOD, b"1234"), PlanMsg(1, GOOD, sums)])
-
-
 @pytest.mark.parametrize("moved", [(1, 5, 6), (-1, 5, 6), (0, -5, 6), (0, 5, -6)])
 def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, int]) -> None:
     """A rank that tells of an object that it does not write, or of a place before its file, makes the save fail."""
     ledger, places = Ledger(1), struct.pack("<2q", 0, 900)
-    (word,) = ledger.assign([PlanMsg(1, GOOD, b"")])
+    (word,) = ledger.assign([PlanMsg(1, GOOD)])
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
-        ledger.learn(
-            [WrittenMsg(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), extents_crc32([moved[1:]]), places)]
-        )
+        ledger.learn([Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), (moved,), extents_crc32([moved[1:]]), places)])
 
 
 @pytest.mark.parametrize(
@@ -311,11 +283,11 @@ def test_objects_that_are_none_of_a_share_are_an_error(moved: tuple[int, int, in
 def test_places_that_no_data_file_has_are_an_error(places: bytes) -> None:
     """A rank that tells more, fewer or other places than its share has makes the save fail, and no metadata."""
     ledger = Ledger(1)
-    (word,) = ledger.assign([PlanMsg(1, GOOD, b"")])
+    (word,) = ledger.assign([PlanMsg(1, GOOD)])
 
-    def written(told: bytes) -> WrittenMsg:
+    def written(told: bytes) -> Vote:
         spans = [(5, 6)]
-        return WrittenMsg(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), ((0, 5, 6),), extents_crc32(spans), told)
+        return Vote(1, word.share_id, 1, 2, (0.0, 0.0, 0.0), ((0, 5, 6),), extents_crc32(spans), told)
 
     with pytest.raises(PlanChangedError, match="rank 0 lost count"):
         ledger.learn([written(places)])

@@ -38,7 +38,7 @@ from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format import dcp_metadata_write as metadata_pickle
 from aio_ckpt.format.dcp_metadata_read import DTYPES, parse_metadata
 from aio_ckpt.format.manifests import MetadataTemplate, data_file_name
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_replicas
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
 from aio_ckpt.state import flatten as tree
@@ -210,7 +210,7 @@ def stored(plans: Sequence[LocalPlan], draw: Any = None) -> list[Stored]:
     """The shares that the ranks agree on, each with places in its file."""
     held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
-    shares, items = assign(held, boxes, {}, unequal_replicas(held, boxes, {}))
+    shares, items = assign(held, boxes, {})
     start = draw(st.sampled_from([0, (1 << 31) - 2000, 1 << 33])) if draw else 0
     return [
         Stored(
