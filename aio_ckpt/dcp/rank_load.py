@@ -28,8 +28,7 @@ from aio_ckpt.read.fetch import fetch
 from aio_ckpt.read.foreign_items import Ends, check_inside, check_object_zip, parse_slot, read_ends
 from aio_ckpt.read.load import synchronize
 from aio_ckpt.read.open import Checkpoint
-from aio_ckpt.read.page_cache import is_read_by_several
-from aio_ckpt.read.plan import ReadPlan
+from aio_ckpt.read.plan import ReadPlan, is_read_by_several
 from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
 from aio_ckpt.runtime.portal import run_blocking
 

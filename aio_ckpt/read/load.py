@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,23 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import create_chunk_list
-from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError, UnsafeObjectError
+from aio_ckpt.errors import (
+    CorruptCheckpointError,
+    MissingNameError,
+    TemplateMismatchError,
+    UnsafeObjectError,
+)
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.cuda import using
-from aio_ckpt.read.apply import dcp_paths, prepare_apply, target_modified
 from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, fetch
 from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
 from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
-from aio_ckpt.read.page_cache import is_read_by_several, wanted_bytes
-from aio_ckpt.read.plan import ReadPlan, ReadRequest
+from aio_ckpt.read.plan import ReadPlan, ReadRequest, is_read_by_several, wanted_bytes
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
+from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.storage.local import Storage
@@ -103,7 +108,7 @@ async def load_checkpoint(
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
         draft, segments = await _planned(files, checkpoint, found, executor, readers, trusted)
         await on_matched(checkpoint.identity)
-        with target_modified():
+        with _target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
             put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
@@ -137,7 +142,7 @@ def _decode(
 ) -> Callable[[], None]:
     """See :attr:`LoadOutcome.put_back`."""
     _settle(draft, checkpoint, trusted)
-    return prepare_apply(checkpoint, state, found, draft.values, rank)
+    return _prepare_apply(checkpoint, state, found, draft.values, rank)
 
 
 def _free(_: Checkpoint) -> None:
@@ -208,7 +213,7 @@ async def read_state(
         await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
         await run_blocking(executor, _settle, draft, checkpoint, trusted)
     if not checkpoint.has_skeleton:
-        return tree.unflatten_dcp(dcp_paths(checkpoint), draft.values)
+        return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
     return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
 
 
@@ -381,3 +386,75 @@ def _load_by_dcp(checkpoint: Checkpoint, draft: _LoadPlan) -> None:
 def _is_verified(fetched: Fetched, draft: _LoadPlan, checkpoint: Checkpoint, verify: bool) -> bool:
     checked = fetched.sums_checked + (len(draft.undecoded) if checkpoint.root is None else 0)
     return verify and (checked > 0 or not fetched.bytes_read)
+
+
+# -- into the template ----------------------------------------------------------------------------------
+
+
+def _prepare_apply(
+    checkpoint: Checkpoint, state: object, found: Match, values: Mapping[str, object], rank: int
+) -> Callable[[], None]:
+    """What sets the objects of ``state`` and calls each ``load_state_dict``; all that can be damaged is built before.
+
+    ``values``: fresh tensors and decoded objects, by name.
+    """
+    leaves = {name: values[name] for name in found.objects}
+    for name, kind in found.arrays:
+        tensor = values[name]
+        assert isinstance(tensor, torch.Tensor)
+        leaves[name] = tree.from_tensor(tensor, kind)
+    skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
+    below: list[tuple[Any, object]] = []
+    for prefix, value, names in found.stateful:
+        if skeleton is not None:
+            below.append((value, tree.build_below(skeleton, prefix, values, rank=rank)))
+        else:
+            below.append((value, _plain_below(checkpoint, prefix, {name: values[name] for name in names}, value)))
+
+    def put_back() -> None:
+        with _target_modified():
+            if leaves:
+                tree.put_back(state, leaves, rank=rank)
+            for value, state_dict in below:
+                value.load_state_dict(state_dict)
+
+    return put_back
+
+
+@contextmanager
+def _target_modified() -> Iterator[None]:
+    """Marks what is raised inside: the template may hold a mix of old and new values."""
+    try:
+        yield
+    except Exception as error:  # also what load_state_dict raises
+        tell_modified(error)
+        raise
+
+
+# -- as DCP flattened it --------------------------------------------------------------------------------
+
+
+def _dcp_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
+    """Where each name stands in the state, as stock DCP noted it; None if it did not."""
+    paths = checkpoint.metadata.planner_data
+    if not isinstance(paths, dict) or not all(isinstance(path, tuple) for path in paths.values()):
+        return None
+    return paths
+
+
+def _plain_below(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
+    """The ``state_dict()`` called ``prefix`` as stock DCP flattened it."""
+    paths = _dcp_paths(checkpoint) or {}
+    nested: Any = tree.unflatten_dcp(paths, leaves)
+    name = next(iter(leaves))
+    path = paths.get(name, (name,))
+    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), None)
+    if depth is None:
+        return {name.removeprefix(f"{prefix}."): leaf for name, leaf in leaves.items()}
+    for part in path[:depth]:
+        nested = nested[part]
+    if isinstance(value, torch.optim.Optimizer):
+        # DCP makes every key a str and drops {}; an optimizer finds its state by int.
+        state = nested.get("state", {})
+        nested["state"] = {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
+    return nested

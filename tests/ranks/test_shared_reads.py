@@ -19,7 +19,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.dcp import Reader
 from aio_ckpt.errors import TemplateMismatchError
 from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.page_cache import covering_bytes
+from aio_ckpt.read.plan import covering_bytes
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.storage.local import LocalStorage, ReadFile
