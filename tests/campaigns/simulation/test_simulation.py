@@ -17,7 +17,7 @@ from tests.campaigns.simulation.world import DeadlockError, SimStorage, virtual_
 pytestmark = pytest.mark.usefixtures("quiet")
 
 SEEDS = 60
-SHORT = range(10)
+SHORT = range(12)
 """Seeds that the gate tries."""
 
 
@@ -78,7 +78,7 @@ def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: p
     async def write_only(storage: Any, pending: Any, root_manifest: bytes) -> None:
         await storage.write_file(pending / "aio_ckpt.json", root_manifest)
 
-    monkeypatch.setattr(commit, "seal", write_only)
+    monkeypatch.setattr(commit, "sync_pending", write_only)
     assert failure_of(range(SEEDS)) is not None
 
 
