@@ -34,6 +34,7 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
     UnsupportedLeafError,
 )
+from aio_ckpt.format.names import ENGINE_DIR
 
 Tree = dict[str, tuple[int, int]]
 
@@ -107,9 +108,12 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
 
 
 def everything(root: Path) -> Tree:
-    """Every path below with size and time of its last change."""
+    """Every path below with size and time of its last change; of the engine's own directories only that they exist."""
     return {
-        str(path.relative_to(root)): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(root.rglob("*"))
+        str(path.relative_to(root)): (0, 0)
+        if path.parent.name == ENGINE_DIR and path.is_dir()
+        else (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(root.rglob("*"))
     }
 
 

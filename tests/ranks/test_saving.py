@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from builders import listing
 from rank_processes import Ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -112,7 +113,7 @@ def test_what_many_ranks_saved_each_of_them_loads(request: pytest.FixtureRequest
             + [f"__{rank}_0.distcp" for rank in range(count)]
             + [f"aio_ckpt.{rank}.bin" for rank in range(count)]
         )
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"step_{n:09d}" for n in (1, 2, 3)]
+    assert listing(tmp_path) == [f"step_{n:09d}" for n in (1, 2, 3)]
 
 
 def load_by_dcp(rank: int, count: int, path: Path, step: int) -> None:
