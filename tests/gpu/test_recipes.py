@@ -23,7 +23,7 @@ from aio_ckpt.config import Staging
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory.arena import HUGE_PAGE_BYTES, Arena
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
-from aio_ckpt.rescue.segment import Segment
+from aio_ckpt.rescue.segment import SharedSegment
 from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.gpu
@@ -206,7 +206,7 @@ def host_buffers(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
     executor = Executor("bandwidth", 4)
     lifetime = LifetimeManager(budget_bytes=4 * nbytes, executor=executor, debug=False)
     leases = []
-    named: Segment | None = None
+    named: SharedSegment | None = None
     try:
         buffers = {"torch": torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)}
         for kind in ("pinned", "shm"):
@@ -214,7 +214,7 @@ def host_buffers(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
             leases.append(lifetime.acquire(spec, timeout_secs=TIMEOUT))
             buffers[kind] = leases[-1].arena.tensor[:nbytes]
         if shutil.disk_usage("/dev/shm").free > 2 * nbytes:
-            named = Segment(Path(f"/dev/shm/test-{os.getpid()}"), nbytes)
+            named = SharedSegment(Path(f"/dev/shm/test-{os.getpid()}"), nbytes)
             arena = Arena(named.memory, "shm", named)
             arena.register(torch.device(DEVICE, 0))
             buffers["shm_path"] = arena.tensor
