@@ -918,10 +918,10 @@ def test_a_forked_child_neither_holds_nor_drops_its_parents_lock(tmp_path: Path)
 
 def test_a_lock_that_cannot_be_opened_is_an_error_of_the_root(tmp_path: Path) -> None:
     with pytest.raises(RootError, match="cannot open the lock file") as caught:
-        RootLock(tmp_path / "missing" / "lock")
+        RootLock(tmp_path / "missing" / "too" / "lock")
     assert caught.value.errno == errno.ENOENT
-    (tmp_path / "missing").mkdir()
-    RootLock(tmp_path / "missing" / "lock").release()
+    (tmp_path / "missing" / "too").mkdir(parents=True)
+    RootLock(tmp_path / "missing" / "too" / "lock").release()
 
 
 def test_a_lock_that_is_discarded_leaves_no_file_and_whoever_opened_that_file_locks_the_next_one(
