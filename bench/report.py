@@ -87,11 +87,13 @@ GPU_PAGE = Page(
   rows.
 - A contender that is not installed or fails is a row with the reason.""",
     (
+        Section("One GPU: saves of the present code", "", (f"{ONE}/gpu-save-blocks-short",)),
         Section("One GPU: saves", "", (f"{ONE}/gpu-save-blocks-rivals", f"{ONE}/gpu-save-blocks")),
         Section("One GPU: saves beside steps of 250 ms", "", (f"{ONE}/gpu-save-blocks-rivals-step250",)),
         Section("One GPU: 2 GB and 34 GB", "", (f"{ONE}/gpu-save-blocks-gb2", f"{ONE}/gpu-save-blocks-gb32")),
         Section("One GPU: 10,000 small tensors", "", (f"{ONE}/gpu-save-small-16-cores",)),
         Section("One GPU: FSDP2", "", (f"{ONE}/gpu-save-fsdp2-rivals", f"{ONE}/gpu-save-fsdp2-step200")),
+        Section("One GPU: loads of the present code, 4 GB", "", (f"{ONE}/gpu-load-blocks-gb4",)),
         Section("One GPU: loads", "", (f"{ONE}/gpu-load-blocks-bracketed", f"{ONE}/gpu-load-fsdp2")),
         Section("Two GPUs: saves", "", (f"{TWO}/gpu-save-blocks-bracketed", f"{TWO}/gpu-save-fsdp2-rivals")),
         Section("Two GPUs: loads", "", (f"{TWO}/gpu-load-fsdp2",)),
