@@ -126,6 +126,10 @@ def interrupted_saves(opened: SyncCheckpointEngine, at: int) -> Interrupt:
     return interrupt
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13),
+    reason="settrace of Python 3.13 passes over most opcodes of functions that ran before; first saves are tried there",
+)
 @pytest.mark.parametrize("stride", EVERY)
 def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(tmp_path: Path, stride: int) -> None:
     config = EngineConfig(stall_timeout_secs=5.0, workers=1, keep_last=1)
