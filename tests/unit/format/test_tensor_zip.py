@@ -227,7 +227,6 @@ def test_the_crc_stands_in_the_trailer_only_and_twice():
     assert envelope.trailer[entry - 16 : entry - 12] == b"PK\1\2"
 
 
-@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_storable_is_every_dtype_that_torch_itself_saves_and_loads_as_plain_tensor(dtype):
     if dtype.is_floating_point or dtype.is_complex or not str(dtype).startswith(("torch.q", "torch.uint", "torch.int")):
