@@ -371,7 +371,7 @@ def simulate(seed: int) -> Run:
     """
     with mock.patch.object(layout, "chunk_bytes_for", return_value=_CHUNK_BYTES), virtual_loop() as loop:
         world = World(seed, loop)
-        loop.run_until_complete(world.train())
+        anyio.run(world.train, backend="asyncio", backend_options={"loop_factory": lambda: loop})
         world.run.trace = world.storage.trace
         return world.run
 
