@@ -235,12 +235,13 @@ class Decision:
             yield f"stage: {explain(error)}, not that of {named[0]}"
 
     def _stage(self, failed: Call) -> str:
-        """By what had been called: the pending directory is made at the start, the root manifest begins the commit."""
+        """By what had been called: a write begins with the save's own directory, a commit with the root manifest."""
         begun = self._ground.storage.begun
         before = begun[: begun.index(failed) + 1]
         if any(call.name == "write_file" and call.path.name == "aio_ckpt.json" for call in before):
             return "commit"
-        return "write" if any(call.name == "make_dir" for call in before) else "open"
+        own = Path(PENDING_DIR).name
+        return "write" if any(call.name == "make_dir" and call.path.parent.name == own for call in before) else "open"
 
     def _retried(self) -> Iterator[str]:
         """After a failed fsync its pages may be gone though the next one succeeds: never again on the same file."""
