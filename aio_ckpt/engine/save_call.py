@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import msgspec
+from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import publish as commit
@@ -29,13 +31,14 @@ from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThrea
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
-from aio_ckpt.ranks.save_ledger import PlanMsg
+from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
+from aio_ckpt.snapshot.replica_sums import content_sums
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -324,8 +327,7 @@ class SaveFrontend:
     ) -> tuple[PlannedSave, ObjectBytes]:
         """A miss: agree who writes what while the caller waits for the other ranks to call save(); keep the share."""
         whole = planned.plan
-        assert whole.local is not None  # several ranks
-        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), PlanMsg(step, whole.local)
+        limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, step)
         try:
             word = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
         except StallError:
@@ -406,6 +408,15 @@ def _log_failure(done: Future[None]) -> None:
 
 def _busy(step: int, whose: str) -> str:
     return f"rollback({step}): {whose} are pending; await their tickets first"
+
+
+def _plan_message(planned: PlannedSave, objects: ObjectBytes, step: int) -> PlanMsg:
+    """All that this rank holds, with the sums by which the leader compares replicas."""
+    plan = planned.plan
+    assert plan.local is not None  # several ranks
+    tensors = content_sums([planned.tensors[item.leaf] for item in plan.layout.items])
+    crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
+    return PlanMsg(step, plan.local, ContentSums(tensors, struct.pack(f"<{len(crc32s)}I", *crc32s)))
 
 
 def _own_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:

@@ -1,7 +1,7 @@
 """Assignment: which rank writes what. Pure. In: what every rank holds. Out: an ``Assignment`` for each rank.
 
 A replica is written once, by a rank that captures it for this very save. Replicas go to the rank that has least to
-write, the largest first; objects go to the lowest rank. Replicas are not compared.
+write, the largest first; objects, and replicas that differ, go to the lowest rank.
 """
 
 from __future__ import annotations
@@ -16,9 +16,18 @@ import numpy as np
 
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.tensor_table import IntArray
-from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts
+from aio_ckpt.plan.shard_table import Flags, ShardTable, SmallInts, malformed
 
-__all__ = ["Assignment", "Boxes", "Candidates", "Writers", "assign", "assign_replicas"]
+__all__ = [
+    "Assignment",
+    "Boxes",
+    "Candidates",
+    "Writers",
+    "assign",
+    "assign_replicas",
+    "unequal_objects",
+    "unequal_replicas",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -262,8 +271,55 @@ def _keys(held: ShardTable) -> IntArray:
     return key
 
 
-def assign(held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment]) -> tuple[list[Assignment], list[int]]:
-    """The share of every rank, and how many items it has. ``kept``: ranks that captured only the share that they have.
+def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
+    """Per box, whether its content differs between ranks. ``sums``: of a rank, an int64 for each of its items.
+
+    Raises:
+        PeerFailedError: the sums of a rank are of another plan.
+    """
+    unequal = np.zeros(boxes.count, np.bool_)
+    content, is_summed = np.zeros(len(held.name), np.int64), np.zeros(len(held.name), np.bool_)
+    for rank, found in sums.items():
+        mine = slice(held.starts[rank], held.starts[rank + 1])
+        item = held.item[mine]
+        if len(found) != 8 * (int(item[-1]) + 1 if len(item) else 0):
+            raise malformed(rank, f"{len(found)} bytes of sums")
+        content[mine], is_summed[mine] = np.frombuffer(found, "<i8")[item], True
+    rows = boxes.order[is_summed[boxes.order]]
+    box = boxes.of[rows]
+    differs = (box[1:] == box[:-1]) & (content[rows[1:]] != content[rows[:-1]])
+    unequal[box[1:][differs]] = True
+    return unequal
+
+
+def unequal_objects(held: ShardTable, sums: Mapping[int, bytes]) -> set[str]:
+    """Names of objects whose bytes differ between ranks. ``sums``: of a rank, a uint32 for each of its objects.
+
+    Raises:
+        PeerFailedError: the sums of a rank are of another plan.
+    """
+    first: dict[str, int] = {}
+    seen: set[tuple[int, bytes]] = set()  # equal names are one tuple
+    unequal: set[str] = set()
+    for rank, found in sums.items():
+        names = held.objects[rank]
+        if len(found) != 4 * len(names):
+            raise malformed(rank, f"{len(found)} bytes of sums of objects")
+        if (id(names), found) in seen:
+            continue
+        seen.add((id(names), found))
+        for name, crc32 in zip(names, np.frombuffer(found, "<u4").tolist(), strict=True):
+            if first.setdefault(name, crc32) != crc32:
+                unequal.add(name)
+    return unequal
+
+
+def assign(
+    held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], unequal: Flags
+) -> tuple[list[Assignment], list[int]]:
+    """The share of every rank, and how many items it has.
+
+    ``kept``: ranks that captured only the share that they have. ``unequal``: boxes whose replicas differ.
 
     Raises:
         PlanChangedError: nobody captured something that a rank holds; every rank has to plan anew.
@@ -280,7 +336,7 @@ def assign(held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment]) -> tu
     is_lost = is_open & (candidates.counts == 0)
     if is_lost.any():
         raise _not_captured(held.names[name] for name in held.name[is_lost[boxes.of]].tolist())
-    is_single = is_open & (candidates.counts == 1)
+    is_single = is_open & ((candidates.counts == 1) | unequal)
     writers.take(free[candidates.begins[is_single]])
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,13 +15,14 @@ from isal import isal_zlib
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
 from aio_ckpt.format.manifests import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_objects, unequal_replicas
 from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.shard_table import LocalPlan, ShardTable, intern, malformed
 
 __all__ = [
     "AssignReply",
     "CommitReply",
+    "ContentSums",
     "Extent",
     "Ledger",
     "PlanMsg",
@@ -35,11 +37,22 @@ __all__ = [
 Extent: TypeAlias = "tuple[int, int]"
 """(offset in the data file, length)."""
 
+_log = logging.getLogger("aio_ckpt")
+_SHOWN = 5
 _SHARES_KEPT = 4
 """Shares that the leader remembers of a rank: saves in flight may still write an older one."""
 
 
 # -- a rank to the leader ---------------------------------------------------------------------------
+
+
+class ContentSums(msgspec.Struct, frozen=True, array_like=True):
+    """Sums of the contents of all that a rank holds: what two ranks hold alike is equal if its sums are."""
+
+    tensors: bytes
+    """int64, little-endian: one for each tensor item, see :func:`aio_ckpt.snapshot.replica_sums.content_sums`."""
+    objects: bytes
+    """CRC32 of the encoded bytes of each object, uint32, little-endian."""
 
 
 class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
@@ -49,6 +62,8 @@ class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Step of the save."""
     local: LocalPlan
     """What the rank holds."""
+    content: ContentSums | None = None
+    """Sums of what it holds, by which replicas are compared."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
@@ -195,10 +210,12 @@ class Ledger:
         Raises:
             DuplicateNameError, PlanChangedError: see :func:`aio_ckpt.plan.assignment.assign`.
         """
-        plans, kept = [], {}
+        plans, kept, contents = [], {}, {}
         for rank, report in enumerate(reports):
             if isinstance(report, PlanMsg):
                 plans.append(report.local)
+                if report.content is not None:
+                    contents[rank] = report.content
             else:
                 known = self._ranks[rank][report.share_id]
                 plans.append(known.local)
@@ -206,7 +223,12 @@ class Ledger:
         plans = intern(plans, (known.local for shares in self._ranks for known in shares.values()))
         held = ShardTable.of(plans)
         boxes = Boxes.of_rows(held)
-        shares, items = assign(held, boxes, kept)
+        unequal = unequal_replicas(held, boxes, {rank: found.tensors for rank, found in contents.items()})
+        _warn_of(
+            {held.names[name] for name in held.name[unequal[boxes.of]].tolist()}
+            | unequal_objects(held, {rank: found.objects for rank, found in contents.items()})
+        )
+        shares, items = assign(held, boxes, kept, unequal)
         words = []
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
@@ -264,6 +286,16 @@ class Ledger:
             ]
             self._rendered = ids, render_global(stored)
         return self._rendered[1]
+
+
+def _warn_of(names: Set[str]) -> None:
+    if names:
+        _log.warning(
+            "%d values differ between ranks that hold the same part of them, %s for example: the lowest rank's are "
+            "saved; PerRank(value) saves one for each rank",
+            len(names),
+            sorted(names)[:_SHOWN],
+        )
 
 
 def slowest_ranks(written: Sequence[Vote]) -> Mapping[str, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,7 +44,7 @@ def assigned(plans: list[LocalPlan], kept: dict[int, Assignment] | None = None) 
     """What each rank writes."""
     held = ShardTable.of(plans)
     boxes = Boxes.of_rows(held)
-    shares, _ = assign(held, boxes, kept or {})
+    shares, _ = assign(held, boxes, kept or {}, np.zeros(boxes.count, np.bool_))
     items = [msgspec.msgpack.decode(plan.names) for plan in plans]
     return [
         ([(item, tuple(names)) for item, names in share.items(fqns)], share.object_names(own))
@@ -236,6 +238,39 @@ def save_nearly_nothing(rank: int, count: int, root: Path) -> None:
 
 def test_a_rank_may_have_nothing_to_write(two: Ranks, tmp_path: Path) -> None:
     two.run(save_nearly_nothing, tmp_path)
+
+
+def save_unequal(rank: int, count: int, root: Path) -> tuple[set[float], list[str]]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("aio_ckpt").addHandler(handler)
+    names = [f"stat{number}" for number in range(6)]
+    with engine_on(root, SECS) as engine:
+        state: dict[str, Any] = {name: torch.full((3,), float(rank)) for name in names}
+        state |= {
+            "order": torch.arange(100).roll(rank),
+            "same": torch.arange(100),
+            "note": [rank],
+            "own": PerRank(rank),
+        }
+        engine.save(state, step=1).result(SECS)
+        engine.save(state, step=2).result(SECS)
+        loaded = {name: torch.zeros(3) - 1 for name in names} | {"note": None}
+        engine.load(loaded, strict=False)
+    assert loaded["note"] == [0]
+    logging.getLogger("aio_ckpt").removeHandler(handler)
+    return {float(loaded[name][0]) for name in names}, [text for text in heard if "differ" in text]
+
+
+def test_of_replicas_that_differ_the_lowest_ranks_are_saved_and_named(two: Ranks, tmp_path: Path) -> None:
+    (zeros, warned), (zeros_too, silent) = two.run(save_unequal, tmp_path)
+    assert zeros == zeros_too == {0.0}
+    assert not silent
+    (warning,) = warned
+    assert warning.startswith(
+        "8 values differ between ranks that hold the same part of them, ['note', 'order', 'stat0'"
+    )
 
 
 # -- saves side by side (S7) -------------------------------------------------------------------------

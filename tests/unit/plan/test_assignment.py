@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.errors import DuplicateNameError, PeerFailedError, PlanChangedError
-from aio_ckpt.plan.assignment import Assignment, Boxes, assign
+from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_objects, unequal_replicas
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature, intern
 from aio_ckpt.ranks.save_ledger import Ledger, PlanMsg, Vote, extents_crc32
 
@@ -22,6 +22,11 @@ Plan = tuple[list[ShardInfo], tuple[str, ...]]
 """Items, objects."""
 Written_ = list[dict[int, tuple[str, ...]]]
 """Per rank, the names that it writes of each item."""
+
+
+def equal(boxes: Boxes) -> np.ndarray:
+    """No replica differs."""
+    return np.zeros(boxes.count, np.bool_)
 
 
 # -- the rule, box by box ---------------------------------------------------------------------------
@@ -128,9 +133,9 @@ def test_shares_in_columns_are_those_of_the_rule_box_by_box(plans: list[Plan], d
         wanted = Rule(plans).assign(kept_names)
     except PlanChangedError:
         with pytest.raises(PlanChangedError, match="no rank captured"):
-            assign(held, boxes, kept)
+            assign(held, boxes, kept, equal(boxes))
         return
-    shares, items_written = assign(held, boxes, kept)
+    shares, items_written = assign(held, boxes, kept, equal(boxes))
     found = [dict(share.items([item.fqns for item in items])) for share, (items, _) in zip(shares, plans, strict=True)]
     assert found == wanted
     assert items_written == [len(own) for own in wanted]
@@ -170,7 +175,7 @@ def test_replicas_over_a_mesh_are_spread_as_evenly_as_those_of_one_group(replica
 def shares_of(plans: list[Plan]) -> tuple[list[Assignment], list[int]]:
     held = ShardTable.of([LocalPlan.of(items, objects, b"") for items, objects in plans])
     boxes = Boxes.of_rows(held)
-    return assign(held, boxes, {})
+    return assign(held, boxes, {}, equal(boxes))
 
 
 # -- messages ---------------------------------------------------------------------------------------
@@ -250,11 +255,38 @@ def test_an_object_that_no_rank_captured_is_an_error() -> None:
     """What a kept share leaves out and no other rank has is missed by name; what another has is written there."""
     kept = {0: Assignment.of([], [True, False])}
     held = ShardTable.of([LocalPlan.of([], ("x", "y"), b""), LocalPlan.of([], ("x",), b"")])
+    boxes = Boxes.of_rows(held)
     with pytest.raises(PlanChangedError, match=r"no rank captured \['y'\]"):
-        assign(held, Boxes.of_rows(held), kept)
+        assign(held, boxes, kept, equal(boxes))
     held = ShardTable.of([LocalPlan.of([], ("x", "y"), b"")] * 2)
-    shares, _ = assign(held, Boxes.of_rows(held), kept)
+    boxes = Boxes.of_rows(held)
+    shares, _ = assign(held, boxes, kept, equal(boxes))
     assert [share.object_names(("x", "y")) for share in shares] == [("x",), ("y",)]
+
+
+def test_replicas_that_differ_are_found_and_written_by_the_lowest_rank() -> None:
+    """By the sums of those ranks that sent any; the others do not count."""
+    items = [ShardInfo((name,), (0,), TensorSignature((4,), (4,), "int8")) for name in ("a", "b", "c")]
+    held = ShardTable.of([LocalPlan.of(items, ("x", "y"), b"")] * 3)
+    boxes = Boxes.of_rows(held)
+    unequal = unequal_replicas(held, boxes, {1: struct.pack("<3q", 1, 2, 3), 2: struct.pack("<3q", 1, -2, 3)})
+    assert {held.names[name] for name in held.name[unequal[boxes.of]]} == {"b"}
+    shares, _ = assign(held, boxes, {}, unequal)
+    assert [1 in dict(share.items([item.fqns for item in items])) for share in shares] == [True, False, False]
+    sums = {0: struct.pack("<2I", 5, 6), 1: struct.pack("<2I", 5, 6), 2: struct.pack("<2I", 5, 7)}
+    assert unequal_objects(held, sums) == {"y"}
+
+
+@pytest.mark.parametrize("sums", [b"", b"1" * 7, b"1" * 16])
+def test_sums_of_another_plan_are_an_error(sums: bytes) -> None:
+    """So are those of a rank that holds nothing, and sends some."""
+    held = ShardTable.of([GOOD, LocalPlan.of([], (), b"")])
+    for rank in (0, 1):
+        if sums or rank == 0:
+            with pytest.raises(PeerFailedError, match=f"rank {rank} sent a plan that is none"):
+                unequal_replicas(held, Boxes.of_rows(held), {rank: sums})
+            with pytest.raises(PeerFailedError, match=f"rank {rank} sent a plan that is none"):
+                unequal_objects(held, {rank: sums})
 
 
 def test_what_equal_ranks_tell_is_kept_once() -> None:

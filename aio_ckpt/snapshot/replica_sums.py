@@ -1,0 +1,66 @@
+"""Sums of the contents of tensors, by which the ranks tell whether the replicas that they hold are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["content_sums"]
+
+_COLUMNS = 4096
+_PIECE_BYTES = 8 << 20
+"""Most scratch memory: what does not lie in one run of whole words is summed in pieces of this length."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2**64 divided by the golden ratio: neighbouring multiples of it differ in most bits."""
+
+
+def content_sums(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return one sum for each tensor, int64, little-endian, in the order of ``tensors``.
+
+    Equal contents have equal sums if the strides are equal too. A sum depends on the place of nearly every value, so
+    that a permutation has another one. Each tensor is read once, on its own device and on the current stream.
+    """
+    sums = np.zeros(len(tensors), "<i8")
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    with torch.no_grad():
+        for device, numbers in by_device.items():
+            weights = (2 * torch.arange(_COLUMNS, device=device) + 1) * _ODD
+            found = torch.stack([_sum_of(tensors[number].detach(), weights) for number in numbers])
+            sums[numbers] = found.cpu().numpy()
+    return sums.tobytes()
+
+
+def _sum_of(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    sums = [part for run in _runs(tensor) for part in _sums_of_run(run, weights)]
+    total = sums[0] if sums else weights.new_zeros(())
+    for part in sums[1:]:
+        total = total * _ODD + part
+    return total
+
+
+def _sums_of_run(run: torch.Tensor, weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    words, columns = run.numel() // 8, len(weights)
+    rows = words // columns
+    if rows:
+        yield (run[: 8 * rows * columns].view(torch.int64).view(rows, columns).sum(dim=0) * weights).sum()
+    if words > rows * columns:
+        yield (run[8 * rows * columns : 8 * words].view(torch.int64) * weights[: words - rows * columns]).sum()
+    if run.numel() > 8 * words:
+        yield (run[8 * words :] * weights[: run.numel() - 8 * words]).sum()
+
+
+def _runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of ``tensor`` as vectors of uint8 in which words of 8 bytes are aligned."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.is_contiguous() and not is_lazy and tensor.storage_offset() * tensor.element_size() % 8 == 0:
+        yield tensor.reshape(-1).view(torch.uint8)
+    elif tensor.nbytes <= _PIECE_BYTES:
+        piece = tensor.resolve_conj().resolve_neg()
+        yield piece.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    else:
+        for half in tensor.chunk(2, dim=max(range(tensor.ndim), key=tensor.size)):
+            yield from _runs(half)

@@ -1,0 +1,74 @@
+"""Sums by which replicas are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from aio_ckpt.snapshot.replica_sums import content_sums
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64,
+    torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16, torch.bool,
+]  # fmt: skip
+
+
+def sums(*tensors: torch.Tensor) -> list[int]:
+    return np.frombuffer(content_sums(tensors), "<i8").tolist()
+
+
+def values(count: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.arange(count * torch.empty(0, dtype=dtype).element_size()) * 7919 % 251
+    return (made % 2 if dtype is torch.bool else made).to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 1000, 100_003])
+def test_a_sum_depends_on_the_content_alone_and_on_every_part_of_it(dtype: torch.dtype, count: int) -> None:
+    tensor = values(count, dtype)
+    found, same = sums(tensor, tensor.clone())
+    assert found == same
+    raw = tensor.view(torch.uint8)
+    for place in {0, raw.numel() // 2, raw.numel() - 1}:
+        raw[place] ^= 1
+        assert sums(tensor) != [found], place
+        raw[place] ^= 1
+
+
+def test_an_order_is_seen() -> None:
+    """As of the permutation that a sampler keeps, which each rank may draw by itself."""
+    one = torch.randperm(100_000, generator=torch.Generator().manual_seed(1))
+    two = torch.randperm(100_000, generator=torch.Generator().manual_seed(2))
+    assert len(set(sums(one, two, one.sort().values))) == 3
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda matrix: matrix.t(),
+    "strided": lambda matrix: matrix[:, ::2],
+    "conjugated": lambda matrix: matrix.conj(),
+    "negated": lambda matrix: matrix.conj().imag,
+    "within a word": lambda matrix: matrix.real.to(torch.float16).reshape(-1)[1:].view(-1, 11),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_summed_as_what_it_shows(
+    monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Equal views have equal sums; every value that a view shows counts."""
+    monkeypatch.setattr("aio_ckpt.snapshot.replica_sums._PIECE_BYTES", 1000)
+    matrix = torch.randn(40, 30, dtype=torch.complex64)
+    (found, same) = sums(view(matrix), view(matrix.clone()).requires_grad_())
+    assert found == same
+    shown = view(matrix.clone())
+    shown[-1, -1] += 1
+    assert sums(shown) != [found]
+
+
+def test_nothing_and_scalars_have_sums() -> None:
+    assert content_sums([]) == b""
+    assert sums(torch.empty(0), torch.empty(3, 0)) == [0, 0]
+    assert len(set(sums(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(1)))) == 3
