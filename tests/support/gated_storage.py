@@ -77,7 +77,7 @@ class GatedStorage:
     def __init__(self, executor: Executor) -> None:
         self._inner = LocalStorage(executor)
         self._gates: list[tuple[str, str, Gate]] = []
-        self._failures: list[tuple[str, str, BaseException]] = []
+        self.failures: list[tuple[str, str, BaseException]] = []
         self._dropped: list[tuple[str, str]] = []
         self._released: list[Gate] = []
         self._delays: dict[str, float] = {}
@@ -93,7 +93,7 @@ class GatedStorage:
 
     def fail(self, name: str, where: str, error: BaseException) -> None:
         """The next such call raises ``error`` instead of doing anything."""
-        self._failures.append((name, where, error))
+        self.failures.append((name, where, error))
 
     def drop(self, name: str, where: str = "*") -> None:
         """Such calls do nothing and report success."""
@@ -123,9 +123,9 @@ class GatedStorage:
             if call.matches(name, where):
                 await gate.wait()
         await asyncio.sleep(self._delays.get(call.name, 0))
-        for failure in self._failures:
+        for failure in self.failures:
             if call.matches(*failure[:2]):
-                self._failures.remove(failure)
+                self.failures.remove(failure)
                 raise failure[2]
         if any(call.matches(*dropped) for dropped in self._dropped):
             return None
