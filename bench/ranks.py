@@ -204,7 +204,7 @@ def _agreeing(rank: int, count: int, store: Any, folder: Path, rounds: int) -> _
     coordinator = StoreCoordinator(store, rank=rank, world_size=count)
     figures: _Figures = {}
     with SyncCheckpointEngine(folder, EngineConfig(keep_last=1), coordinator=coordinator) as engine:
-        secs, _ = _timed(functools.partial(engine._engine._ctx.members.opened.result, _WAIT_SECS))
+        secs, _ = _timed(functools.partial(engine._ctx.members.opened.result, _WAIT_SECS))
         figures["meeting, ms"] = [secs * 1e3]
         for turn in range(rounds + 1):
             began, sent, received = coordinator.messages_sent, coordinator.bytes_sent, coordinator.bytes_received

@@ -274,7 +274,7 @@ def test_the_page_of_the_command_line_names_every_command_and_option() -> None:
 
 def test_the_page_of_the_api_names_every_method_and_every_public_name() -> None:
     text = (REPOSITORY / "docs/api.md").read_text()
-    methods = [name for name in vars(aio_ckpt.SyncCheckpointEngine) if not name.startswith("_")]
+    methods = [name for name in dir(aio_ckpt.SyncCheckpointEngine) if not name.startswith("_")]
     assert [name for name in methods if f"        - {name}\n" not in text] == []
     public = [name for name in aio_ckpt.__all__ if not name.startswith("_") and not name.endswith("Error")]
     assert [name for name in public if f"::: aio_ckpt.{name}\n" not in text] == []

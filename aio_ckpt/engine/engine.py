@@ -10,6 +10,7 @@ import signal
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -25,7 +26,7 @@ from aio_ckpt.engine.load import Loader, load_state, read_tree, selection
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, make_root
 from aio_ckpt.engine.save_call import SaveFrontend
-from aio_ckpt.engine.shutdown import Shutdown, second_to
+from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
@@ -36,6 +37,7 @@ from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue.commit import open_segments, tell_rescuable
+from aio_ckpt.rescue.segment import SegmentDirectory
 from aio_ckpt.runtime.futures import follow, outcome
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
 from aio_ckpt.runtime.priority import lower_priority
@@ -43,29 +45,11 @@ from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.ticket import Milestone, SaveTicket
 from aio_ckpt.write.throttle import WriteThrottle
 
-__all__ = ["CheckpointEngine"]
+__all__ = ["BaseEngine", "CheckpointEngine"]
 
 
-class CheckpointEngine:
-    """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
-
-    The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
-    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled, at most
-    ``max_in_flight`` are, and its step exceeds every committed and pending one. Any call may raise EngineClosedError
-    once it is closed, and WrongThreadError on the engine's own threads.
-
-    Args:
-        root: directory of the checkpoints; made if it is missing.
-        config: settings; the defaults suit a trainer on a local disk.
-        coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
-            ``SoloCoordinator()`` for an engine of this process alone.
-        storage: where the bytes go; the local file system unless given.
-
-    Raises:
-        RootError: ``root`` is a file or cannot be made.
-        ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
-        OSError, RuntimeError: no more threads or descriptors; those that it had are given back.
-    """
+class BaseEngine:
+    """Parts of an engine, and the calls that its async and its sync face have in common."""
 
     def __init__(
         self,
@@ -78,12 +62,12 @@ class CheckpointEngine:
         check_kind("config", config, EngineConfig)
         check_kind("coordinator", coordinator, Coordinator)
         check_kind("storage", storage, Storage)
-        self.config = config = config or EngineConfig()
+        config = config or EngineConfig()
         coordinator = coordinator or default_coordinator()
         check_staging(config.staging, config.shm_path, coordinator.world_size)
-        self.root = make_root(root)
+        path = make_root(root)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
-        segments, kept = open_segments(self.root, owner, config.shm_path)
+        segments, self._orphans = open_segments(path, owner, config.shm_path)
         self._portal = Portal(
             f"aio_ckpt-{session}",
             config.workers + HOUSEKEEPING_THREADS,
@@ -91,64 +75,82 @@ class CheckpointEngine:
         )
         log_untried_torch()
         with self._portal.opening():
-            rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
-            members = Membership(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules)
-            self._preemption = AgreedPreemption(members, self._portal)
-            self._throttle = WriteThrottle(config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
-            self._quarantine, self._pending_cleanup, self._orphans = Quarantine(), PendingCleanup(), kept
-            self._ctx = EngineContext(
-                root=self.root,
-                names=StepNames(config.step_dir),
-                owner=owner,
-                storage=storage or LocalStorage(self._portal.executor, config.direct_io),
-                members=members,
-                executor=self._portal.executor,
-                config=config,
-            )
-            self._loader = Loader(ctx=self._ctx, quarantine=self._quarantine)
-            self._root_session = RootSession(
-                self._ctx,
-                self._portal,
-                quarantine=self._quarantine,
-                pending_cleanup=self._pending_cleanup,
-                segments=segments,
-                orphans=self._orphans,
-                must_wait=lambda: self._preemption.is_on,
-            )
-            pipeline = SavePipeline(
-                ctx=self._ctx,
-                throttle=self._throttle,
-                quarantine=self._quarantine,
-                pending_cleanup=self._pending_cleanup,
-            )
-            self._frontend = SaveFrontend(
-                self._ctx,
-                self._portal,
-                self._root_session,
-                pipeline,
-                segments=segments,
-                orphans=self._orphans,
-                is_urgent=self._preemption.poll,
-                on_committed=self._expire,
-            )
-            self._shutdown = Shutdown(
-                self._frontend.in_flight,
-                background=lambda: [*self._root_session.last_passes(), *self._frontend.dropping],
-                release=self._shut_down,
-            )
+            self._ctx = self._make_context(path, config, owner, coordinator, storage)
+            self._make_parts(segments)
             tell_rescuable(
                 self._ctx.storage,
-                self.root,
+                path,
                 self._ctx.names,
                 owner,
                 self._portal,
                 segments=segments,
-                kept=kept,
+                kept=self._orphans,
                 stale_after_secs=config.stale_after_secs,
                 limit_secs=config.stall_timeout_secs,
             )
             self._portal.at_exit(self._drain)
             self._frontend.meet()
+
+    def _make_context(
+        self, root: Path, config: EngineConfig, owner: Owner, coordinator: Coordinator, storage: Storage | None
+    ) -> EngineContext:
+        rules = {"when_busy": repr(config.when_busy), "step_dir": repr(config.step_dir)}
+        executor = self._portal.executor
+        return EngineContext(
+            root=root,
+            names=StepNames(config.step_dir),
+            owner=owner,
+            storage=storage or LocalStorage(executor, config.direct_io),
+            members=Membership(coordinator, owner, stall_secs=config.stall_timeout_secs, rules=rules),
+            executor=executor,
+            config=config,
+        )
+
+    def _make_parts(self, segments: SegmentDirectory | None) -> None:
+        """Make the parts of the engine, each from those above it."""
+        ctx, portal = self._ctx, self._portal
+        self._preemption = AgreedPreemption(ctx.members, portal)
+        self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
+        self._quarantine = Quarantine()
+        self._pending_cleanup = PendingCleanup()
+        self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
+        self._root_session = RootSession(
+            ctx,
+            portal,
+            quarantine=self._quarantine,
+            pending_cleanup=self._pending_cleanup,
+            segments=segments,
+            orphans=self._orphans,
+            must_wait=lambda: self._preemption.is_on,
+        )
+        pipeline = SavePipeline(
+            ctx=ctx, throttle=self._throttle, quarantine=self._quarantine, pending_cleanup=self._pending_cleanup
+        )
+        self._frontend = SaveFrontend(
+            ctx,
+            portal,
+            self._root_session,
+            pipeline,
+            segments=segments,
+            orphans=self._orphans,
+            is_urgent=self._preemption.poll,
+            on_committed=self._expire,
+        )
+        self._shutdown = Shutdown(
+            self._frontend.in_flight,
+            background=lambda: [*self._root_session.last_passes(), *self._frontend.dropping],
+            release=self._shut_down,
+        )
+
+    @property
+    def root(self) -> Path:
+        """Directory of the checkpoints."""
+        return self._ctx.root
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings that the engine was opened with."""
+        return self._ctx.config
 
     # -- saving ---------------------------------------------------------------------------------------
 
@@ -215,17 +217,6 @@ class CheckpointEngine:
         """
         self._frontend.in_flight.guards.add(guarded)
 
-    async def ready(self) -> None:
-        """Return when ``save()`` would not have to wait for an earlier save."""
-        while (settled := self._frontend.in_flight.settled_before_room) is not None:
-            await asyncio.wrap_future(follow(settled))
-
-    def wait_ready(self) -> None:
-        """:meth:`ready` for a caller without a loop."""
-        self._portal.check_thread("ready()")
-        while (settled := self._frontend.in_flight.settled_before_room) is not None:
-            settled.result()
-
     def clear_cache(self) -> None:
         """Forget the cached plan and give its gather buffers back: the next save plans anew."""
         self._frontend.clear_cache()
@@ -245,69 +236,7 @@ class CheckpointEngine:
         """Arenas and leases held now."""
         return self._frontend.lifetime.stats
 
-    # -- loading --------------------------------------------------------------------------------------
-
-    async def load(
-        self,
-        state: object,
-        step: int | None = None,
-        *,
-        strict: bool = False,
-        allow_missing: bool = False,
-        fallback: bool = True,
-    ) -> LoadReport:
-        """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
-
-        Tensors are filled as they are read, once the templates of all ranks match: after an error with
-        ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
-
-        Args:
-            state: the template: same names, shapes and dtypes as what was saved.
-            step: which one; None takes the newest that verifies.
-            strict: refuse names of the checkpoint that the template lacks.
-            allow_missing: leave template names that the checkpoint lacks as they are.
-            fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.commit.quarantine`);
-                False raises at the newest.
-
-        Raises:
-            CheckpointNotFoundError: no committed checkpoint, or not this step.
-            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
-            MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
-            ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
-            UnsafeObjectError, UnsupportedLeafError: an object needs ``trusted_objects``; a leaf that nothing can fill.
-            FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
-            PeerFailedError, StallError: another rank failed, or gave no sign of life.
-            Exception: of a ``load_state_dict``, with ``target_modified``: the tensors outside of it are filled by then.
-        """
-        given_up: Future[None] = Future()
-        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
-        return await outcome(self.submit_load(state, step, given_up, **options), given_up)
-
-    def submit_load(
-        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: bool
-    ) -> Future[LoadReport]:
-        """:meth:`load` for a caller without a loop: its future. Once ``given_up`` is done it ends early."""
-        self._portal.check_thread("load()")
-        return self._portal.submit(load_state, self._loader, state, step, options, given_up or Future())
-
-    async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
-        """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
-
-        Args:
-            step: which one; None takes the newest that verifies.
-            only: names of leaves, or of branches above them.
-
-        Raises:
-            MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
-            CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
-        """
-        return await asyncio.wrap_future(self.submit_read(step, only=only))
-
-    def submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
-        """:meth:`read` for a caller without a loop: its future."""
-        self._portal.check_thread("read()")
-        step = None if step is None else commit.check_step_number(step)
-        return self._portal.submit(read_tree, self._loader, step, selection(only))
+    # -- steps --------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
@@ -358,7 +287,7 @@ class CheckpointEngine:
 
         The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
         are called too, after the flag was set; what the system does by default (to end the process) no longer
-        happens. Shutdown the engine, and a fork in the child, restores what was there before.
+        happens. Closing the engine, and a fork in the child, restores what was there before.
 
         Raises:
             WrongThreadError: not called on the main thread.
@@ -380,31 +309,32 @@ class CheckpointEngine:
         """
         return self._preemption.poll()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
-        await self._shutdown.leave(error)
-        return False
-
-    async def close(self) -> None:
-        """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
-        await self._shutdown.finish()
-
-    def close_blocking(self) -> None:
-        """:meth:`close` for a caller without a loop."""
-        self._shutdown.finish_blocking()
-
-    def close_after(self, error: BaseException | None) -> None:
-        """:meth:`close_blocking` at the end of a block that ended with ``error``, which comes first."""
-        with second_to(error):
-            self.close_blocking()
-
     def terminate(self) -> None:
         """Abandon pending saves and release everything; nothing of them becomes visible."""
         self._shutdown.abandon(self.config.stall_timeout_secs)
+
+    def _wait_ready(self) -> None:
+        """Block until ``save()`` would not have to wait for an earlier save."""
+        self._portal.check_thread("ready()")
+        while (settled := self._frontend.in_flight.settled_before_room) is not None:
+            settled.result()
+
+    def _submit_load(
+        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: bool
+    ) -> Future[LoadReport]:
+        """Future of a load. Once ``given_up`` is done it ends early."""
+        self._portal.check_thread("load()")
+        return self._portal.submit(load_state, self._loader, state, step, options, given_up or Future())
+
+    def _submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
+        """Future of the state that is read."""
+        self._portal.check_thread("read()")
+        step = None if step is None else commit.check_step_number(step)
+        return self._portal.submit(read_tree, self._loader, step, selection(only))
+
+    def _close_blocking(self) -> None:
+        """Finish pending saves, then release everything."""
+        self._shutdown.finish_blocking()
 
     def _expire(self, step: int) -> None:
         """``step`` was committed: older ones may expire."""
@@ -427,3 +357,98 @@ class CheckpointEngine:
             steps.enter_context(contextlib.suppress(EngineClosedError, StallError))
             steps.callback(lambda: self._portal.call(coordinator.leave, timeout=STOP_SECS))
             steps.callback(self._frontend.let_go)
+
+
+class CheckpointEngine(BaseEngine):
+    """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
+
+    The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
+    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled, at most
+    ``max_in_flight`` are, and its step exceeds every committed and pending one. Any call may raise EngineClosedError
+    once it is closed, and WrongThreadError on the engine's own threads.
+
+    Args:
+        root: directory of the checkpoints; made if it is missing.
+        config: settings; the defaults suit a trainer on a local disk.
+        coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
+            ``SoloCoordinator()`` for an engine of this process alone.
+        storage: where the bytes go; the local file system unless given.
+
+    Raises:
+        RootError: ``root`` is a file or cannot be made.
+        ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
+        OSError, RuntimeError: no more threads or descriptors; those that it had are given back.
+    """
+
+    async def ready(self) -> None:
+        """Return when ``save()`` would not have to wait for an earlier save."""
+        while (settled := self._frontend.in_flight.settled_before_room) is not None:
+            await asyncio.wrap_future(follow(settled))
+
+    async def load(
+        self,
+        state: object,
+        step: int | None = None,
+        *,
+        strict: bool = False,
+        allow_missing: bool = False,
+        fallback: bool = True,
+    ) -> LoadReport:
+        """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
+
+        Tensors are filled as they are read, once the templates of all ranks match: after an error with
+        ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
+
+        Args:
+            state: the template: same names, shapes and dtypes as what was saved.
+            step: which one; None takes the newest that verifies.
+            strict: refuse names of the checkpoint that the template lacks.
+            allow_missing: leave template names that the checkpoint lacks as they are.
+            fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.commit.quarantine`);
+                False raises at the newest.
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint, or not this step.
+            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
+            MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
+            ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
+            UnsafeObjectError, UnsupportedLeafError: an object needs ``trusted_objects``; a leaf that nothing can fill.
+            FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
+            PeerFailedError, StallError: another rank failed, or gave no sign of life.
+            Exception: of a ``load_state_dict``, with ``target_modified``: the tensors outside of it are filled by then.
+        """
+        given_up: Future[None] = Future()
+        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
+        return await outcome(self._submit_load(state, step, given_up, **options), given_up)
+
+    async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
+        """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
+
+        Args:
+            step: which one; None takes the newest that verifies.
+            only: names of leaves, or of branches above them.
+
+        Raises:
+            MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
+            CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
+        """
+        return await asyncio.wrap_future(self._submit_read(step, only=only))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        await self._shutdown.leave(error)
+        return False
+
+    async def close(self) -> None:
+        """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
+        await self._shutdown.finish()
+
+    # For a caller without a loop.
+    wait_ready = BaseEngine._wait_ready
+    submit_load = BaseEngine._submit_load
+    submit_read = BaseEngine._submit_read
+    close_blocking = BaseEngine._close_blocking

@@ -357,7 +357,6 @@ ELSEWHERE = {
     "submit_load(options)": "load",
     "submit_read(step)": "read",
     "submit_read(only)": "read",
-    "close_after(error)": "of the faces",
 }
 
 

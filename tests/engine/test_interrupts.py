@@ -104,15 +104,14 @@ def guard_of(code: CodeType, offset: int) -> int | None:
 
 def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     """Nothing stays pending, leased or locked: the next save commits."""
-    inside = opened._engine
-    for save in inside._frontend.in_flight.pending:
+    for save in opened._frontend.in_flight.pending:
         save.settled.result(TIMEOUT)
-    assert inside._frontend.in_flight.pending == (), interrupt.where
+    assert opened._frontend.in_flight.pending == (), interrupt.where
     state = {"a": torch.full((5000,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
     report = opened.save(state).result(TIMEOUT)
     assert report is not None
     assert torch.equal(opened.read(report.step)["a"], state["a"]), interrupt.where
-    assert (inside.lifetime.leases, inside._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
+    assert (opened.lifetime.leases, opened._frontend.lifetime._reserved_bytes) == (0, 0), interrupt.where
     assert opened.latest_step() == report.step
 
 
@@ -163,6 +162,6 @@ def test_closing_ends_the_lease_that_ctrl_c_lost(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(inflight.InFlight, "enter", lost)
         with pytest.raises(KeyboardInterrupt):
             opened.save({"a": torch.zeros(5000)})
-        stats = opened._engine._frontend.lifetime
+        stats = opened._frontend.lifetime
         assert stats.stats.leases == 1
     assert (stats.stats.leases, stats.stats.arenas) == (0, 0)

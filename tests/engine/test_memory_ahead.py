@@ -123,7 +123,7 @@ def test_a_save_that_comes_before_the_memory_waits_for_it_and_maps_none_of_its_o
 ) -> None:
     mappings.hold = Gate()
     with SyncCheckpointEngine(tmp_path) as engine, ThreadPoolExecutor(1) as trainer:
-        manager = engine._engine._frontend.lifetime
+        manager = engine._frontend.lifetime
         waits = manager._changed = WatchedCondition(manager._lock)
         prepared = engine.prepare(state(1.0))
         mappings.hold.wait_held()
@@ -166,7 +166,7 @@ def test_gather_buffers_are_made_ahead(tmp_path: Path, monkeypatch: pytest.Monke
     given = {f"t{i}": torch.full((100,), float(i)) for i in range(50)}
 
     def buffers(engine: SyncCheckpointEngine) -> list[int]:
-        lines = engine._engine._frontend.in_flight._copy_engines.gathers._lines.values()
+        lines = engine._frontend.in_flight._copy_engines.gathers._lines.values()
         return [line.memory.untyped_storage().data_ptr() for found in lines for line in (found or {}).values()]
 
     with SyncCheckpointEngine(tmp_path, EngineConfig(gather_bytes=50_000)) as engine:
@@ -212,7 +212,7 @@ def test_on_the_engines_own_thread_it_is_an_error(tmp_path: Path) -> None:
             engine.prepare(state(1.0))
 
         with pytest.raises(WrongThreadError):
-            engine._engine._portal.submit(inside).result(TIMEOUT)
+            engine._portal.submit(inside).result(TIMEOUT)
 
 
 def test_memory_that_cannot_be_had_is_told_by_what_is_returned_and_the_save_tries_again(
@@ -257,11 +257,11 @@ def test_what_was_not_begun_when_the_engine_ends_fails_and_nobody_waits_for_ever
     tmp_path: Path, mappings: Mappings
 ) -> None:
     engine = SyncCheckpointEngine(tmp_path, EngineConfig(workers=1))
-    executor = engine._engine._portal.executor
+    executor = engine._portal.executor
     gate = Gate()
     busy = [executor.submit(gate.hold) for _ in range(executor._max_workers)]
     gate.wait_held(len(busy))  # what no thread took up yet would be cancelled by the end
-    engine._engine._frontend._root_session.become_writer = lambda *_: None  # needs a thread
+    engine._frontend._root_session.become_writer = lambda *_: None  # needs a thread
     prepared = engine.prepare(state(1.0))
     with ThreadPoolExecutor(1) as trainer:
         ending = trainer.submit(engine.close)

@@ -532,11 +532,11 @@ def test_a_rollback_that_fails_gives_nothing_up(killed: Killed, root: Path, shm:
 def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed, root: Path, shm: Path) -> None:
     killed.copy(root, shm)
     engine = SyncCheckpointEngine(root, EngineConfig(shm_path=shm))
-    inner, go_on = engine._engine, threading.Event()
+    go_on = threading.Event()
     drop, background, release = (
-        inner._orphans.drop,
-        inner._shutdown._background,
-        inner._shutdown._release,
+        engine._orphans.drop,
+        engine._shutdown._background,
+        engine._shutdown._release,
     )
     is_released: list[bool] = []
 
@@ -558,8 +558,8 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
         go_on.set()
         release()
 
-    inner._orphans.drop = held  # type: ignore[method-assign]
-    inner._shutdown._background, inner._shutdown._release = awaited, release_late
+    engine._orphans.drop = held  # type: ignore[method-assign]
+    engine._shutdown._background, engine._shutdown._release = awaited, release_late
     engine.save(state(5), step=5).result(TIMEOUT)
     engine.close()
     assert is_released == [False]

@@ -433,13 +433,14 @@ def sizes(*objects: object) -> dict[str, int]:
 def test_nothing_is_remembered_of_each_step(root: Path) -> None:
     config = EngineConfig(keep_last=2, keep_best=LOSS)
     with SyncCheckpointEngine(root, config) as engine:
-        inner = engine._engine
         counts = []
         for step in range(1, 31):
             engine.save(weights(step), metrics={"loss": -step}).result(TIMEOUT)
-            for done in inner._root_session.passes:
+            for done in engine._root_session.passes:
                 done.result(TIMEOUT)
-            counts.append(sizes(inner, inner._frontend.in_flight, inner._root_session, inner._root_session._retention))
+            counts.append(
+                sizes(engine, engine._frontend.in_flight, engine._root_session, engine._root_session._retention)
+            )
     assert counts[-1] == counts[9]
 
 

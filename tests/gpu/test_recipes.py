@@ -43,7 +43,7 @@ def committed(engine: SyncCheckpointEngine, state: object) -> SaveReport:
 
 
 def read(engine: SyncCheckpointEngine, step: int) -> dict[str, torch.Tensor]:
-    found = engine._engine.submit_read(step, only=None).result(TIMEOUT)
+    found = engine._submit_read(step, only=None).result(TIMEOUT)
     assert isinstance(found, dict)
     return found
 
@@ -98,7 +98,7 @@ def device_bytes() -> int:
 
 def gather_buffer_bytes(engine: SyncCheckpointEngine) -> int:
     """What the engine keeps on the device for its next save, until ``clear_cache()`` or ``close()``."""
-    kept = [lines for lines in engine._engine._frontend.in_flight._copy_engines.gathers._lines.values() if lines]
+    kept = [lines for lines in engine._frontend.in_flight._copy_engines.gathers._lines.values() if lines]
     return sum(next(iter(lines.values())).memory.untyped_storage().nbytes() for lines in kept)
 
 
@@ -192,7 +192,7 @@ def test_a_changed_structure_is_saved_right_from_a_new_segment_and_the_old_one_i
             }, f"step {step}"
             for number, name in enumerate(state):
                 assert_filled(back[name], 10 * step + number, f"step {step}: {name}")
-        engine._engine.submit_load(after, 4, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
+        engine._submit_load(after, 4, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
     for number, (name, tensor) in enumerate(after.items()):
         assert_filled(tensor, 40 + number, f"loaded: {name}")
     assert found == [MISS, SAME, MISS, SAME, MISS]
@@ -283,7 +283,7 @@ def save_fresh_allocations(root: Path) -> None:
             for name, tensor in read(engine, report.step).items():
                 assert_filled(tensor, float(value), f"save {value}: {name}")
         target = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
-        engine._engine.submit_load(target, None, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
+        engine._submit_load(target, None, strict=True, allow_missing=False, fallback=False).result(TIMEOUT)
     for name, tensor in target.items():
         assert_filled(tensor, 2.0, f"the last as loaded: {name}")
 

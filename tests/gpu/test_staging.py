@@ -227,5 +227,5 @@ def test_the_first_save_behind_prepare_maps_and_registers_nothing(
 def test_auto_takes_registered_memory_for_the_device(tmp_path: Path) -> None:
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(filled(2, 4 * MIB, 1.0)).result(TIMEOUT)
-        (arena,) = engine._engine._frontend.lifetime._arenas
+        (arena,) = engine._frontend.lifetime._arenas
         assert (arena.kind, arena.is_registered) == ("pinned", True)

@@ -30,8 +30,7 @@ def state_at(step: int) -> dict[str, Any]:
 
 
 def coordinator_of(engine: CheckpointEngine | SyncCheckpointEngine) -> StoreCoordinator:
-    inner = engine if isinstance(engine, CheckpointEngine) else engine._engine
-    coordinator = inner._ctx.members.coordinator
+    coordinator = engine._ctx.members.coordinator
     assert isinstance(coordinator, StoreCoordinator)
     return coordinator
 

@@ -391,7 +391,7 @@ def test_a_capture_that_is_interrupted_at_its_very_end_waits_for_its_copies(
         with pytest.raises(KeyboardInterrupt):
             engine.save({"large": torch.ones(1 << 18)})
         assert threading.current_thread() in OddCopies.waiters
-        assert engine._engine.lifetime.leases == 0
+        assert engine.lifetime.leases == 0
 
 
 def test_no_tensor_is_blamed_where_the_system_cannot_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
