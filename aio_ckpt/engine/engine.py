@@ -22,7 +22,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.load import Loader, load_state, read_tree, selection
+from aio_ckpt.engine.load import Loader, selection
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, make_root
 from aio_ckpt.engine.save_call import SaveFrontend
@@ -324,13 +324,13 @@ class BaseEngine:
     ) -> Future[LoadReport]:
         """Future of a load. Once ``given_up`` is done it ends early."""
         self._portal.check_thread("load()")
-        return self._portal.submit(load_state, self._loader, state, step, options, given_up or Future())
+        return self._portal.submit(self._loader.load, state, step, options, given_up or Future())
 
     def _submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
         """Future of the state that is read."""
         self._portal.check_thread("read()")
         step = None if step is None else commit.check_step_number(step)
-        return self._portal.submit(read_tree, self._loader, step, selection(only))
+        return self._portal.submit(self._loader.read, step, selection(only))
 
     def _close_blocking(self) -> None:
         """Finish pending saves, then release everything."""

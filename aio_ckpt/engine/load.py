@@ -1,4 +1,14 @@
-"""Restore: choose the checkpoint, and fall back past those that do not verify."""
+"""The way of a load, which :meth:`Loader._load` shows.
+
+    load(template)
+       |  loop thread: accept the call, choose a checkpoint, the newest first; the next older one if it is damaged
+       v
+    open ------> match ------> fetch ------> decode ------> apply
+    (manifests)  (nothing      (each block   (objects)      (objects set,
+                  touched)      proven)                      load_state_dict called)
+
+Several ranks wait for each other behind *match* and behind *decode*: all fill the same checkpoint, or none does.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +30,23 @@ from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.read.load import LoadOutcome, load_checkpoint, read_state
 from aio_ckpt.read.match import OnMatched, at_once
-from aio_ckpt.reports import LoadReport
+from aio_ckpt.reports import LoadReport, SkippedCheckpoint
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["LoadOptions", "Loader", "load_state", "read_tree", "selection"]
+__all__ = ["LoadCall", "Loader", "selection"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How a load treats what does not match."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LoadCall:
+    """One accepted call of ``load()``."""
 
+    name: str
+    """The same on every rank for the same call."""
+    state: object
+    """The template."""
+    step: int | None
+    """None: the newest that verifies."""
     strict: bool
     """Refuse names of the checkpoint that the template lacks."""
     allow_missing: bool
@@ -45,120 +61,148 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """What the loads of one engine share."""
+    """The way of a load from the call to a filled template. :meth:`_load` shows all of it.
+
+    :func:`aio_ckpt.read.load.load_checkpoint` reads one checkpoint: open, match, plan, fetch, decode.
+    """
 
     ctx: EngineContext
-    """The engine's."""
     quarantine: Quarantine
     """Told of checkpoints that were proven damaged."""
 
+    async def load(
+        self, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
+    ) -> LoadReport:
+        """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
 
-async def load_state(
-    loader: Loader, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
-) -> LoadReport:
-    """Fill ``state`` from ``step``, or from the newest checkpoint that verifies; no longer once ``given_up`` is done.
+        ``options``: the flags of :class:`LoadCall`. However the load ends, no thread touches ``state`` any more: the
+        caller may fill it by other means.
 
-    ``options``: the fields of :class:`LoadOptions`. However it ends, no thread touches ``state`` any more: whoever gave
-    up may fill it by other means.
+        Raises:
+            StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
+            SaveCancelledError: the load was given up.
+        """
+        return await unless_given_up(given_up, lambda: self._load(state, step, options))
 
-    Raises:
-        StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
-    """
-    return await unless_given_up(given_up, lambda: _load(loader, state, step, options))
+    async def _load(self, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
+        """Accept, search, read, apply."""
+        ctx, quarantine = self.ctx, self.quarantine
+        call = await self._accept(state, step, options)  # on every rank, or no rank loads
+        if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
+            use_jointly = functools.partial(self._read, call)
+            found = await newest_good_for_all(
+                ctx, quarantine, call.name, call.step, use_jointly, fallback=call.fallback
+            )
+        else:
+            use = functools.partial(self._read_and_apply, call)
+            found = await newest_good(ctx, quarantine, call.step, use, fallback=call.fallback)
+        chosen, skipped, loaded = found
+        return self._report(chosen, skipped, loaded.outcome)
 
+    async def read(self, step: int | None, only: Collection[str] | None) -> object:
+        """The nested state of ``step``, or of the newest checkpoint that verifies."""
+        ctx = self.ctx
 
-async def _load(loader: Loader, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
-    ctx, quarantine, members = loader.ctx, loader.quarantine, loader.ctx.members
-    name = members.next_load()  # first: a call that is refused here alone still counts, as on the others
-    try:
-        wanted = None if step is None else check_step_number(step)
-        checked = LoadOptions(**options)
-        await members.met()
-    except BaseException as error:
-        await _refuse(ctx, name, error)
-        raise
-    fill = functools.partial(_fill, loader, state, checked)
+        async def read(candidate: CommittedCheckpoint, _: bool) -> object:
+            return await read_state(
+                ctx.storage,
+                candidate.path,
+                step=candidate.step,
+                only=only,
+                rank=ctx.rank,
+                world_size=ctx.world_size,
+                executor=ctx.executor,
+                readers=ctx.config.workers,
+                verify=ctx.config.verify == "load",
+                trusted=ctx.config.trusted_objects,
+            )
 
-    async def fill_and_put_back(candidate: CommittedCheckpoint, again: bool) -> _Filled:
-        filled = await fill(candidate, again, at_once)
-        await filled.put_back()
-        return filled
+        _, _, state = await newest_good(ctx, self.quarantine, step, read, fallback=True)
+        return state
 
-    if members.are_several:
-        chosen, skipped, filled = await newest_good_for_all(
-            ctx, quarantine, name, wanted, fill, fallback=checked.fallback
+    # -- accept ---------------------------------------------------------------------------------------
+
+    async def _accept(self, state: object, step: object, options: Mapping[str, bool]) -> LoadCall:
+        members = self.ctx.members
+        name = members.next_load()  # first: a call that is refused on this rank alone still counts, as on the others
+        try:
+            wanted = None if step is None else check_step_number(step)
+            call = LoadCall(name=name, state=state, step=wanted, **options)
+            await members.met()
+        except BaseException as error:
+            await self._refuse(name, error)
+            raise
+        return call
+
+    async def _refuse(self, name: str, error: BaseException) -> None:
+        """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
+        if not self.ctx.members.are_several:
+            return
+        with anyio.CancelScope(shield=True):
+            with contextlib.suppress(AioCkptError):
+                await self.ctx.members.met()
+                await refuse_for_all(self.ctx, name, error)
+
+    # -- read and apply -------------------------------------------------------------------------------
+
+    async def _read(
+        self, call: LoadCall, candidate: CommittedCheckpoint, again: bool, on_matched: OnMatched
+    ) -> _Loaded:
+        ctx = self.ctx
+        outcome = await load_checkpoint(
+            ctx.storage,
+            candidate.path,
+            call.state,
+            step=candidate.step,
+            rank=ctx.rank,
+            world_size=ctx.world_size,
+            ranks_on_host=ctx.members.on_host,
+            executor=ctx.executor,
+            readers=ctx.config.workers,
+            may_share=not again,
+            verify=ctx.config.verify == "load",
+            strict=call.strict,
+            allow_missing=call.allow_missing,
+            trusted=ctx.config.trusted_objects,
+            on_matched=on_matched,
         )
-    else:
-        chosen, skipped, filled = await newest_good(
-            ctx, quarantine, wanted, fill_and_put_back, fallback=checked.fallback
+        return _Loaded(outcome=outcome, executor=ctx.executor)
+
+    async def _read_and_apply(self, call: LoadCall, candidate: CommittedCheckpoint, again: bool) -> _Loaded:
+        loaded = await self._read(call, candidate, again, at_once)
+        await loaded.put_back()
+        return loaded
+
+    def _report(
+        self, chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome
+    ) -> LoadReport:
+        return LoadReport(
+            step=chosen.step,
+            path=chosen.path,
+            skipped=skipped,
+            missing=outcome.missing,
+            unexpected=outcome.unexpected,
+            bytes_read=outcome.bytes_read,
+            verified=outcome.verified,
         )
-    return LoadReport(
-        step=chosen.step,
-        path=chosen.path,
-        skipped=skipped,
-        missing=filled.outcome.missing,
-        unexpected=filled.outcome.unexpected,
-        bytes_read=filled.outcome.bytes_read,
-        verified=filled.outcome.verified,
-    )
-
-
-async def _refuse(ctx: EngineContext, name: str, error: BaseException) -> None:
-    """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
-    if not ctx.members.are_several:
-        return
-    with anyio.CancelScope(shield=True):
-        with contextlib.suppress(AioCkptError):
-            await ctx.members.met()
-            await refuse_for_all(ctx, name, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Filled:
-    """A template whose tensors were filled."""
+class _Loaded:
+    """A template whose tensors are filled and whose objects are not yet set."""
 
     outcome: LoadOutcome
-    """By what."""
     executor: Executor
-    """Where objects are set."""
+    """Runs the setting of objects."""
 
     @property
     def identity(self) -> str:
-        """Of the checkpoint that was read."""
+        """Identity of the checkpoint that was read."""
         return self.outcome.identity
 
     async def put_back(self) -> None:
         """Set the objects and call every ``load_state_dict``."""
         await run_blocking(self.executor, self.outcome.put_back)
-
-
-async def _fill(
-    loader: Loader,
-    state: object,
-    options: LoadOptions,
-    candidate: CommittedCheckpoint,
-    again: bool,
-    on_matched: OnMatched,
-) -> _Filled:
-    ctx = loader.ctx
-    outcome = await load_checkpoint(
-        ctx.storage,
-        candidate.path,
-        state,
-        step=candidate.step,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        ranks_on_host=ctx.members.on_host,
-        executor=ctx.executor,
-        readers=ctx.config.workers,
-        may_share=not again,
-        verify=ctx.config.verify == "load",
-        strict=options.strict,
-        allow_missing=options.allow_missing,
-        trusted=ctx.config.trusted_objects,
-        on_matched=on_matched,
-    )
-    return _Filled(outcome=outcome, executor=ctx.executor)
 
 
 def selection(only: Any) -> list[str] | None:
@@ -179,25 +223,3 @@ def selection(only: Any) -> list[str] | None:
             raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
         names.append(name)
     return names
-
-
-async def read_tree(loader: Loader, step: int | None, only: Collection[str] | None) -> object:
-    """The nested state of ``step``, or of the newest checkpoint that verifies."""
-    ctx = loader.ctx
-
-    async def read(candidate: CommittedCheckpoint, _: bool) -> object:
-        return await read_state(
-            ctx.storage,
-            candidate.path,
-            step=candidate.step,
-            only=only,
-            rank=ctx.rank,
-            world_size=ctx.world_size,
-            executor=ctx.executor,
-            readers=ctx.config.workers,
-            verify=ctx.config.verify == "load",
-            trusted=ctx.config.trusted_objects,
-        )
-
-    _, _, state = await newest_good(ctx, loader.quarantine, step, read, fallback=True)
-    return state
