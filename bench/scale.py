@@ -28,10 +28,9 @@ from aio_ckpt.ranks.save_ledger import (
     Ledger,
     PlanMsg,
     Vote,
-    decode_reply,
-    decode_report,
     extents_crc32,
 )
+from aio_ckpt.ranks.save_round import SAVE
 from aio_ckpt.state import flatten as tree
 from bench.common.measure import Spread
 from bench.common.options import log, parse
@@ -174,7 +173,7 @@ def _measure(ranks: int, items: int) -> Leader:
     plan_bytes, data = len(data) / ranks, b""
     words, assign_secs = _timed(lambda: ledger.assign(reports))
     encoded, words_secs = _timed(lambda: [msgspec.msgpack.encode(word) for word in words])
-    reports, told = [], [decode_reply(word) for word in encoded]
+    reports, told = [], [SAVE.reply(word, leader=0) for word in encoded]
     shares = [word.share_id for word in told if isinstance(word, AssignReply)]
     data = _sent(_written(share_id, items, is_first=True) for share_id in shares)
     (firsts, spans), written_secs = _timed(lambda: _gather(ledger, data))
@@ -218,9 +217,10 @@ def _sent(reports: Iterable[PlanMsg | Vote]) -> bytes:
 
 
 def _received(ledger: Ledger, data: bytes) -> list[PlanMsg | Vote]:
-    reports = [decode_report(frame.body, rank=frame.rank) for frame in unpack(data)]
-    ledger.check(reports)
-    return reports
+    reports = [SAVE.message(frame.body, rank=frame.rank) for frame in unpack(data)]
+    received = [report for report in reports if report is not None]
+    ledger.check(received)
+    return received
 
 
 def _gather(ledger: Ledger, data: bytes) -> tuple[list[Vote], list[Extent]]:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeAlias
 
-import msgspec
-
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.in_flight import CALL_STAGE
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
+from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
@@ -24,7 +23,7 @@ __all__ = ["GroupCall", "await_met", "tell"]
 Room: TypeAlias = tuple[bool, int]
 """Whether the leader has room at a call, and the last call before the oldest that is pending there."""
 
-_ROOMS: msgspec.msgpack.Decoder[Room] = msgspec.msgpack.Decoder(Room)
+_ROOM: Exchange[None, Room] = Exchange(None, Room, stage="agree")
 _NOT_SKIPPED: Room = (True, 0)
 
 
@@ -78,10 +77,13 @@ class GroupCall:
             raise
 
     async def _announce(self) -> Room:
-        word = await self._members.broadcast(self._topic, msgspec.msgpack.encode(self._own))
-        self._room = _ROOMS.decode(word)
+        coordinator = self._members.coordinator
+        try:
+            self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
+        finally:
+            coordinator.end_call(self._topic)
         if not self._room[0]:  # on no rank anything comes of it
-            self._members.coordinator.end_call(f"save {self._number}")
+            coordinator.end_call(f"save {self._number}")
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from aio_ckpt.errors import (
     PeerFailedError,
     SaveCancelledError,
 )
+from aio_ckpt.ranks.coordinator import Coordinator, Exchange
 from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
-from aio_ckpt.ranks.messages import Decision
-from aio_ckpt.ranks.store_coordinator import Coordinator
 from aio_ckpt.read.match import OnMatched
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.futures import first_cause
@@ -98,8 +97,7 @@ _ERRORS: dict[str, type[AioCkptError]] = {
     "unknown": FormatVersionError,
 }
 """What each rank raises, by the kind of the last order."""
-_OUTCOMES = msgspec.msgpack.Decoder(_Outcome)
-_ORDERS = msgspec.msgpack.Decoder(_Order)
+_TURN: Exchange[_Outcome, _Order] = Exchange(_Outcome, _Order, stage="load")
 
 
 async def newest_good_for_all(
@@ -170,8 +168,7 @@ class LoadRound:
         """The next order."""
         topic, following = _topic(self._name, self._turn), _topic(self._name, self._turn + 1)
         self.unheard = [topic, following]
-        message = msgspec.msgpack.encode(outcome)
-        order = _ORDERS.decode(await self._coordinator.exchange(topic, message, self._leading.decide, stage="load"))
+        order = await _TURN.run(self._coordinator, topic, outcome, self._leading.decide)
         self._turn += 1
         self.unheard = [] if order.is_last else [following]
         return order
@@ -276,12 +273,8 @@ class LoadLeader:
         self._all_unknown = True
         """Whether no candidate was found damaged: those passed by were written by a newer torch or aio_ckpt."""
 
-    async def decide(self, messages: tuple[bytes, ...]) -> Decision:
+    async def decide(self, outcomes: Sequence[_Outcome]) -> _Order:
         """From what became of the last one on every rank."""
-        outcomes = [_OUTCOMES.decode(message) for message in messages]
-        return Decision(common=msgspec.msgpack.encode(await self._order(outcomes)))
-
-    async def _order(self, outcomes: Sequence[_Outcome]) -> _Order:
         kinds = {outcome.kind for outcome in outcomes}
         if kinds == {"none yet"}:
             _check_asked(outcomes)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-import msgspec
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
@@ -27,10 +26,11 @@ from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.stages import SaveCall
-from aio_ckpt.errors import BusyError, EngineClosedError, StallError, WrongThreadError
+from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
+from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
@@ -278,30 +278,31 @@ class SaveFrontend:
         return self._root_session.rollback(step)
 
     def _roll_back_together(self, step: int, number: int) -> list[int]:
-        """All agree that they may, then the leader goes back and the others wait for it."""
-        members, asked, done = self._ctx.members, f"rollback {number}", f"rollback {number}, agreed"
-        timeout_secs, topic = 2 * members.stall_secs, asked
+        """All ask, the leader goes back if no rank has a save pending, and the others wait for it."""
+        members, topic = self._ctx.members, f"rollback {number}"
+        coordinator, timeout_secs = members.coordinator, 2 * members.stall_secs
         try:
             await_met(members, NO_DEADLINE)
             step = commit.check_step_number(step)
-            is_busy = bool(self.in_flight.pending)
-            busy = self._portal.call(
-                members.may_roll_back, asked, step, is_busy, timeout=timeout_secs, what="rollback()"
+            mine = step, bool(self.in_flight.pending)
+            asked = self._portal.call(
+                _ROLLBACK.gather, coordinator, topic, mine, timeout=timeout_secs, what="rollback()"
             )
-            topic = done
+            busy = _busy_ranks(asked, step)
             gone = self._roll_back(step) if members.is_leader and not busy else []
-            word = self._portal.call(members.broadcast, done, msgspec.msgpack.encode(gone), timeout=timeout_secs)
+            busy, gone = self._portal.call(
+                _ROLLBACK.broadcast, coordinator, topic, (busy, gone), timeout=timeout_secs, what="rollback()"
+            )
         except BaseException as error:
             tell(self._portal, members, SaveRound(members, self._ctx.executor, topic=topic), error)
-            if topic == asked and members.is_leader:  # its word may be out, and the others wait for the next
-                tell(self._portal, members, SaveRound(members, self._ctx.executor, topic=done), error)
             raise
+        coordinator.end_call(topic)
         if busy:
             raise BusyError(_busy(step, f"saves of rank {busy}"))
         self.in_flight.steps.forget()
         self.in_flight.steps.may_lack_newest = False
         members.newest = step
-        return _STEPS.decode(word)
+        return gone
 
     def clear_cache(self) -> None:
         """Forget the plan and the gather buffers."""
@@ -377,7 +378,11 @@ class SaveFrontend:
             self._on_committed(step)
 
 
-_STEPS = msgspec.msgpack.Decoder(list[int])
+_ROLLBACK: Exchange[tuple[int, bool], tuple[str, list[int]]] = Exchange(
+    tuple[int, bool], tuple[str, list[int]], stage="agree"
+)
+"""The step to go back to, and whether saves are pending on the rank; the ranks that have any, and the steps set aside.
+"""
 _LOCKING = frozenset(
     call.__code__ for call in (SaveFrontend.save, SaveFrontend.prepare, SaveFrontend.rollback, SaveFrontend.clear_cache)
 )
@@ -404,6 +409,15 @@ def _log_failure(done: Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
+
+
+def _busy_ranks(asked: Sequence[tuple[int, bool]], step: int) -> str:
+    """Names of the ranks that have saves pending: none may go back then."""
+    for rank, (other, _) in enumerate(asked):
+        if other != step:
+            text = f"rank {rank} calls rollback({other}) where rank 0 calls rollback({step})"
+            raise PeerFailedError(f"{text}: give the same step on every rank", rank=rank, stage="agree")
+    return ", ".join(str(rank) for rank, (_, is_busy) in enumerate(asked) if is_busy)
 
 
 def _busy(step: int, whose: str) -> str:

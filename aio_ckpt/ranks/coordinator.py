@@ -1,14 +1,20 @@
-"""Ranks: what the engine asks of the others, and the answer where there are none."""
+"""Coordinator: what the engine asks of the other ranks, in bytes and typed, and the answer of a single rank."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import msgspec
 
 from aio_ckpt.errors import PeerFailedError
+from aio_ckpt.plan.shard_table import malformed
 from aio_ckpt.ranks.messages import Decision
 
-__all__ = ["Coordinator", "Decide", "SoloCoordinator"]
+__all__ = ["Coordinator", "Decide", "Exchange", "SoloCoordinator"]
+
+M = TypeVar("M")
+R = TypeVar("R")
 
 Decide = Callable[[tuple[bytes, ...]], Awaitable[Decision]]
 """The leader's: from the message of every rank, by rank."""
@@ -164,3 +170,74 @@ class SoloCoordinator:
 
     def close(self) -> None:
         """Nothing was taken."""
+
+
+class Exchange(Generic[M, R]):
+    """One kind of exchange: every rank sends an ``M``, the leader decides, every rank gets an ``R``.
+
+    Made at import, once for each kind: msgspec crashes if two threads decode a type that is new to it at the same time.
+    """
+
+    def __init__(self, message: Any, reply: Any, *, stage: str) -> None:
+        """``message`` and ``reply`` are the types ``M`` and ``R``; ``stage`` is where a rank is that fails in it."""
+        self._messages: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message)
+        self._replies: msgspec.msgpack.Decoder[R] = msgspec.msgpack.Decoder(reply)
+        self._stage = stage
+
+    async def run(
+        self, coordinator: Coordinator, topic: str, mine: M, decide: Callable[[Sequence[M]], Awaitable[R]]
+    ) -> R:
+        """Send ``mine``; return what ``decide`` made on the leader of the messages of all ranks, by rank.
+
+        Raises:
+            PeerFailedError: a rank failed, gives no sign of life, or sent what is no ``M``.
+            Exception: on the leader, what ``decide`` raised; the others hear of it as PeerFailedError.
+        """
+
+        async def decided(messages: tuple[bytes, ...]) -> Decision:
+            return Decision(common=msgspec.msgpack.encode(await decide(self._of_all(messages))))
+
+        reply = await coordinator.exchange(topic, msgspec.msgpack.encode(mine), decided, stage=self._stage)
+        return self.reply(reply, leader=coordinator.leader)
+
+    async def gather(self, coordinator: Coordinator, topic: str, mine: M) -> tuple[M, ...]:
+        """The first half of :meth:`run`: on the leader, the messages of all ranks, by rank; elsewhere nothing.
+
+        An error is told to nobody: the caller calls :meth:`Coordinator.abort`.
+        """
+        return self._of_all(await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage))
+
+    async def broadcast(self, coordinator: Coordinator, topic: str, reply: R) -> R:
+        """The second half of :meth:`run`: return the leader's ``reply``; what the others pass is not looked at."""
+        return await self._broadcast(coordinator, topic, Decision(common=msgspec.msgpack.encode(reply)))
+
+    async def broadcast_each(self, coordinator: Coordinator, topic: str, replies: Sequence[R], *, then: str) -> R:
+        """As :meth:`broadcast`, with one reply for each rank; every rank goes on in the topic ``then``."""
+        return await self._broadcast(coordinator, topic, Decision(each=_each(replies), then=then))
+
+    async def _broadcast(self, coordinator: Coordinator, topic: str, decision: Decision) -> R:
+        is_leader = coordinator.rank == coordinator.leader
+        reply = await coordinator.broadcast(topic, decision if is_leader else None, stage=self._stage)
+        return self.reply(reply, leader=coordinator.leader)
+
+    def message(self, data: bytes, *, rank: int) -> M:
+        """What ``rank`` sent."""
+        return _decoded(self._messages, rank, data)
+
+    def reply(self, data: bytes, *, leader: int) -> R:
+        """What the leader replied."""
+        return _decoded(self._replies, leader, data)
+
+    def _of_all(self, messages: Sequence[bytes]) -> tuple[M, ...]:
+        return tuple(self.message(data, rank=rank) for rank, data in enumerate(messages))
+
+
+def _each(values: Sequence[object]) -> tuple[bytes, ...]:
+    return tuple(msgspec.msgpack.encode(value) for value in values)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[M], rank: int, data: bytes) -> M:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise malformed(rank, error) from error

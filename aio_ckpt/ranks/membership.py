@@ -15,14 +15,10 @@ import anyio
 import msgspec
 
 from aio_ckpt.commit.owner import Owner, pending_path
-from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, RootError
+from aio_ckpt.errors import AioCkptError, ConfigError, RootError
 from aio_ckpt.memory.lifetime import ranks_on_host
-from aio_ckpt.ranks.messages import Decision
-from aio_ckpt.ranks.save_ledger import (
-    Ledger,
-    SentExtents,
-)
-from aio_ckpt.ranks.store_coordinator import Coordinator
+from aio_ckpt.ranks.coordinator import Coordinator, Exchange
+from aio_ckpt.ranks.save_ledger import Ledger, SentExtents
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.storage.local import Storage
 
@@ -48,10 +44,28 @@ class _Met(msgspec.Struct, frozen=True, array_like=True):
     """Whether there is a mark under the root that all must see."""
 
 
-_MET = msgspec.msgpack.Decoder(_Met)
-_ASKED = msgspec.msgpack.Decoder(tuple[int, bool])
-_HOSTS = msgspec.msgpack.Decoder(tuple[str, bool, dict[str, str]])
-_FAULTS = msgspec.msgpack.Decoder(tuple[str, str])
+class _Seen(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells then."""
+
+    host: str
+    """Where it runs."""
+    sees: bool
+    """Whether it sees the mark."""
+    rules: Mapping[str, str]
+    """Settings that all must have alike."""
+
+
+class _Faults(msgspec.Struct, frozen=True, array_like=True):
+    """Why the engine of no rank opens; empty texts if all open."""
+
+    blind: str
+    """Ranks that do not see the mark."""
+    odd: str
+    """A setting that differs."""
+
+
+_OPENING: Exchange[None, _Met] = Exchange(None, _Met, stage="open")
+_SAME_ROOT: Exchange[_Seen, _Faults] = Exchange(_Seen, _Faults, stage="open")
 
 
 class Membership:
@@ -106,34 +120,6 @@ class Membership:
         self.coordinator.begin_call(name)
         return name
 
-    async def broadcast(self, topic: str, word: bytes) -> bytes:
-        """What the leader tells of ``topic``: there ``word``."""
-        decision = Decision(common=word) if self.is_leader else None
-        try:
-            return await self.coordinator.broadcast(topic, decision, stage="agree")
-        finally:
-            self.coordinator.end_call(topic)
-
-    async def may_roll_back(self, topic: str, step: int, is_busy: bool) -> str:
-        """Which ranks have saves pending: none may go back then. Empty: all may.
-
-        Raises:
-            PeerFailedError: not all ranks go back, or not to one step.
-        """
-
-        async def decide(messages: tuple[bytes, ...]) -> Decision:
-            asked = [_ASKED.decode(message) for message in messages]
-            for rank, (other, _) in enumerate(asked):
-                if other != step:
-                    text = (
-                        f"rank {rank} calls rollback({other}) where rank {self.coordinator.rank} calls rollback({step})"
-                    )
-                    raise PeerFailedError(f"{text}: give the same step on every rank", rank=rank, stage="agree")
-            return Decision(common=", ".join(str(rank) for rank, (_, busy) in enumerate(asked) if busy).encode())
-
-        message = msgspec.msgpack.encode((step, is_busy))
-        return (await self.coordinator.exchange(topic, message, decide, stage="agree")).decode()
-
     async def met(self) -> None:
         """Return when all have met; raise why they did not."""
         if not self.opened.done():
@@ -151,25 +137,21 @@ class Membership:
         coordinator = self.coordinator
         mark = pending_path(root, self.owner, 0)
 
-        async def lead(_: tuple[bytes, ...]) -> Decision:
+        async def lead(_: Sequence[None]) -> _Met:
             newest = max(await _persistently(read_steps), default=None)
-            met = _Met(self.owner, newest, await _mark(storage, mark))
-            return Decision(common=msgspec.msgpack.encode(met))
+            return _Met(self.owner, newest, await _mark(storage, mark))
 
-        async def compare(messages: tuple[bytes, ...]) -> Decision:
-            told = [_HOSTS.decode(message) for message in messages]
-            blind = [f"rank {rank} on {host}" for rank, (host, sees, _) in enumerate(told) if not sees]
-            odd = _odd_rules([rules for _, _, rules in told], coordinator.leader)
-            return Decision(common=msgspec.msgpack.encode((", ".join(blind), odd)))
+        async def compare(ranks: Sequence[_Seen]) -> _Faults:
+            blind = [f"rank {rank} on {seen.host}" for rank, seen in enumerate(ranks) if not seen.sees]
+            return _Faults(", ".join(blind), _odd_rules([seen.rules for seen in ranks], coordinator.leader))
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
-            word = await coordinator.exchange(_OPEN, b"", lead, stage="open")
-            met = _MET.decode(word)
+            met = await _OPENING.run(coordinator, _OPEN, None, lead)
             self.owner, self.newest = met.owner, met.newest
             sees = not met.is_marked or await self._sees(storage, pending_path(root, met.owner, 0))
-            message = msgspec.msgpack.encode((socket.gethostname(), sees, self._rules))
-            blind, odd = _FAULTS.decode(await coordinator.exchange(_ROOT, message, compare, stage="open"))
+            seen = _Seen(socket.gethostname(), sees, self._rules)
+            faults = await _SAME_ROOT.run(coordinator, _ROOT, seen, compare)
         except BaseException as error:
             error.add_note("the ranks have not met: close their engines and open them anew, on all ranks")
             with anyio.CancelScope(shield=True):
@@ -179,12 +161,14 @@ class Membership:
             if self.is_leader:
                 with anyio.CancelScope(shield=True):
                     await _unmark(storage, mark)
-        if odd:
-            raise ConfigError(f"the settings of the ranks differ: {odd}: give all of them the same, and open anew")
-        if blind:
+        if faults.odd:
+            raise ConfigError(
+                f"the settings of the ranks differ: {faults.odd}: give all of them the same, and open anew"
+            )
+        if faults.blind:
             raise RootError(
                 errno.ENOTUNIQ,
-                f"the ranks have different roots, {blind} does not see that of rank {coordinator.leader} on "
+                f"the ranks have different roots, {faults.blind} does not see that of rank {coordinator.leader} on "
                 f"{met.owner.host}: give a directory on a file system that all of them share",
                 str(root),
             )

@@ -1,23 +1,24 @@
-"""AgreedPreemption of preemption, agreed: a signal to one rank turns ``preempted`` true on all, at the same look."""
+"""Preemption, agreed: a signal to one rank turns ``preempted`` true on all, at the same look."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import anyio
-import msgspec
 
 from aio_ckpt.errors import AioCkptError, StallError
+from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.signals import Preemption
 
 __all__ = ["AgreedPreemption"]
 
 _log = logging.getLogger("aio_ckpt")
-_LOOKS = msgspec.msgpack.Decoder(int)
+_LOOKS: Exchange[int, int] = Exchange(int, int, stage="agree")
+"""How often each rank has looked; the first look that finds the notice."""
 _FLAG = "preempted"
 _LOOK_SECS = 0.2
 _LOOK_SECS_A_RANK = 1e-4
@@ -86,10 +87,7 @@ class AgreedPreemption:
             await coordinator.raise_flag(_FLAG)
             with self._lock:
                 self._is_held, looks = True, self._looks
-            word = await coordinator.exchange(
-                "the preemption", msgspec.msgpack.encode(looks), _after_all, stage="agree"
-            )
-            self._first = _LOOKS.decode(word)
+            self._first = await _LOOKS.run(coordinator, "the preemption", looks, _after_all)
         except AioCkptError as error:
             _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
         finally:
@@ -100,6 +98,5 @@ class AgreedPreemption:
             self._decided.set_result(None)
 
 
-async def _after_all(messages: tuple[bytes, ...]) -> Decision:
-    last = max(_LOOKS.decode(message) for message in messages)
-    return Decision(common=msgspec.msgpack.encode(last + 1))
+async def _after_all(looks: Sequence[int]) -> int:
+    return max(looks) + 1

@@ -17,7 +17,7 @@ from aio_ckpt.format.manifests import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_objects, unequal_replicas
 from aio_ckpt.plan.global_plan import Stored, render_global
-from aio_ckpt.plan.shard_table import LocalPlan, ShardTable, intern, malformed
+from aio_ckpt.plan.shard_table import LocalPlan, ShardTable, intern
 
 __all__ = [
     "AssignReply",
@@ -28,8 +28,6 @@ __all__ = [
     "PlanMsg",
     "SentExtents",
     "Vote",
-    "decode_reply",
-    "decode_report",
     "extents_crc32",
     "slowest_ranks",
 ]
@@ -87,21 +85,6 @@ class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """The first time that this share is written: offset and length of every item, int64, little-endian."""
 
 
-_REPORTS: msgspec.msgpack.Decoder[PlanMsg | Vote] = msgspec.msgpack.Decoder(PlanMsg | Vote)
-
-
-def decode_report(data: bytes, *, rank: int) -> PlanMsg | Vote:
-    """What ``rank`` told.
-
-    Raises:
-        PeerFailedError: nothing that a rank of this version tells.
-    """
-    try:
-        return _REPORTS.decode(data)
-    except msgspec.MsgspecError as error:
-        raise malformed(rank, error) from error
-
-
 class SentExtents:
     """Places of objects that the leader was told in the last save that was committed."""
 
@@ -148,14 +131,6 @@ class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
 
     slowest: dict[str, int]
     """Per stage, the rank that took longest."""
-
-
-_WORDS: msgspec.msgpack.Decoder[AssignReply | CommitReply] = msgspec.msgpack.Decoder(AssignReply | CommitReply)
-
-
-def decode_reply(data: bytes) -> AssignReply | CommitReply:
-    """What the leader told."""
-    return _WORDS.decode(data)
 
 
 # -- what the leader knows --------------------------------------------------------------------------

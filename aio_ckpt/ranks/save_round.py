@@ -12,23 +12,26 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from aio_ckpt.errors import AioCkptError, PeerFailedError, PlanChangedError
+from aio_ckpt.plan.shard_table import malformed
+from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
-from aio_ckpt.ranks.messages import Decision
 from aio_ckpt.ranks.save_ledger import (
     AssignReply,
     CommitReply,
     PlanMsg,
     Vote,
-    decode_reply,
-    decode_report,
     slowest_ranks,
 )
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["SaveEnd", "SaveRound", "SaveState", "next_state"]
+__all__ = ["SAVE", "SaveEnd", "SaveRound", "SaveState", "next_state"]
+
+SAVE: Exchange[PlanMsg | Vote | None, AssignReply | CommitReply] = Exchange(
+    PlanMsg | Vote | None, AssignReply | CommitReply, stage="agree"
+)
+"""One save: a rank's plan, or its vote; None if the vote that it has sent before still stands."""
 
 
 class SaveState(enum.Enum):
@@ -135,9 +138,9 @@ class SaveRound:
     async def assign(self, plan: PlanMsg) -> AssignReply:
         """A rank without a plan: send what it holds; return what it is to capture and write."""
         coordinator = self._members.coordinator
-        messages = await coordinator.gather(self._topic, msgspec.msgpack.encode(plan), stage="agree")
-        decision = await self._replan(_reports(messages)) if self.is_leader else None
-        reply = decode_reply(await coordinator.broadcast(self._topic, decision, stage="agree"))
+        messages = await SAVE.gather(coordinator, self._topic, plan)
+        replies = await self._replan(_newest(messages, ())) if self.is_leader else []
+        reply = await SAVE.broadcast_each(coordinator, self._topic, replies, then=_second(self._topic))
         self._topic = _second(self._topic)
         if not isinstance(reply, AssignReply):
             raise PlanChangedError("the leader committed a save that this rank has not written")
@@ -148,20 +151,15 @@ class SaveRound:
         coordinator = self._members.coordinator
         await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
         self.advance(SaveState.VOTED)
-        messages = await coordinator.gather(self._topic, msgspec.msgpack.encode(mine), stage="agree")
+        messages = await SAVE.gather(coordinator, self._topic, mine)
         if not self.is_leader:
             return ()
-        reports = [
-            decode_report(message, rank=rank) if message else self._firsts[rank]
-            for rank, message in enumerate(messages)
-        ]
+        reports = _newest(messages, self._firsts)
         if not self._topic.endswith(_SECOND) and any(isinstance(report, PlanMsg) for report in reports):
-            await coordinator.broadcast(self._topic, await self._replan(reports), stage="agree")
+            replies = await self._replan(reports)
+            await SAVE.broadcast_each(coordinator, self._topic, replies, then=_second(self._topic))
             self._topic = _second(self._topic)
-            messages = await coordinator.gather(self._topic, b"", stage="agree")
-            reports = [
-                decode_report(message, rank=rank) if message else reports[rank] for rank, message in enumerate(messages)
-            ]
+            reports = _newest(await SAVE.gather(coordinator, self._topic, None), reports)
         votes: list[Vote] = []
         for rank, report in enumerate(reports):
             if not isinstance(report, Vote):
@@ -173,24 +171,24 @@ class SaveRound:
     async def finish(self, votes: Sequence[Vote]) -> CommitReply:
         """The step is visible: the leader tells the others, which wait for it here."""
         coordinator = self._members.coordinator
-        decision = _committed(votes) if self.is_leader else None
-        reply = decode_reply(await coordinator.broadcast(self._topic, decision, stage="agree"))
+        committed = CommitReply(dict(slowest_ranks(votes)))
+        reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
             self._topic = _second(self._topic)  # another rank planned anew; what this one has written stands
-            await coordinator.gather(self._topic, b"", stage="agree")
-            reply = decode_reply(await coordinator.broadcast(self._topic, None, stage="agree"))
+            await SAVE.gather(coordinator, self._topic, None)
+            reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if not isinstance(reply, CommitReply):
             raise PlanChangedError("the leader planned a save twice")
         self.advance(SaveState.COMMITTED)
         coordinator.end_call(self._topic)
         return reply
 
-    async def _replan(self, reports: Sequence[PlanMsg | Vote]) -> Decision:
+    async def _replan(self, reports: Sequence[PlanMsg | Vote]) -> list[AssignReply]:
+        """The leader: what each rank writes."""
         ledger = self._members.ledger
         ledger.check(reports)
         self._firsts = reports
-        replies = await run_blocking(self._executor, ledger.assign, reports)
-        return Decision(each=tuple(msgspec.msgpack.encode(reply) for reply in replies), then=_second(self._topic))
+        return await run_blocking(self._executor, ledger.assign, reports)
 
     # -- the end of a save that failed ----------------------------------------------------------------
 
@@ -254,12 +252,14 @@ class SaveRound:
         return is_in_doubt
 
 
-def _reports(messages: Sequence[bytes]) -> list[PlanMsg | Vote]:
-    return [decode_report(message, rank=rank) for rank, message in enumerate(messages)]
-
-
-def _committed(votes: Sequence[Vote]) -> Decision:
-    return Decision(common=msgspec.msgpack.encode(CommitReply(dict(slowest_ranks(votes)))))
+def _newest(messages: Sequence[PlanMsg | Vote | None], before: Sequence[PlanMsg | Vote]) -> list[PlanMsg | Vote]:
+    """What each rank has sent last: what it sent ``before`` where its message is None."""
+    newest: list[PlanMsg | Vote] = []
+    for rank, message in enumerate(messages):
+        if message is None and not before:
+            raise malformed(rank, message)
+        newest.append(before[rank] if message is None else message)
+    return newest
 
 
 _SECOND = ", anew planned"
