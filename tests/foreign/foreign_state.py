@@ -86,3 +86,4 @@ def _rank(rank: int, world_size: int, meeting: str, work: Callable[[Path], None]
             work(path)
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # torch 2.12 aborts now and then when the interpreter ends: "terminate called without ..."
