@@ -32,7 +32,6 @@ class ShardTable:
     files: int
     """Open descriptors."""
     threads: int
-    """Threads."""
     arena_bytes: int
     """Images of the engine, seen while a save was in flight."""
 

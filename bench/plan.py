@@ -84,7 +84,7 @@ class Copies:
         self._moves = np.array([row for row in rows if row[2]], np.uint64).reshape(-1, 3)
 
     def run(self) -> None:
-        """Copy."""
+        """Copy every source into the image once."""
         copy_all(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr(), self._moves)
 
 

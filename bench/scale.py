@@ -49,7 +49,6 @@ class Leader:
     """Seconds and bytes of the leader at one size."""
 
     ranks: int
-    """Ranks."""
     items: int
     """Tensor items of each."""
     planned_secs: float

@@ -246,7 +246,7 @@ class Row:
     """One variant, over all its saves."""
 
     name: str
-    """Which."""
+    """Of the variant, as tables show it."""
     baseline_secs: Spread
     """Median step without a save."""
     share: Spread

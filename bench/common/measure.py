@@ -107,9 +107,7 @@ class Spread:
     median: float
     """Middle value."""
     low: float
-    """Smallest."""
     high: float
-    """Largest."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
@@ -176,17 +174,17 @@ class Beside:
     operations: int
     """How many."""
     idle_lag_p99_secs: float
-    """Of the same ticker with nothing beside it."""
+    """99th percentile of the same ticker with nothing beside it."""
     idle_lag_max_secs: float
-    """Ditto."""
+    """Largest lag of that ticker."""
     lag_p99_secs: float
     """How late a 1 ms ticker on the caller's loop was, all ticks from each call until done."""
     lag_max_secs: float
     """Ditto; holds the call itself, which captures host tensors on the caller's thread."""
     lag_p99_after_call_secs: float
-    """Ditto, without ticks that the call itself held up."""
+    """The same without the ticks that the call itself held up."""
     lag_max_after_call_secs: float
-    """Ditto."""
+    """Largest lag without those ticks."""
     python_rate: Spread
     """Rate of a Python-bound loop on the caller's thread from the return of the call until done, as a share of
     its rate alone; each operation paired with idle runs just before and just after it, together about as long."""

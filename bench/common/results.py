@@ -43,7 +43,7 @@ class Row:
     """One contender on one shape."""
 
     name: str
-    """Contender."""
+    """Of the contender, as tables show it."""
     durability: str
     """What is on the disk when it is done."""
     first_secs: float
@@ -95,7 +95,7 @@ class Goal:
     """A figure that was promised."""
 
     text: str
-    """What."""
+    """What is measured, as tables show it."""
     figure: float
     """As measured."""
     bound: float
@@ -116,7 +116,7 @@ class FigureRow:
     """A single figure of the planning and memory benches."""
 
     text: str
-    """What."""
+    """What is measured, as tables show it."""
     values: Spread
     """Over the rounds."""
     unit: str

@@ -92,7 +92,7 @@ class TorchSave(_Saver):
     durability = "none: page cache"
 
     def start(self) -> Waitable:
-        """Save."""
+        """Begin one save of the state."""
         torch.save(self.state, self.folder / "state.pt")
         return DONE
 
@@ -117,7 +117,7 @@ class SafetensorsSave(_Saver):
     durability = "none: page cache"
 
     def start(self) -> Waitable:
-        """Save."""
+        """Begin one save of the state."""
         safetensors.torch.save_file(self.state, self.folder / "state.safetensors")
         return DONE
 
@@ -143,7 +143,7 @@ class DcpSave(_Saver):
     threads = 1
 
     def start(self) -> Waitable:
-        """Save."""
+        """Begin one save of the state."""
         writer = FileSystemWriter(self.folder / "ckpt", thread_count=self.threads)
         dcp_save(self.state, storage_writer=writer, no_dist=True)
         return DONE
@@ -261,7 +261,7 @@ class DcpLoad(_FillingLoader):
         dcp_save(self.state, checkpoint_id=self.folder / "ckpt", no_dist=True)
 
     def start(self) -> Waitable:
-        """Load."""
+        """Begin one load into the state."""
         dcp_load(self.template, checkpoint_id=self.folder / "ckpt", no_dist=True)
         return DONE
 
@@ -276,7 +276,7 @@ class TorchLoad(_Loader):
         torch.save(self.state, self.folder / "state.pt")
 
     def start(self) -> Waitable:
-        """Load."""
+        """Begin one load into the state."""
         self.loaded = torch.load(self.folder / "state.pt", weights_only=True)
         return DONE
 

@@ -45,7 +45,7 @@ class Saver(ABC):
     """
 
     title: ClassVar[str]
-    """Shown."""
+    """Name of the contender in tables."""
     setting: ClassVar[str]
     """``default`` or what was tuned."""
     durability: ClassVar[str]

@@ -24,9 +24,9 @@ class Loader(ABC):
     """Has saved the trainer's state; loads it cold into tensors on the device."""
 
     title: ClassVar[str]
-    """Shown."""
+    """Name of the contender in tables."""
     setting: ClassVar[str] = "default"
-    """Ditto."""
+    """Its settings, as tables show them."""
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         self.wanted = dict(trainer.state)

@@ -72,15 +72,11 @@ class GpuOptions:
     sizes: tuple[float, ...]
     """``--gb``."""
     dtype: str
-    """See :class:`Trial`."""
+    """This field and those below: see :class:`Trial`."""
     step_ms: float
-    """Ditto."""
     every: tuple[int, ...]
-    """Ditto."""
     repeats: int
-    """Ditto."""
     base_steps: int
-    """Ditto."""
     only: tuple[str, ...]
     """Keys of contenders, or beginnings of keys; empty: all."""
     without: tuple[str, ...]

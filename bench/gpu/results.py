@@ -30,11 +30,11 @@ class Row:
     """One contender on one state; figures of the slowest rank."""
 
     contender: str
-    """Key."""
+    """Key of the contender, as ``--only`` takes it."""
     title: str
-    """Shown."""
+    """Name of the contender in tables."""
     setting: str
-    """Shown."""
+    """Its settings, as tables show them."""
     durability: str
     """What is on the disk when it says that it is done."""
     shape: str
@@ -48,7 +48,7 @@ class Row:
     status: str
     """``ok``, ``not run`` or ``failed``; what was measured before a failure is kept."""
     error: str
-    """Why."""
+    """Why something is missing; empty if nothing is."""
     figures: Figures
     """Names end in their unit; see :func:`figures_of`."""
     every: Sequence[Figures] = ()

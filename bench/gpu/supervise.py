@@ -41,7 +41,7 @@ class Outcome:
     status: str
     """``ok``, ``not run`` or ``failed``."""
     error: str = ""
-    """Why."""
+    """Why the contender has no result; empty if it has one."""
     events: list[Event] = field(default_factory=list)
     """What it reported, in order; phases before a failure are kept."""
     peaks: dict[str, int] = field(default_factory=dict)

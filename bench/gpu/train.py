@@ -38,7 +38,7 @@ class Ground:
     rank: int
     """From 0."""
     world: int
-    """Ranks."""
+    """Number of ranks."""
     device: torch.device
     """Its own."""
     group: dist.ProcessGroup
