@@ -29,7 +29,7 @@ from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.read.verify import Fault, verify_checkpoint
 from aio_ckpt.reports import amount
-from aio_ckpt.rescue.commit import RescueReport, rescue_root
+from aio_ckpt.rescue import RescueReport, rescue_root
 from aio_ckpt.runtime.portal import Executor, Portal
 from aio_ckpt.storage.local import LocalStorage, Storage
 

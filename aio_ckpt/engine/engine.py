@@ -36,8 +36,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
-from aio_ckpt.rescue.commit import open_segments, tell_rescuable
-from aio_ckpt.rescue.segment import SegmentDirectory
+from aio_ckpt.rescue import open_rescue
 from aio_ckpt.runtime.futures import follow, outcome
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
 from aio_ckpt.runtime.priority import lower_priority
@@ -67,7 +66,6 @@ class BaseEngine:
         check_staging(config.staging, config.shm_path, coordinator.world_size)
         path = make_root(root)
         owner = Owner.of_this_process(session := uuid.uuid4().hex[:12])
-        segments, self._orphans = open_segments(path, owner, config.shm_path)
         self._portal = Portal(
             f"aio_ckpt-{session}",
             config.workers + HOUSEKEEPING_THREADS,
@@ -76,18 +74,8 @@ class BaseEngine:
         log_untried_torch()
         with self._portal.opening():
             self._ctx = self._make_context(path, config, owner, coordinator, storage)
-            self._make_parts(segments)
-            tell_rescuable(
-                self._ctx.storage,
-                path,
-                self._ctx.names,
-                owner,
-                self._portal,
-                segments=segments,
-                kept=self._orphans,
-                stale_after_secs=config.stale_after_secs,
-                limit_secs=config.stall_timeout_secs,
-            )
+            self._make_parts()
+            self._rescue.announce(self._portal)
             self._portal.at_exit(self._drain)
             self._frontend.meet()
 
@@ -106,33 +94,36 @@ class BaseEngine:
             config=config,
         )
 
-    def _make_parts(self, segments: SegmentDirectory | None) -> None:
+    def _make_parts(self) -> None:
         """Make the parts of the engine, each from those above it."""
         ctx, portal = self._ctx, self._portal
         self._preemption = AgreedPreemption(ctx.members, portal)
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._pending_cleanup = PendingCleanup()
+        self._rescue = open_rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
         self._root_session = RootSession(
             ctx,
             portal,
             quarantine=self._quarantine,
             pending_cleanup=self._pending_cleanup,
-            segments=segments,
-            orphans=self._orphans,
+            rescue=self._rescue,
             must_wait=lambda: self._preemption.is_on,
         )
         pipeline = SavePipeline(
-            ctx=ctx, throttle=self._throttle, quarantine=self._quarantine, pending_cleanup=self._pending_cleanup
+            ctx=ctx,
+            throttle=self._throttle,
+            quarantine=self._quarantine,
+            pending_cleanup=self._pending_cleanup,
+            rescue=self._rescue,
         )
         self._frontend = SaveFrontend(
             ctx,
             portal,
             self._root_session,
             pipeline,
-            segments=segments,
-            orphans=self._orphans,
+            rescue=self._rescue,
             is_urgent=self._preemption.poll,
             on_committed=self._expire,
         )

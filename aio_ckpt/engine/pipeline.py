@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -20,7 +20,6 @@ from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.commit import owner
 from aio_ckpt.commit import publish as commit
-from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -40,7 +39,7 @@ from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
-from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
+from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.futures import first_cause, follow
@@ -68,6 +67,8 @@ class SavePipeline:
     """Whose lock orders all renames under the root."""
     pending_cleanup: undo.PendingCleanup
     """Directories that are still to be removed."""
+    rescue: Rescue = field(default_factory=Rescue)
+    """Records each snapshot, so that it can be committed after a crash."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
         """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""
@@ -138,8 +139,7 @@ class SavePipeline:
                 beside.start_soon(owner.write_owner, storage, pending, ctx.owner)
             if metadata is not None:
                 beside.start_soon(storage.write_file, pending / METADATA_FILE, *metadata.parts)
-                if captured.image.lease.arena.segment is not None:
-                    beside.start_soon(self._record_snapshot, save, b"".join(metadata.parts))
+                beside.start_soon(self._record_snapshot, save, metadata)
             result = await self._write_image(save, pending)
             save.begin("writing its .metadata")
             captured.image.lease.close()
@@ -200,18 +200,20 @@ class SavePipeline:
         final, save_id = self.ctx.final_path(save.step), self.ctx.save_id(save.number)
         return render_metadata_file(captured.plan.metadata, spans, checkpoint_id=str(final), save_id=save_id)
 
-    async def _record_snapshot(self, save: PendingSave, metadata: bytes) -> None:
-        """So that the snapshot can be committed after a crash, from when it is captured until the save has ended."""
-        captured, image, call = save.captured, save.captured.image, save.call
-        if not image.is_whole:
-            _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", save.step)
-            return
-        image.lease.hold(save.settled)  # until the save has ended; now, as the write may end while it is read below
-        final, save_id = self.ctx.final_path(save.step), self.ctx.save_id(save.number)
-        replaces = await read_save_id(self.ctx.storage, final) if call.overwrite else ""
-        record = record_of(final.name, save_id, save.step, call.overwrite, replaces, call.metrics, metadata)
-        await store_record_when_captured(
-            record, captured.plan, captured.objects, image, save.progress, self.ctx.executor
+    async def _record_snapshot(self, save: PendingSave, metadata: MetadataFile) -> None:
+        captured, call = save.captured, save.call
+        await self.rescue.record(
+            captured.image,
+            captured.plan,
+            captured.objects,
+            save.progress,
+            metadata=metadata,
+            final=self.ctx.final_path(save.step),
+            save_id=self.ctx.save_id(save.number),
+            step=save.step,
+            overwrite=call.overwrite,
+            metrics=call.metrics,
+            settled=save.settled,
         )
 
     # -- vote -----------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import EngineClosedError, RootError, StallError
 from aio_ckpt.format.names import LOCK_FILE
-from aio_ckpt.rescue.commit import forget_segments, reclaim
-from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
+from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.error_notes import tell_stage
 from aio_ckpt.runtime.portal import Portal
@@ -68,16 +67,14 @@ class RootSession:
         *,
         quarantine: Quarantine,
         pending_cleanup: PendingCleanup,
-        segments: SegmentDirectory | None,
-        orphans: OrphanSnapshots,
+        rescue: Rescue,
         must_wait: Callable[[], bool],
     ) -> None:
-        """Nothing is deleted while ``must_wait()`` says so; ``orphans`` are snapshots that dead trainers left."""
+        """Nothing is deleted while ``must_wait()`` says so."""
         self._ctx = ctx
         self._quarantine = quarantine
         self._pending_cleanup = pending_cleanup
-        self._segments = segments
-        self._orphans = orphans
+        self._rescue = rescue
         self._portal = portal
         self._must_wait = must_wait
         config = ctx.config
@@ -119,7 +116,7 @@ class RootSession:
             self._call(make_engine_dirs, ctx.storage, ctx.root, what=what, deadline=deadline)
             self._set_aside(deadline)
             cleared = self._call(self._clear, what="clearing leftovers", deadline=deadline)
-            self._call(self._reclaim, what="clearing segments of dead writers", deadline=deadline)
+            self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.steps, deadline))
             self._lock = lock
             self._check_open()  # since then: whoever closed it found no lock to release
@@ -138,7 +135,7 @@ class RootSession:
         lock, self._lock = self._lock, None
         self._quarantine.is_writer = False
         if lock is not None:
-            forget_segments(self._ctx.root, self._orphans)
+            self._rescue.forget()
             lock.release()
 
     def _check_open(self) -> None:
@@ -154,19 +151,6 @@ class RootSession:
         ctx = self._ctx
         return await clear_leftovers(
             ctx.storage, ctx.root, ctx.names, here=ctx.owner, stale_after_secs=ctx.config.stale_after_secs
-        )
-
-    async def _reclaim(self) -> None:
-        ctx = self._ctx
-        await reclaim(
-            ctx.storage,
-            ctx.executor,
-            ctx.root,
-            ctx.names,
-            ctx.owner,
-            segments=self._segments,
-            kept=self._orphans,
-            stale_after_secs=ctx.config.stale_after_secs,
         )
 
     # -- steps ----------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
-from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory
+from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
@@ -61,8 +61,7 @@ class SaveFrontend:
         root_session: RootSession,
         pipeline: SavePipeline,
         *,
-        segments: SegmentDirectory | None,
-        orphans: OrphanSnapshots,
+        rescue: Rescue,
         is_urgent: Callable[[], bool],
         on_committed: Callable[[int], None],
     ) -> None:
@@ -72,12 +71,12 @@ class SaveFrontend:
         self._portal = portal
         self._root_session = root_session
         self._pipeline = pipeline
-        self._orphans = orphans
+        self._rescue = rescue
         self._is_urgent = is_urgent
         self._on_committed = on_committed
         budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=ctx.members.on_host)
         self.lifetime = LifetimeManager(
-            budget_bytes=budget_bytes, executor=ctx.executor, debug=config.debug, segments=segments
+            budget_bytes=budget_bytes, executor=ctx.executor, debug=config.debug, segments=rescue.shared_memory
         )
         """Arenas."""
         self.cache = PlanCache(
@@ -269,7 +268,7 @@ class SaveFrontend:
                 if self.in_flight.pending:
                     raise BusyError(_busy(step, "saves"))
                 gone = self._roll_back(step)
-            self._orphans.drop(f"rollback({step}) went back behind it", after=step)
+            self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
 
     def _roll_back(self, step: int) -> list[int]:
@@ -364,9 +363,9 @@ class SaveFrontend:
 
     def _give_up_kept(self) -> None:
         """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
-        if self._orphans.paths:
+        if self._rescue.has_orphans:
             with contextlib.suppress(EngineClosedError):
-                self.dropping = [self._ctx.executor.submit(self._orphans.drop, "a later run has committed a step")]
+                self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
     def _after(self, step: int, error: BaseException | None) -> None:
         """A save is about to settle: what a failed one planned is not trusted."""

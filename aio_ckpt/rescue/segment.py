@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +22,8 @@ from isal import isal_zlib
 from aio_ckpt.errors import BudgetExceededError, ConfigError
 from aio_ckpt.format.constants import PAGE_BYTES
 
-__all__ = ["SEGMENT_PREFIX", "OrphanSnapshots", "SegmentDirectory", "SharedSegment", "StoredSegment", "check_directory"]
-__all__ += ["list_segments", "map_image", "read_segment"]
+__all__ = ["SEGMENT_PREFIX", "SegmentDirectory", "SharedSegment", "StoredSegment", "list_segments", "map_image"]
+__all__ += ["read_segment"]
 
 SEGMENT_PREFIX = "aio_ckpt-"
 IMAGE_OFFSET = 2 << 20
@@ -36,7 +35,6 @@ _MAGIC_BYTES = 8
 _HEADER = struct.Struct("<5Q")
 """Magic, generation, bytes of the image's memory, bytes of the snapshot record, CRC32 of the snapshot record."""
 _GENERATION, _RECORD_BYTES, _RECORD_CRC32 = 1, 3, 4
-_log = logging.getLogger("aio_ckpt")
 
 
 class SharedSegment:
@@ -66,24 +64,24 @@ class SharedSegment:
         finally:
             os.close(descriptor)  # kept open, a forked data loader would keep the memory
         header.madvise(mmap.MADV_DONTFORK)
-        self._words = memoryview(header).cast("Q")
-        self._words[:] = memoryview(_HEADER.pack(_MAGIC, 1, capacity, 0, 0).ljust(PAGE_BYTES, b"\0")).cast("Q")
+        self._header = memoryview(header).cast("Q")
+        self._header[:] = memoryview(_HEADER.pack(_MAGIC, 1, capacity, 0, 0).ljust(PAGE_BYTES, b"\0")).cast("Q")
 
     @property
     def next_generation(self) -> int:
-        """What the generation will be when it is sealed next."""
-        return self._words[_GENERATION] + 1
+        """Return the generation that the next :meth:`mark_valid` sets."""
+        return self._header[_GENERATION] + 1
 
     @property
     def is_valid(self) -> bool:
-        """Whether a whole snapshot is in it."""
-        return self._words[_GENERATION] % 2 == 0
+        """Whether the segment holds a complete snapshot."""
+        return self._header[_GENERATION] % 2 == 0
 
     def mark_valid(self, record: bytes) -> None:
-        """The image is whole, and ``record`` says what it is.
+        """Store the snapshot record behind the complete image, and make the generation even.
 
         Raises:
-            OSError: no room for it; the segment stays unsealed.
+            OSError: there is no room for the record; the segment stays invalid.
         """
         descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -95,79 +93,53 @@ class SharedSegment:
                 rest, offset = rest[written:], offset + written
         finally:
             os.close(descriptor)
-        self._words[_RECORD_BYTES] = len(record)
-        self._words[_RECORD_CRC32] = isal_zlib.crc32(record)
-        self._words[_GENERATION] += 1
+        self._header[_RECORD_BYTES] = len(record)
+        self._header[_RECORD_CRC32] = isal_zlib.crc32(record)
+        self._header[_GENERATION] += 1
 
     def mark_invalid(self) -> None:
-        """What is in the image is nobody's from now on. Idempotent."""
+        """Make the generation odd: the image may be filled anew. Idempotent."""
         if self.is_valid:
-            self._words[_GENERATION] += 1
+            self._header[_GENERATION] += 1
 
     def remove(self) -> None:
-        """Take the name away; the memory goes with the last view of it. Idempotent."""
+        """Remove the file; its memory is freed with the last view of it. Idempotent."""
         self.mark_invalid()
         self.path.unlink(missing_ok=True)
 
 
-class OrphanSnapshots:
-    """Sealed segments of dead trainers that could be rescued, until one engine gives them up."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[int, Path]] = []
-
-    def keep(self, found: Iterable[tuple[int, Path]]) -> None:
-        """Keep these, by their steps, and no others."""
-        self._kept = list(found)
-
-    @property
-    def paths(self) -> list[Path]:
-        """Their files."""
-        return [path for _, path in self._kept]
-
-    def drop(self, why: str, *, after: int = -1) -> None:
-        """Give up those of the steps after ``after``."""
-        dropped = [(step, path) for step, path in self._kept if step > after]
-        self._kept = [(step, path) for step, path in self._kept if step <= after]
-        for step, path in dropped:
-            with contextlib.suppress(FileNotFoundError):  # another rank of this host has given it up
-                path.unlink()
-                _log.warning("%s: the snapshot of a dead trainer, of step %d, is given up: %s", path, step, why)
-
-
 class SegmentDirectory:
-    """Where one engine makes its segments. What it made and has not removed, :meth:`close` removes."""
+    """The directory where one engine makes its segments. :meth:`close` removes every segment that is still there."""
 
-    def __init__(self, path: Path, prefix: str, kept: OrphanSnapshots) -> None:
-        """``kept`` give way to the segments of this engine.
+    def __init__(self, path: Path, prefix: str, *, make_room: Callable[[], bool]) -> None:
+        """If there is no room for a segment, ``make_room()`` frees what can be freed, and says whether it freed any.
 
         Raises:
             ConfigError: ``path`` is no writable directory of a memory file system.
         """
-        check_directory(path)
+        _check_directory(path)
         self.path = path
         self._prefix = prefix
         self._pid = os.getpid()
         self._number = 0
-        self._kept = kept
+        self._make_room = make_room
         self._made: list[Path] = []
 
     def make(self, capacity: int) -> SharedSegment:
-        """A new segment.
+        """Make a segment.
 
         Raises:
             BudgetExceededError: no room for it.
         """
         self._number += 1
         path = self.path / f"{self._prefix}-{self._number}"
-        self._made.append(path)  # before it is there: Ctrl-C must not lose it
+        self._made.append(path)  # before the file exists, so that Ctrl-C cannot lose it
         try:
             try:
                 return SharedSegment(path, capacity)
             except OSError as error:
-                if error.errno != errno.ENOSPC or not self._kept.paths:
+                if error.errno != errno.ENOSPC or not self._make_room():
                     raise
-                self._kept.drop("there is no room for it beside the running trainer's")
                 return SharedSegment(path, capacity)
         except OSError as error:
             raise BudgetExceededError(
@@ -176,12 +148,12 @@ class SegmentDirectory:
             ) from error
 
     def close(self) -> None:
-        """Remove the names of all that was made. Idempotent; in a forked child nothing: they are the parent's."""
+        """Remove the files of all segments, unless this process is a fork: its parent owns them. Idempotent."""
         while self._made and os.getpid() == self._pid:
             self._made.pop().unlink(missing_ok=True)
 
 
-def check_directory(path: Path) -> None:
+def _check_directory(path: Path) -> None:
     """Raise ConfigError unless ``path`` is a writable directory of a memory file system."""
     if not path.is_dir():
         raise ConfigError(f"shm_path={str(path)!r}: no such directory; give one of a tmpfs, such as /dev/shm")
@@ -204,27 +176,27 @@ def _file_system(path: Path) -> str | None:
     return None
 
 
-# -- what others left -----------------------------------------------------------------------------
+# -- segments of other processes -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSegment:
-    """A segment as it lies there."""
+    """The content of a segment file."""
 
     path: Path
     """Its file."""
     generation: int = 0
-    """Even if it is sealed."""
+    """Even if the segment is valid."""
     capacity: int = 0
     """Bytes of the image's memory."""
     record: bytes = b""
-    """Its snapshot record; empty if there is none."""
+    """Encoded snapshot record; empty if there is none."""
     modified_unix: float | None = None
-    """When it was made or sealed last, by the file system's clock; None if that cannot be told."""
+    """Modification time of the file, by the file system's clock; None if it cannot be read."""
     fault: str = ""
-    """Why there is none."""
+    """Why there is no record; empty if there is one."""
     is_damaged: bool = False
-    """Whether it is no segment, or its snapshot record is not what was written; else it was never marked valid."""
+    """True if the file is no segment, or its record is not what was written; False if it was never marked valid."""
 
 
 def list_segments(directory: Path, prefix: str) -> list[Path]:

@@ -35,15 +35,15 @@ from aio_ckpt.cli import commands as cli
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
-from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
 from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import LOCK_FILE, PENDING_DIR, SEGMENTS_FILE, StepNames
 from aio_ckpt.memory.cuda import HostCopies
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.rescue import commit as rescue
+from aio_ckpt.rescue import hooks
+from aio_ckpt.rescue.orphans import segment_prefix
 from aio_ckpt.rescue.segment import IMAGE_OFFSET, SharedSegment, read_segment
-from aio_ckpt.rescue.survey import segment_prefix
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import Storage
 
@@ -255,7 +255,7 @@ def test_an_overwrite_whose_write_ends_while_it_is_read_what_it_replaces_is_comm
     with SyncCheckpointEngine(root, EngineConfig(staging="shm", shm_path=shm)) as engine:
         engine.save(state(1), step=1).result(TIMEOUT)
         monkeypatch.setattr(Lease, "close", closed)
-        monkeypatch.setattr(pipeline, "read_save_id", slow)
+        monkeypatch.setattr(hooks, "read_save_id", slow)
         engine.save(state(2), step=1, overwrite=True).result(TIMEOUT)
     assert segments_in(shm) == []
 
@@ -534,7 +534,7 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
     engine = SyncCheckpointEngine(root, EngineConfig(shm_path=shm))
     go_on = threading.Event()
     drop, background, release = (
-        engine._orphans.drop,
+        engine._rescue.give_up,
         engine._shutdown._background,
         engine._shutdown._release,
     )
@@ -558,7 +558,7 @@ def test_a_close_right_behind_the_first_commit_still_gives_it_up(killed: Killed,
         go_on.set()
         release()
 
-    engine._orphans.drop = held  # type: ignore[method-assign]
+    engine._rescue.give_up = held  # type: ignore[method-assign]
     engine._shutdown._background, engine._shutdown._release = awaited, release_late
     engine.save(state(5), step=5).result(TIMEOUT)
     engine.close()

@@ -22,9 +22,9 @@ from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.manifests import decode_rank
 from aio_ckpt.plan.layout import file_chunks
-from aio_ckpt.rescue.segment import OrphanSnapshots, SegmentDirectory, SharedSegment, StoredSegment, read_segment
+from aio_ckpt.rescue.orphans import OrphanSegment, OrphanSnapshots, decide, find_orphans, segment_prefix
+from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment, StoredSegment, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record, layout_of, raw_sums, store_record
-from aio_ckpt.rescue.survey import OrphanSegment, decide, find_orphans, segment_prefix
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.state.objects import ObjectBytes
 
@@ -346,10 +346,10 @@ def test_what_cannot_be_opened_is_told(shm: Path) -> None:
 
 def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path: Path) -> None:
     dead = msgspec.structs.replace(HERE, session="gone", pid=2**31 - 1)
-    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}", OrphanSnapshots())
+    other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}", make_room=lambda: False)
     other.make(1 << 16)
-    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", OrphanSnapshots()).make(1 << 16)
-    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", OrphanSnapshots()).make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path)}mine-{HERE.tag}", make_room=lambda: False).make(1 << 16)
+    SegmentDirectory(shm, f"{segment_prefix(tmp_path / 'other')}gone-{dead.tag}", make_room=lambda: False).make(1 << 16)
     (found,) = find_orphans([shm, shm], tmp_path, HERE, stale_after_secs=600.0)
     assert (found.owner_is_dead, found.record, found.is_damaged) == (True, None, False)
     assert find_orphans([shm / "none"], tmp_path, HERE, stale_after_secs=600.0) == []
@@ -358,7 +358,9 @@ def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_pat
 def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: Path, tmp_path: Path) -> None:
     """As one in another container, whose processes cannot be seen from here."""
     elsewhere = msgspec.structs.replace(HERE, pid_namespace="pid:[7]", pid=7)
-    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}", OrphanSnapshots()).make(1 << 16)
+    segment = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{elsewhere.tag}", make_room=lambda: False).make(
+        1 << 16
+    )
     (found,) = find_orphans([shm], tmp_path, HERE, stale_after_secs=600.0)
     assert not found.owner_is_dead
     os.utime(segment.path, (0, 0))
@@ -367,7 +369,7 @@ def test_an_owner_that_cannot_be_proven_dead_is_dead_after_a_long_silence(shm: P
 
 
 def test_a_directory_removes_what_it_made_but_not_in_a_fork(shm: Path) -> None:
-    made = SegmentDirectory(shm, "aio_ckpt-x", OrphanSnapshots())
+    made = SegmentDirectory(shm, "aio_ckpt-x", make_room=lambda: False)
     segment = made.make(1 << 16)
     child = os.fork()
     if not child:
@@ -402,5 +404,5 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(shm: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BudgetExceededError, match="enlarge it"):
-        SegmentDirectory(shm, "aio_ckpt-x", OrphanSnapshots()).make(1 << 16)
+        SegmentDirectory(shm, "aio_ckpt-x", make_room=lambda: False).make(1 << 16)
     assert list(shm.iterdir()) == []

@@ -1,53 +1,105 @@
-"""What dead trainers orphan in named segments, and which of it may be committed."""
+"""Orphan segments, which dead trainers left in shared memory: where they are, and which of them may be committed."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from aio_ckpt.checks import is_path
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.errors import AioCkptError
+from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
 from aio_ckpt.rescue.segment import SEGMENT_PREFIX, StoredSegment, list_segments, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record
+from aio_ckpt.storage.local import Storage
 
-__all__ = ["Decision", "OrphanSegment", "Refusal", "RescuableSave", "decide", "find_orphans", "segment_prefix"]
+__all__ = ["Decision", "OrphanSegment", "OrphanSnapshots", "Refusal", "RescuableSave", "decide", "decide_against_root"]
+__all__ += ["find_orphans", "remove_segments", "segment_directories", "segment_prefix"]
+
+_DIRECTORIES = msgspec.json.Decoder(list[str])
+_log = logging.getLogger("aio_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrphanSegment:
-    """A segment that was found."""
+    """A segment that another process made."""
 
     path: Path
-    """Its file."""
     owner_is_dead: bool
-    """Whether this host proves it, or has seen no sign of life for long."""
+    """Whether this host proves that the owner is dead, or the owner has shown no sign of life for long."""
     stored: StoredSegment
-    """What is in it."""
     record: SnapshotRecord | None
-    """Its snapshot record, if it has a good one."""
+    """None if the segment has no snapshot record, or a damaged one."""
     fault: str
-    """Why it has none."""
+    """Why there is no record; empty if there is one."""
     is_damaged: bool = False
-    """Whether it was sealed, and the snapshot record is not good."""
+    """Whether the segment was marked valid and its record is damaged."""
 
 
 def segment_prefix(root: Path) -> str:
-    """What the names of all segments for ``root`` begin with."""
+    """Return the prefix of the file names of all segments for ``root``."""
     real = os.path.realpath(root)
     return f"{SEGMENT_PREFIX}{hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()}-"
+
+
+def segment_directories(root: Path) -> list[Path]:
+    """Return the directories that writers of ``root`` recorded; empty if none did, or each writer has ended well."""
+    try:
+        found = _DIRECTORIES.decode((root / SEGMENTS_FILE).read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    return [Path(text) for text in found if is_path(text)]  # other texts name no directory
+
+
+class OrphanSnapshots:
+    """Complete snapshots of dead trainers that one engine keeps until it gives them up."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, Path]] = []
+
+    def keep(self, found: Iterable[tuple[int, Path]]) -> None:
+        """Keep these (step, segment file), and no others."""
+        self._kept = list(found)
+
+    @property
+    def paths(self) -> list[Path]:
+        """Segment files."""
+        return [path for _, path in self._kept]
+
+    def drop(self, why: str, *, after: int = -1) -> None:
+        """Remove the snapshots of all steps after ``after``."""
+        dropped = [(step, path) for step, path in self._kept if step > after]
+        self._kept = [(step, path) for step, path in self._kept if step <= after]
+        for step, path in dropped:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                path.unlink()
+                _log.warning("%s: the snapshot of a dead trainer, of step %d, is given up: %s", path, step, why)
+
+
+def remove_segments(segments: Iterable[OrphanSegment]) -> None:
+    """Remove the files, and with them the memory."""
+    for orphan in segments:
+        orphan.path.unlink(missing_ok=True)
 
 
 def find_orphans(
     directories: Sequence[Path], root: Path, here: Owner, *, stale_after_secs: float
 ) -> list[OrphanSegment]:
-    """Segments for ``root`` that other processes made, whether they live or not.
+    """Return the segments for ``root`` that other processes made, whether the processes live or not.
 
-    An owner whose death cannot be proven, as of another container, counts as dead once it has sealed nothing for
-    ``stale_after_secs``: only the holder of the root's lock, which a living writer would have, may act on that.
+    The death of an owner in another container cannot be proven. Such an owner counts as dead if it has marked no
+    segment valid for ``stale_after_secs``. Only the holder of the root's lock may act on that, because a living writer
+    would hold the lock.
     """
     prefix, found = segment_prefix(root), []
     for directory in dict.fromkeys(directories):
@@ -73,56 +125,52 @@ def find_orphans(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescuableSave:
-    """A whole snapshot that a dead trainer orphan."""
+    """A complete snapshot of a dead trainer that may be committed."""
 
     orphan: OrphanSegment
-    """Its segment."""
     record: SnapshotRecord
-    """What the segment says of it."""
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """Step of the save."""
         return self.record.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Segments that are not committed."""
+    """Segments that are not committed, and why."""
 
     step: int | None
-    """Of their save; None if no snapshot record tells."""
+    """None if no snapshot record is there to tell it."""
     reason: str
-    """Why."""
     segments: tuple[OrphanSegment, ...]
-    """Which."""
     is_obsolete: bool
-    """Whether nobody can ever commit them, or needs to: their memory may be given back."""
+    """Whether the segments can never be committed, or need not be: their memory may be freed."""
     is_loss: bool
-    """Whether a whole snapshot, or what claims to be one, is not committed."""
+    """Whether a complete snapshot, or a segment that claims to hold one, is not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of the segments of a root."""
+    """Which segments of a root are committed, and which are refused."""
 
     saves: tuple[RescuableSave, ...]
-    """To commit, ascending by step."""
+    """To be committed, ascending by step."""
     refusals: tuple[Refusal, ...]
-    """All others."""
+    """All other segments."""
 
 
 def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Decision:
-    """Which snapshots may be committed.
+    """Decide which snapshots may be committed.
 
-    The step of a save must exceed every committed one, or replace the very checkpoint that the trainer asked to
-    replace. Of one step the last save counts.
+    The step of a save must exceed every committed step, unless the save replaces the very checkpoint that the trainer
+    asked to replace. If there are several saves of one step, the last one counts.
 
     Args:
         found: segments of one root.
-        committed: save id of each committed step; "" where it is not known.
+        committed: save id of each committed step; "" if the save id is not known.
     """
-    refusals = [_unsealed(orphan) for orphan in found if orphan.record is None]
+    refusals = [_without_record(orphan) for orphan in found if orphan.record is None]
     whole = [RescuableSave(orphan=orphan, record=orphan.record) for orphan in found if orphan.record is not None]
     saves: list[RescuableSave] = []
     taken: dict[int, bool] = {}  # by step, whether its last save is committed now, or may be when its trainer is dead
@@ -137,7 +185,19 @@ def decide(found: Sequence[OrphanSegment], committed: Mapping[int, str]) -> Deci
     return Decision(saves=tuple(saves), refusals=tuple(refusals))
 
 
-def _unsealed(orphan: OrphanSegment) -> Refusal:
+async def decide_against_root(
+    storage: Storage, root: Path, names: StepNames, found: Sequence[OrphanSegment]
+) -> Decision:
+    """Compare segments with the committed steps of ``root``, and :func:`decide`."""
+    steps = {orphan.record.step for orphan in found if orphan.record is not None}
+    committed = {
+        checkpoint.step: await read_save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
+        for checkpoint in (await commit.discover(storage, root, names) if found else ())
+    }
+    return decide(found, committed)
+
+
+def _without_record(orphan: OrphanSegment) -> Refusal:
     if not orphan.owner_is_dead:
         return Refusal(
             step=None, reason="its trainer may be alive", segments=(orphan,), is_obsolete=False, is_loss=False
@@ -146,12 +206,12 @@ def _unsealed(orphan: OrphanSegment) -> Refusal:
 
 
 def _last_first(save: RescuableSave) -> tuple[int, float, float]:
-    """By step; of one step the last save comes first."""
+    """Sort by step; of one step, the last save comes first."""
     return save.step, -save.record.since_boot_secs, -save.record.created_unix
 
 
 def _replaces(record: SnapshotRecord, save_id: str) -> bool:
-    """Whether the committed save ``save_id`` is what was there, or came of an earlier call of the same engine."""
+    """Whether the committed save ``save_id`` is the one to be replaced, or an earlier save of the same engine."""
     engine, _, number = save_id.rpartition("-")
     own_engine, _, own_number = record.save_id.rpartition("-")
     is_earlier = engine == own_engine and (len(number), number) < (len(own_number), own_number)
@@ -159,7 +219,7 @@ def _replaces(record: SnapshotRecord, save_id: str) -> bool:
 
 
 def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[int, bool]) -> Refusal | None:
-    """Why a snapshot is not committed; None: it is. ``taken``: see :func:`decide`."""
+    """Return why a snapshot is not committed, or None if it is. ``taken`` is that of :func:`decide`."""
     record, step, newest = save.record, save.step, max(committed, default=-1)
 
     def refused(reason: str, *, is_obsolete: bool, is_loss: bool) -> Refusal:

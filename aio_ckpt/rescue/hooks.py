@@ -1,0 +1,232 @@
+"""Rescue as an engine uses it: the engine opens one :class:`Rescue`, and knows nothing else of this package."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from aio_ckpt.commit.discovery import read_save_id
+from aio_ckpt.commit.manifests import MetadataFile
+from aio_ckpt.commit.owner import Owner
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.errors import AioCkptError
+from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.memory.arena import SharedMemoryFactory
+from aio_ckpt.plan.planner import Plan
+from aio_ckpt.rescue.orphans import (
+    Decision,
+    OrphanSegment,
+    OrphanSnapshots,
+    decide_against_root,
+    find_orphans,
+    remove_segments,
+    segment_directories,
+    segment_prefix,
+)
+from aio_ckpt.rescue.segment import SegmentDirectory
+from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_captured
+from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
+from aio_ckpt.snapshot.image import Image
+from aio_ckpt.snapshot.progress import CaptureProgress
+from aio_ckpt.state.objects import ObjectBytes
+from aio_ckpt.storage.local import Storage
+
+__all__ = ["Rescue", "RootRescue", "open_rescue"]
+
+_log = logging.getLogger("aio_ckpt")
+
+
+class Rescue:
+    """The questions that an engine asks of rescue. This class answers for an engine that rescues nothing."""
+
+    shared_memory: SharedMemoryFactory | None = None
+    """Makes staging memory that outlives the process; None if the memory ends with the process."""
+
+    @property
+    def has_orphans(self) -> bool:
+        """Whether snapshots of dead trainers are kept."""
+        return False
+
+    def announce(self, portal: Portal) -> None:
+        """When the engine is opened: log which snapshots of dead trainers could be rescued, and keep them."""
+
+    async def reclaim(self) -> None:
+        """When the engine takes the root's lock: free the segments of dead writers that cannot be rescued."""
+
+    async def record(
+        self,
+        image: Image,
+        plan: Plan,
+        objects: ObjectBytes,
+        progress: CaptureProgress,
+        *,
+        metadata: MetadataFile,
+        final: Path,
+        save_id: str,
+        step: int,
+        overwrite: bool,
+        metrics: Mapping[str, float | None],
+        settled: Future[None],
+    ) -> None:
+        """Beside the write: once the snapshot is captured, record what a commit after a crash needs.
+
+        The image is held until ``settled`` lets it go, when the save has ended.
+        """
+
+    def give_up(self, why: str, *, after: int = -1) -> None:
+        """Remove the kept snapshots of all steps after ``after``."""
+
+    def forget(self) -> None:
+        """When the writer ends well: nothing of it is left to be found."""
+
+
+class RootRescue(Rescue):
+    """Rescue for the engine of one root. Without ``shm_path``, it makes no segment and records no snapshot.
+
+    Invariant: snapshots that could be rescued are kept until this engine commits a step, goes back behind their step,
+    or needs their memory.
+    """
+
+    def __init__(
+        self, storage: Storage, executor: Executor, root: Path, names: StepNames, owner: Owner, config: EngineConfig
+    ) -> None:
+        self._storage = storage
+        self._executor = executor
+        self._root = root
+        self._names = names
+        self._owner = owner
+        self._config = config
+        self._orphans = OrphanSnapshots()
+        self._directory: Path | None = None
+        if config.shm_path is not None:
+            self._directory = Path(config.shm_path).absolute()
+            prefix = f"{segment_prefix(root)}{owner.session}-{owner.tag}"
+            self.shared_memory = SegmentDirectory(self._directory, prefix, make_room=self._make_room)
+
+    @property
+    def has_orphans(self) -> bool:
+        """See :class:`Rescue`."""
+        return bool(self._orphans.paths)
+
+    def announce(self, portal: Portal) -> None:
+        """See :class:`Rescue`."""
+        found = self._find()
+        if not any(orphan.record is not None and orphan.owner_is_dead for orphan in found):
+            return
+        root, limit_secs = self._root, self._config.stall_timeout_secs
+        try:
+            decision = portal.call(
+                decide_against_root, self._storage, root, self._names, found, timeout=limit_secs, what="opening"
+            )
+        except (AioCkptError, OSError) as error:
+            _log.warning(
+                "what a trainer that died has staged for %s could not be compared with its steps: %s", root, error
+            )
+            return
+        for save in decision.saves:
+            _log.warning(
+                "step %d was staged by a trainer that died, and not committed: `aio-ckpt rescue %s` commits it; the "
+                "first commit of this engine gives it up",
+                save.step,
+                root,
+            )
+        self._keep(decision)
+
+    async def reclaim(self) -> None:
+        """See :class:`Rescue`."""
+        if self._directory is None and not await self._storage.exists(self._root / SEGMENTS_FILE):
+            return
+        found = await run_blocking(self._executor, self._find)
+        decision = await decide_against_root(self._storage, self._root, self._names, found)
+        for refusal in decision.refusals:
+            if refusal.is_obsolete:
+                log = _log.warning if refusal.is_loss else _log.info
+                log("removed %s: %s", _paths_of(refusal.segments), refusal.reason)
+                await run_blocking(self._executor, remove_segments, refusal.segments)
+        self._keep(decision)
+        own = [] if self._directory is None else [self._directory]
+        directories = list(dict.fromkeys([*own, *(path.parent for path in self._orphans.paths)]))
+        if directories:
+            await self._record_directories(directories)
+        else:
+            await self._storage.remove_file(self._root / SEGMENTS_FILE)
+
+    async def record(
+        self,
+        image: Image,
+        plan: Plan,
+        objects: ObjectBytes,
+        progress: CaptureProgress,
+        *,
+        metadata: MetadataFile,
+        final: Path,
+        save_id: str,
+        step: int,
+        overwrite: bool,
+        metrics: Mapping[str, float | None],
+        settled: Future[None],
+    ) -> None:
+        """See :class:`Rescue`."""
+        if image.lease.arena.segment is None:
+            return
+        if not image.is_whole:
+            _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", step)
+            return
+        image.lease.hold(settled)  # now: the write, which holds it too, may end while the save id is read
+        replaces = await read_save_id(self._storage, final) if overwrite else ""
+        record = record_of(final.name, save_id, step, overwrite, replaces, metrics, b"".join(metadata.parts))
+        await store_record_when_captured(record, plan, objects, image, progress, self._executor)
+
+    def give_up(self, why: str, *, after: int = -1) -> None:
+        """See :class:`Rescue`."""
+        self._orphans.drop(why, after=after)
+
+    def forget(self) -> None:
+        """See :class:`Rescue`."""
+        if not self.has_orphans:
+            with contextlib.suppress(OSError):  # if the file stays, the next writer searches the directories in vain
+                (self._root / SEGMENTS_FILE).unlink(missing_ok=True)
+
+    def _make_room(self) -> bool:
+        has_any = self.has_orphans
+        self.give_up("there is no room for it beside the running trainer's")
+        return has_any
+
+    def _find(self) -> list[OrphanSegment]:
+        own = [] if self._directory is None else [self._directory]
+        directories = [*segment_directories(self._root), *own]
+        return find_orphans(directories, self._root, self._owner, stale_after_secs=self._config.stale_after_secs)
+
+    def _keep(self, decision: Decision) -> None:
+        self._orphans.keep((save.step, save.orphan.path) for save in decision.saves)
+
+    async def _record_directories(self, directories: Sequence[Path]) -> None:
+        """Replace the file that names the directories in one rename: a crash must not lose the old names."""
+        if segment_directories(self._root) == directories:
+            return
+        temporary = self._root / f"{SEGMENTS_FILE}.tmp"
+        await self._storage.remove_file(temporary)  # of a writer that was killed here
+        await self._storage.write_file(temporary, msgspec.json.encode([str(path) for path in directories]))
+        await self._storage.replace(temporary, self._root / SEGMENTS_FILE)
+
+
+def open_rescue(
+    storage: Storage, executor: Executor, root: Path, names: StepNames, owner: Owner, config: EngineConfig
+) -> Rescue:
+    """Return the rescue of one engine.
+
+    An engine without ``shm_path`` gets one too, because it frees or gives up what dead trainers left for its root.
+
+    Raises:
+        ConfigError: ``shm_path`` is no writable directory of a memory file system.
+    """
+    return RootRescue(storage, executor, root, names, owner, config)
+
+
+def _paths_of(segments: Iterable[OrphanSegment]) -> str:
+    return ", ".join(str(orphan.path) for orphan in segments)
