@@ -11,12 +11,12 @@ import torch
 from isal import isal_zlib
 
 from aio_ckpt._version import __version__
+from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.manifests import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
     METADATA_FILE,
     FileEntry,
-    MetadataTemplate,
     ObjectEntry,
     RootManifest,
     data_file_name,

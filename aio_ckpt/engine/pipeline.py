@@ -13,7 +13,6 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
-import numpy as np
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
@@ -34,7 +33,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
-from aio_ckpt.plan.planner import Plan
+from aio_ckpt.plan.global_plan import places
 from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
@@ -231,7 +230,7 @@ class SavePipeline:
             (timer.secs("blocked"), timer.secs("staged"), timer.secs("written")),
             sent.moved(plan.share_id, spans, is_alone=is_alone),
             extents_crc32(spans),
-            _places(plan) if is_first else None,
+            places(plan.layout) if is_first else None,
         )
 
     def _confirm(self, save: PendingSave) -> None:
@@ -376,11 +375,6 @@ async def _earlier(save: PendingSave) -> None:
     with save.progress.paused():
         for settled in save.earlier:
             await asyncio.wrap_future(follow(settled))
-
-
-def _places(plan: Plan) -> bytes:
-    places = [(item.item_offset, item.envelope.item_bytes) for item in plan.layout.items]
-    return np.array(places, "<i8").tobytes()
 
 
 async def _watch(ctx: EngineContext, save: PendingSave) -> None:

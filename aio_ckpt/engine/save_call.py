@@ -80,7 +80,6 @@ class SaveFrontend:
         )
         """Arenas."""
         self.cache = PlanCache(
-            rank=ctx.members.coordinator.rank,
             world_size=ctx.members.coordinator.world_size,
             gather_bytes=config.gather_bytes,
         )

@@ -1,29 +1,22 @@
-"""DCP's ``.metadata``, to and from bytes. Pure: no file, no thread, and a crafted pickle runs nothing.
+"""Reads DCP's ``.metadata``. Pure: no file, no thread.
 
-It is DCP's own pickle: rendered once per plan, with holes where the place of each object goes, and read
-through an unpickler that knows only the globals that stock DCP writes.
+The file is a pickle. The unpickler knows only the globals that stock DCP writes, so a crafted pickle runs no code.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
-import hashlib
 import io
 import itertools
 import logging
 import pickle
-import random
 import re
-import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -38,7 +31,7 @@ from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
 from aio_ckpt.format.pickle_scan import check_nesting
 
-__all__ = ["DTYPES", "MAX_BYTES", "MetadataTemplate", "parse_metadata", "render_metadata"]
+__all__ = ["DTYPES", "MAX_BYTES", "OLDEST_FIELDS", "parse_metadata"]
 
 _log = logging.getLogger("aio_ckpt")
 
@@ -49,169 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 """Every dtype of this torch by its name without ``torch.``."""
-
-
-# -- .metadata: rendered once per plan, filled per save -------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetadataTemplate:
-    """``.metadata`` of one plan, complete but for the place of each object and the two ids.
-
-    The tensors come first: of megabytes only the end, from the first hole on, differs between saves.
-    """
-
-    fixed: bytes
-    """Up to the first hole or, without objects, up to the checkpoint id."""
-    fixed_crc32: int
-    """CRC32 of ``fixed``."""
-    fixed_blake2b: hashlib.blake2b
-    """BLAKE2b after ``fixed``, to be copied and never updated."""
-    head: bytes
-    """From there up to the checkpoint id."""
-    holes: tuple[tuple[int, int], ...]
-    """For each object, where in ``head`` the 8 little-endian bytes of its offset and of its length go."""
-    middle: bytes
-    """Between the checkpoint id and the save id."""
-    tail: bytes
-    """After the save id."""
-
-    @classmethod
-    def of(
-        cls, *, fixed: bytes, head: bytes, holes: tuple[tuple[int, int], ...], middle: bytes, tail: bytes
-    ) -> MetadataTemplate:
-        """With the sums of ``fixed``."""
-        return cls(
-            fixed=fixed,
-            fixed_crc32=isal_zlib.crc32(fixed),
-            fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
-            head=head,
-            holes=holes,
-            middle=middle,
-            tail=tail,
-        )
-
-    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
-        """``.metadata`` in two parts, the first of them ``fixed``; ``spans[i] = (offset, length)`` of the i-th object.
-
-        The objects are in the order given to :func:`render_metadata`; offsets and lengths are below 2**63.
-
-        Raises:
-            ValueError: not one span for each object.
-        """
-        if len(spans) != len(self.holes):
-            raise ValueError(f"{len(spans)} spans for {len(self.holes)} objects")
-        head = bytearray(self.head)
-        put = _I64.pack_into
-        for (offset_at, length_at), (offset, length) in zip(self.holes, spans, strict=True):
-            put(head, offset_at, offset)
-            put(head, length_at, length)
-        ids = _pickled_text(checkpoint_id), _pickled_text(save_id)
-        return self.fixed, b"".join((head, ids[0], self.middle, ids[1], self.tail))
-
-
-def render_metadata(
-    metadata: Metadata, *, object_indices: Sequence[MetadataIndex], data_file: str | Sequence[str]
-) -> MetadataTemplate:
-    """Pickle ``metadata`` once, with a hole wherever a save differs from the next.
-
-    Args:
-        metadata: its ``storage_data`` holds the tensors' ``_StorageInfo``; it is not changed.
-        object_indices: the objects, added to ``storage_data`` in this order.
-        data_file: the file of all objects, or of each (objects of several ranks).
-
-    Raises:
-        ValueError: an object twice or already in ``storage_data``, or not one file for each object.
-    """
-    files = [data_file] * len(object_indices) if isinstance(data_file, str) else data_file
-    tensors = metadata.storage_data or {}
-    if len(files) != len(object_indices):
-        raise ValueError(f"{len(files)} data files for {len(object_indices)} objects")
-    if len({*tensors, *object_indices}) != len(tensors) + len(object_indices):
-        raise ValueError("an object is listed twice or has a place already")
-    # A user's names and numbers may hold a tag's bytes. The tag occurs once in each of our holes; if it
-    # occurs no more often than that, each occurrence is one of ours. Each name can spoil only so many tags.
-    for tag in _tags():
-        data = _dump_with_tag(metadata, tensors, object_indices, files, tag)
-        if data.count(tag) == 2 * len(object_indices) + 2:
-            return _split(data, tag)
-    raise AssertionError("the tags are endless")
-
-
-_I64 = struct.Struct("<q")
-_TEXT = struct.Struct("<cI")
-
-
-def _tags() -> Iterator[bytes]:
-    """Four different bytes each, so that a tag never overlaps itself; ASCII, so that it is a string too."""
-    rng = random.Random(0)
-    while True:
-        yield bytes(rng.sample(range(1, 128), 4))
-
-
-def _dump_with_tag(
-    metadata: Metadata,
-    tensors: dict[MetadataIndex, StorageInfo],
-    objects: Sequence[MetadataIndex],
-    files: Sequence[str],
-    tag: bytes,
-) -> bytes:
-    # The tag on top makes each number take 8 bytes (LONG1), the count below tells which hole it is.
-    numbers = (int.from_bytes(tag, "little") << 32 | count for count in itertools.count())
-    storage_data = dict(tensors)
-    for index, name in zip(objects, files, strict=True):
-        storage_data[index] = StorageInfo(name, next(numbers), next(numbers))
-    ids = StorageMeta(checkpoint_id=f"{tag.decode()}c", save_id=f"{tag.decode()}s")
-    return dump_metadata(replace(metadata, storage_data=storage_data, storage_meta=ids))
-
-
-def dump_metadata(metadata: Metadata) -> bytes:
-    """Return the pickle of ``metadata`` as :func:`metadata_pickler` writes it."""
-    file = io.BytesIO()
-    metadata_pickler(file).dump(metadata)
-    return file.getvalue()
-
-
-def metadata_pickler(file: io.BytesIO) -> pickle.Pickler:
-    """Return a pickler whose ``.metadata`` every torch from 2.6 on reads.
-
-    Torch 2.15 added ``strides`` to ``TensorProperties`` as a sixth field, which older versions refuse. This pickler
-    leaves it out: no version of ``dcp.load`` uses it, and each stored item holds its own stride.
-
-    Protocol 3 has no frames, whose lengths would forbid to replace a string by one of another length.
-    """
-    pickler = pickle.Pickler(file, protocol=3)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduce_properties}
-    return pickler
-
-
-def _reduce_properties(value: TensorProperties) -> tuple[Any, ...]:
-    state = value.__getstate__()  # type: ignore[no-untyped-call]
-    return copyreg.__newobj__, (TensorProperties,), state[:_OLDEST_FIELDS]  # type: ignore[attr-defined]
-
-
-def _split(data: bytes, tag: bytes) -> MetadataTemplate:
-    found = [match.start() for match in re.finditer(re.escape(tag), data)]
-    *numbers, checkpoint_id, save_id = found
-    holes = {int.from_bytes(data[at - 4 : at], "little"): at - 4 for at in numbers}
-    id_start, id_stop = checkpoint_id - _TEXT.size, checkpoint_id + 5
-    save_start, save_stop = save_id - _TEXT.size, save_id + 5
-    fixed_stop = min(holes.values(), default=id_start)
-    return MetadataTemplate.of(
-        fixed=data[:fixed_stop],
-        head=data[fixed_stop:id_start],
-        holes=tuple((holes[n] - fixed_stop, holes[n + 1] - fixed_stop) for n in range(0, len(holes), 2)),
-        middle=data[id_stop:save_start],
-        tail=data[save_stop:],
-    )
-
-
-def _pickled_text(text: str) -> bytes:
-    raw = text.encode("utf-8", "surrogatepass")
-    return _TEXT.pack(pickle.BINUNICODE, len(raw)) + raw
-
-
-# -- .metadata: read without running code ---------------------------------------------------------
 
 
 def parse_metadata(data: bytes, *, name: str) -> Metadata:
@@ -244,7 +74,7 @@ class _UnknownError(Exception):
     """The pickle holds something that no ``.metadata`` of a known torch holds."""
 
 
-_OLDEST_FIELDS = 5
+OLDEST_FIELDS = 5
 """Fields of ``TensorProperties`` up to torch 2.14: dtype, layout, requires_grad, memory_format, pin_memory."""
 _UNKNOWN_FIELDS = "fields_of_a_newer_torch"
 """Attribute of ``TensorProperties`` that keeps the fields behind ``strides``, which no known torch writes."""
@@ -305,7 +135,7 @@ class _Properties(metaclass=_Sealed):
     """
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if type(state) is not tuple or len(state) < _OLDEST_FIELDS:
+        if type(state) is not tuple or len(state) < OLDEST_FIELDS:
             raise _UnknownError(f"TensorProperties pickled as {state!r:.80}")
         dtype, layout, requires_grad, memory_format, pin_memory, *newer = state
         made = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)

@@ -1,17 +1,23 @@
-"""DCP's ``.metadata`` of many ranks, rendered from columns. Pure.
+"""Writes DCP's ``.metadata``, rendered from columns. Pure.
 
 Pickling ten million shards as DCP's objects takes ten minutes, most of it to make the objects. Their pickles differ in
-a few numbers only: one instance of each of DCP's classes is pickled by pickle itself, its numbers and names become
-holes, and numpy fills the holes of a million copies at a time. A field that a later torch adds is so written as pickle
-would write it; what this cannot do it refuses.
+a few numbers only. So pickle itself pickles one instance of each of DCP's classes, its numbers and names become holes,
+and numpy fills the holes of a million copies at a time. A field that a later torch adds is written as pickle writes it;
+a pickle of another form is refused.
+
+A rendered ``.metadata`` is a template: each save fills in the place of each object and the two ids.
 
 Sources: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (2.6 to 2.15), ``pickletools``.
 """
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import hashlib
 import io
 import itertools
+import pickle
 import pickletools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,10 +39,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt._torch import StorageInfo
-from aio_ckpt.format.dcp_metadata_read import DTYPES, MetadataTemplate, metadata_pickler
+from aio_ckpt.format.dcp_metadata_read import DTYPES, OLDEST_FIELDS
 from aio_ckpt.format.tensor_table import IntArray
 
-__all__ = ["ShardTable", "render_columns"]
+__all__ = ["MetadataTable", "MetadataTemplate", "dump_metadata", "render_metadata"]
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Hole: TypeAlias = "str | int"
@@ -48,7 +55,7 @@ _NAMES_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTable:
+class MetadataTable:
     """What all ranks together store, tensors shard by shard, ordered by name and of one name by rank."""
 
     names: Sequence[str]
@@ -73,7 +80,70 @@ class ShardTable:
     """Names of objects with the file of each."""
 
 
-def render_columns(table: ShardTable, paths: Mapping[str, tuple[str | int, ...]]) -> MetadataTemplate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataTemplate:
+    """``.metadata`` of one plan, complete but for the place of each object and the two ids.
+
+    The tensors come first. So only the end of megabytes, from the first hole on, differs between saves.
+    """
+
+    fixed: bytes
+    """Up to the first hole or, without objects, up to the checkpoint id."""
+    fixed_crc32: int
+    """CRC32 of ``fixed``."""
+    fixed_blake2b: hashlib.blake2b
+    """BLAKE2b after ``fixed``, to be copied and never updated."""
+    head: bytes
+    """From there up to the checkpoint id."""
+    holes: tuple[tuple[int, int], ...]
+    """For each object, where in ``head`` the 8 little-endian bytes of its offset and of its length go."""
+    middle: bytes
+    """Between the checkpoint id and the save id."""
+    tail: bytes
+    """After the save id."""
+
+    @classmethod
+    def of(
+        cls, *, fixed: bytes, head: bytes, holes: tuple[tuple[int, int], ...], middle: bytes, tail: bytes
+    ) -> MetadataTemplate:
+        """With the sums of ``fixed``."""
+        return cls(
+            fixed=fixed,
+            fixed_crc32=isal_zlib.crc32(fixed),
+            fixed_blake2b=hashlib.blake2b(fixed, digest_size=32),
+            head=head,
+            holes=holes,
+            middle=middle,
+            tail=tail,
+        )
+
+    def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
+        """``.metadata`` in two parts, the first of them ``fixed``; ``spans[i] = (offset, length)`` of the i-th object.
+
+        The objects are in the order given to :func:`render_metadata`; offsets and lengths are below 2**63.
+
+        Raises:
+            ValueError: not one span for each object.
+        """
+        if len(spans) != len(self.holes):
+            raise ValueError(f"{len(spans)} spans for {len(self.holes)} objects")
+        head = bytearray(self.head)
+        put = _I64.pack_into
+        for (offset_at, length_at), (offset, length) in zip(self.holes, spans, strict=True):
+            put(head, offset_at, offset)
+            put(head, length_at, length)
+        ids = _text(checkpoint_id), _text(save_id)
+        return self.fixed, b"".join((head, ids[0], self.middle, ids[1], self.tail))
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """Return the pickle of ``metadata`` as :func:`_pickler` writes it."""
+    file = io.BytesIO()
+    _pickler(file).dump(metadata)
+    return file.getvalue()
+
+
+def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, ...]]) -> MetadataTemplate:
     """``.metadata`` with holes for the places of the objects; ``paths`` become its ``planner_data``.
 
     Raises:
@@ -89,6 +159,7 @@ def render_columns(table: ShardTable, paths: Mapping[str, tuple[str | int, ...]]
     described += [
         _key(name, first_object + number) + stencils.an_object for number, (name, _) in enumerate(table.objects)
     ]
+    described = _ordered(described, [*table.names, *(name for name, _ in table.objects)], paths)
     start = (*memo.head(table.files, files), opening, b"}", *_batched(described), before_paths, _plain(dict(paths)))
     rows = stencils.object_place.rows(
         {
@@ -126,13 +197,40 @@ def _side(dim: int) -> int:
     return (1 << 40) + 100 + dim
 
 
+def _pickler(file: io.BytesIO) -> pickle.Pickler:
+    """Return a pickler whose ``.metadata`` every torch from 2.6 on reads.
+
+    Torch 2.15 added ``strides`` to ``TensorProperties`` as a sixth field, which older versions refuse. This pickler
+    leaves it out: no version of ``dcp.load`` uses it, and each stored item holds its own stride.
+
+    Protocol 3 has no frames, whose lengths would forbid to replace a string by one of another length.
+    """
+    pickler = pickle.Pickler(file, protocol=3)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduce_properties}
+    return pickler
+
+
+def _reduce_properties(value: TensorProperties) -> tuple[Any, ...]:
+    state = value.__getstate__()  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (TensorProperties,), state[:OLDEST_FIELDS]  # type: ignore[attr-defined]
+
+
 def _plain(value: object) -> bytes:
-    """The pickle of ``value`` without PROTO, STOP and memo, to stand inside of another. Protocol 3 has no frames."""
+    """The pickle of ``value`` without PROTO, STOP and memo, to stand inside of another."""
     file = io.BytesIO()
-    pickler = metadata_pickler(file)
+    pickler = _pickler(file)
     pickler.fast = True
     pickler.dump(value)
     return file.getvalue()[2:-1]
+
+
+def _number(value: int) -> bytes:
+    return b"J" + _I32.pack(value) if value < 1 << 31 else b"\x8a\x08" + _I64.pack(value)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogatepass")
+    return _TEXT.pack(pickle.BINUNICODE, len(raw)) + raw
 
 
 class _Memo:
@@ -162,51 +260,117 @@ class _Memo:
             yield entry + _put(index) + b"0"
 
 
-_U32 = struct.Struct("<I")
+_U32, _I32, _I64, _TEXT = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<q"), struct.Struct("<cI")
 
 
 def _put(index: int) -> bytes:
     return b"r" + _U32.pack(index)
 
 
-def _tokens(instance: object, memo: _Memo, *holes: Hole) -> list[bytes | Hole]:
-    """The pickle of ``instance``: opcodes, and between them the holes.
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """An opcode that pushes a class or the name of a field: the memo holds its value."""
+
+    entry: bytes
+
+
+_Parsed: TypeAlias = "tuple[bytes | _Shared | Hole, ...]"
+
+
+def _parsed(instance: object, *holes: Hole) -> _Parsed:
+    """The pickle of ``instance``, cut at its holes and at what the memo holds.
 
     Raises:
         NotImplementedError: not each of ``holes`` occurs once.
     """
     data = _plain(instance) + b"."
-    found: list[bytes | Hole] = [b""]
+    found: list[bytes | _Shared | Hole] = []
     operations = [(opcode.name, value, at) for opcode, value, at in pickletools.genops(data)]
     for (name, value, at), (_, _, stop) in itertools.pairwise(operations):
-        if isinstance(value, str | int) and value in holes:
-            found += [value, b""]
-            continue
         if "PUT" in name or "GET" in name or name == "MEMOIZE":
             raise NotImplementedError("this Python pickles with a memo where it was told not to")
-        opcodes = memo.reference(data[at:stop]) if name in ("GLOBAL", "BINUNICODE") else data[at:stop]
-        found[-1] = _joined(found[-1], opcodes)
-    if sorted(map(str, found[1::2])) != sorted(map(str, holes)):
+        if isinstance(value, str | int) and value in holes:
+            found.append(value)
+        elif name in ("GLOBAL", "BINUNICODE"):
+            found.append(_Shared(data[at:stop]))
+        elif found and isinstance(found[-1], bytes):
+            found[-1] += data[at:stop]
+        else:
+            found.append(data[at:stop])
+    if sorted(str(part) for part in found if isinstance(part, str | int)) != sorted(map(str, holes)):
         raise NotImplementedError(
             f"this torch pickles a {type(instance).__name__} without a field that it had, or twice"
         )
-    return found
+    return tuple(found)
+
+
+def _tokens(parsed: _Parsed, memo: _Memo) -> list[bytes | Hole]:
+    """Opcodes, and between them the holes."""
+    found: list[bytes | Hole] = []
+    opcodes = b""
+    for part in parsed:
+        if isinstance(part, _Shared):
+            opcodes += memo.reference(part.entry)
+        elif isinstance(part, bytes):
+            opcodes += part
+        else:
+            found += [opcodes, part]
+            opcodes = b""
+    return [*found, opcodes]
 
 
 def _joined(*tokens: bytes | Hole) -> bytes:
     return b"".join(token for token in tokens if isinstance(token, bytes))
 
 
-def _whole(memo: _Memo) -> list[bytes]:
-    """What stands before, between and behind the parts of the whole."""
-    parts: list[Any] = [f"\0{number}" for number in range(5)]
-    described, paths, places, checkpoint_id, save_id = parts
+_PARTS: list[Any] = [f"\0{number}" for number in range(5)]
+
+
+@functools.cache
+def _parsed_whole() -> _Parsed:
+    described, paths, places, checkpoint_id, save_id = _PARTS
     meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     whole = Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places, storage_meta=meta)
-    tokens = _tokens(whole, memo, *parts)
-    if tokens[1::2] != parts:
+    return _parsed(whole, *_PARTS)
+
+
+def _whole(memo: _Memo) -> list[bytes]:
+    """What stands before, between and behind the parts of the whole."""
+    tokens = _tokens(_parsed_whole(), memo)
+    if tokens[1::2] != _PARTS:
         raise NotImplementedError("this torch pickles the parts of Metadata in another order")
     return [_joined(token) for token in tokens[:-1:2]] + [_joined(tokens[-1], b".")]
+
+
+@functools.cache
+def _parsed_place() -> _Parsed:
+    return _parsed(StorageInfo(_FILE, _AT, _LENGTH), _FILE, _AT, _LENGTH)
+
+
+@functools.cache
+def _parsed_chunk(dims: int) -> _Parsed:
+    begins, sides = [_offset(dim) for dim in range(dims)], [_side(dim) for dim in range(dims)]
+    return _parsed(ChunkStorageMetadata(torch.Size(begins), torch.Size(sides)), *begins, *sides)
+
+
+@functools.cache
+def _parsed_index(dims: int) -> _Parsed:
+    begins = [_offset(dim) for dim in range(dims)]
+    return _parsed(MetadataIndex(_NAME, torch.Size(begins), _HINT), _NAME, *begins, _HINT)
+
+
+@functools.cache
+def _parsed_object() -> tuple[_Parsed, _Parsed]:
+    """Its description and its index."""
+    return _parsed(BytesStorageMetadata()), _parsed(MetadataIndex(_NAME), _NAME)
+
+
+@functools.cache
+def _parsed_tensor(dtype: str, dims: int) -> _Parsed:
+    sides = [_side(dim) for dim in range(dims)]
+    chunks: list[Any] = [_CHUNKS, _END]  # of two, as of many
+    tensor = TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), torch.Size(sides), chunks)
+    return _parsed(tensor, *sides, *chunks)
 
 
 class _Stencil:
@@ -253,40 +417,31 @@ _INT, _LONG = (b"J", "<i4"), (b"\x8a\x08", "<i8")
 class _Stencils:
     """One of each kind of entry that a table has."""
 
-    def __init__(self, memo: _Memo, table: ShardTable) -> None:
+    def __init__(self, memo: _Memo, table: MetadataTable) -> None:
         longest = max((side for size in table.sizes for side in size), default=0)
         furthest = int(table.places.max(initial=0))
         dims_of = {len(size) for size in table.sizes}
         wide: set[Hole] = {hole(dim) for hole in (_offset, _side) for dim in range(64) if longest >= 1 << 31}
         wide |= {_AT, _LENGTH} if furthest >= 1 << 31 else set()
         widths = frozenset(wide)
-        place = _tokens(StorageInfo(_FILE, _AT, _LENGTH), memo, _FILE, _AT, _LENGTH)
+        place = _tokens(_parsed_place(), memo)
         self.chunk: dict[int, _Stencil] = {}
         """By dimensions: a chunk of a tensor."""
         self.place: dict[int, _Stencil] = {}
         """By dimensions: the index of a shard and its place."""
         for dims in dims_of:
-            begins, sides = [_offset(dim) for dim in range(dims)], [_side(dim) for dim in range(dims)]
-            chunk = ChunkStorageMetadata(torch.Size(begins), torch.Size(sides))
-            self.chunk[dims] = _Stencil(_tokens(chunk, memo, *begins, *sides), widths)
-            index = MetadataIndex(_NAME, torch.Size(begins), _HINT)
-            self.place[dims] = _Stencil([*_tokens(index, memo, _NAME, *begins, _HINT), *place], widths)
+            self.chunk[dims] = _Stencil(_tokens(_parsed_chunk(dims), memo), widths)
+            self.place[dims] = _Stencil([*_tokens(_parsed_index(dims), memo), *place], widths)
         self.tensor = {
-            kind: _tensor_tokens(*kind, memo)
+            kind: _tokens(_parsed_tensor(*kind), memo)
             for kind in {(dtype, len(size)) for dtype, size in zip(table.dtypes, table.sizes, strict=True)}
         }
         """By dtype and dimensions: a tensor."""
-        self.object_place = _Stencil([*_tokens(MetadataIndex(_NAME), memo, _NAME), *place], frozenset((_AT, _LENGTH)))
+        described, index = _parsed_object()
+        self.object_place = _Stencil([*_tokens(index, memo), *place], frozenset((_AT, _LENGTH)))
         """The index of an object and its place."""
-        self.an_object = _joined(*_tokens(BytesStorageMetadata(), memo))
+        self.an_object = _joined(*_tokens(described, memo))
         """The description of an object."""
-
-
-def _tensor_tokens(dtype: str, dims: int, memo: _Memo) -> list[bytes | Hole]:
-    sides = [_side(dim) for dim in range(dims)]
-    chunks: list[Any] = [_CHUNKS, _END]  # of two, as of many
-    tensor = TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), torch.Size(sides), chunks)
-    return _tokens(tensor, memo, *sides, *chunks)
 
 
 # -- the entries ------------------------------------------------------------------------------------
@@ -294,7 +449,14 @@ def _tensor_tokens(dtype: str, dims: int, memo: _Memo) -> list[bytes | Hole]:
 
 def _key(name: str, index: int) -> bytes:
     """A name as a key, to be referred to."""
-    return _plain(name) + _put(index)
+    return _text(name) + _put(index)
+
+
+def _ordered(entries: Sequence[bytes], names: Sequence[str], paths: Mapping[str, object]) -> list[bytes]:
+    """The entries of ``names`` in the order of ``paths``, which is that of the state."""
+    number_of = {name: number for number, name in enumerate(paths)}
+    numbers = [number_of.get(name, len(paths)) for name in names]
+    return [entries[at] for at in sorted(range(len(names)), key=numbers.__getitem__)]
 
 
 def _batched(entries: Sequence[bytes]) -> Iterator[bytes]:
@@ -305,7 +467,7 @@ def _batched(entries: Sequence[bytes]) -> Iterator[bytes]:
         yield b"u"
 
 
-def _tensors(table: ShardTable, stencils: _Stencils, *, files: int, names: int) -> tuple[list[bytes], list[bytes]]:
+def _tensors(table: MetadataTable, stencils: _Stencils, *, files: int, names: int) -> tuple[list[bytes], list[bytes]]:
     """The entry of every tensor in ``state_dict_metadata``, and those of its shards in ``storage_data``."""
     described = [b""] * len(table.names)
     placed: list[bytes] = []
@@ -328,16 +490,16 @@ def _tensors(table: ShardTable, stencils: _Stencils, *, files: int, names: int) 
     return described, placed
 
 
-def _tensor(table: ShardTable, stencils: _Stencils, name: int, index: int, chunks: memoryview) -> bytes:
+def _tensor(table: MetadataTable, stencils: _Stencils, name: int, index: int, chunks: memoryview) -> bytes:
     size = table.sizes[name]
-    values: dict[Hole, bytes | memoryview] = {_side(dim): _plain(side) for dim, side in enumerate(size)}
+    values: dict[Hole, bytes | memoryview] = {_side(dim): _number(side) for dim, side in enumerate(size)}
     values |= {_CHUNKS: chunks, _END: b""}
     tokens = stencils.tensor[table.dtypes[name], len(size)]
     filled = (token if isinstance(token, bytes) else values[token] for token in tokens)
     return b"".join((_key(table.names[name], index), *filled))
 
 
-def _batches(table: ShardTable, lengths: IntArray) -> Iterator[tuple[int, IntArray]]:
+def _batches(table: MetadataTable, lengths: IntArray) -> Iterator[tuple[int, IntArray]]:
     """(dimensions, names) of a bounded number of shards each."""
     dims_of = np.array([len(size) for size in table.sizes], np.int64)
     for dims in np.unique(dims_of).tolist():

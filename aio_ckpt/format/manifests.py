@@ -2,7 +2,7 @@
 
 Two manifests are ours: one msgpack file a rank (what lies where in its data file, in columns; the CRC32 of each block)
 and one JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest, self-checksum).
-DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.format.dcp_metadata_read`, whose functions are named here too.
+DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.format.dcp_metadata_read` and ``dcp_metadata_write``.
 
 Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
 """
@@ -22,7 +22,7 @@ import msgspec
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.dcp_metadata_read import MAX_BYTES, MetadataTemplate, parse_metadata, render_metadata
+from aio_ckpt.format.dcp_metadata_read import MAX_BYTES
 from aio_ckpt.format.tensor_table import (
     IntArray,
     Names,
@@ -44,7 +44,6 @@ __all__ = [
     "ROOT_MANIFEST",
     "FileEntry",
     "IntArray",
-    "MetadataTemplate",
     "ObjectEntry",
     "RankManifest",
     "RootManifest",
@@ -58,9 +57,7 @@ __all__ = [
     "encode_rank",
     "encode_root",
     "encode_static",
-    "parse_metadata",
     "rank_manifest_name",
-    "render_metadata",
 ]
 
 FORMAT_MAJOR = 1

@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError
-from aio_ckpt.format.dcp_metadata_write import ShardTable as MetadataTable
-from aio_ckpt.format.dcp_metadata_write import render_columns
-from aio_ckpt.format.manifests import MetadataTemplate, data_file_name, rank_manifest_name
+from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
+from aio_ckpt.format.manifests import data_file_name, rank_manifest_name
 from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardInfo, ShardTable, TensorSignature, padded
@@ -33,7 +30,7 @@ from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import as_tensor
 from aio_ckpt.state.values import LeafKind
 
-__all__ = ["Stored", "cover_faults", "dcp_plan", "local_plan", "render_global", "shard_offsets", "storage_data"]
+__all__ = ["Stored", "cover_faults", "dcp_plan", "local_plan", "places", "render_global", "shard_offsets"]
 
 _PAIRS_AT_ONCE = 1 << 20
 _SHOWN = 5
@@ -170,31 +167,21 @@ def _pairs(counts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
         yield left, left + 1 + np.arange(len(left)) - np.repeat(np.cumsum(mine) - mine, mine)
 
 
-def dcp_plan(flat: tree.FlatState) -> tuple[DefaultSavePlanner, SavePlan]:
-    """DCP's planner and what it would write of the state of one rank."""
+def dcp_plan(flat: tree.FlatState) -> SavePlan:
+    """What DCP's planner would write of the state of one rank."""
     leaves = {
         name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
         for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
     }
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(leaves, is_coordinator=True)
-    return planner, planner.create_local_plan()
+    return planner.create_local_plan()
 
 
 def shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
     """Where in its global tensor the item called ``name`` begins."""
     data = write_items[name].tensor_data
     return tuple(data.chunk.offsets) if data is not None else ()
-
-
-def storage_data(layout: ImageLayout, write_items: dict[str, WriteItem], file: str) -> dict[MetadataIndex, StorageInfo]:
-    """Place of every tensor name, all in one file."""
-    return {
-        write_items[name].index: StorageInfo(file, item.item_offset, item.envelope.item_bytes)
-        for item in layout.items
-        for name in item.fqns
-        if write_items[name].type is not WriteItemType.BYTE_IO
-    }
 
 
 def local_plan(
@@ -228,7 +215,18 @@ class Stored:
     share: Assignment
     """What of it it writes."""
     places: bytes
-    """Offset and length of every item of the share in its data file: int64, little-endian."""
+    """Of the items of the share: see :func:`places`."""
+
+    @classmethod
+    def whole(cls, local: LocalPlan, layout: ImageLayout, objects: int) -> Stored:
+        """Of a rank that writes all that it holds."""
+        names = sum(len(item.fqns) for item in layout.items)
+        return cls(local=local, share=Assignment.of([True] * names, [True] * objects), places=places(layout))
+
+
+def places(layout: ImageLayout) -> bytes:
+    """Offset and length of every item of ``layout`` in its data file: int64, little-endian."""
+    return np.array([(item.item_offset, item.envelope.item_bytes) for item in layout.items], "<i8").tobytes()
 
 
 def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
@@ -241,7 +239,7 @@ def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
     faults = cover_faults(table)
     if faults:
         raise PlanChangedError(f"the ranks together do not hold whole tensors: {'; '.join(faults)}")
-    return render_columns(table, _paths(ranks))
+    return render_metadata(table, _paths(ranks))
 
 
 def _table(ranks: Sequence[Stored]) -> MetadataTable:

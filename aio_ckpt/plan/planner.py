@@ -13,22 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format import tensor_zip as envelope
-from aio_ckpt.format.manifests import (
-    MetadataTemplate,
-    TensorEntry,
-    data_file_name,
-    encode_static,
-    render_metadata,
-)
+from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
+from aio_ckpt.format.manifests import TensorEntry, encode_static
 from aio_ckpt.memory.cuda import copies_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
-from aio_ckpt.plan.global_plan import dcp_plan, local_plan, shard_offsets, storage_data
+from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
 from aio_ckpt.plan.layout import Placement, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
@@ -134,8 +128,7 @@ class PlanCache:
     One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
     """
 
-    def __init__(self, *, rank: int, world_size: int = 1, gather_bytes: int = GATHER_BYTES) -> None:
-        self._rank = rank
+    def __init__(self, *, world_size: int = 1, gather_bytes: int = GATHER_BYTES) -> None:
         self._world_size = world_size
         self._gather_bytes = gather_bytes
         self._plan: Plan | None = None
@@ -202,7 +195,6 @@ class PlanCache:
                 structure,
                 fingerprint,
                 source_bytes,
-                rank=self._rank,
                 world_size=self._world_size,
                 gather_bytes=self._gather_bytes,
             )
@@ -238,7 +230,6 @@ def make_plan(
     fingerprint: list[int],
     source_bytes: list[int],
     *,
-    rank: int,
     world_size: int,
     gather_bytes: int,
 ) -> Plan:
@@ -246,8 +237,7 @@ def make_plan(
     aliases = partition(structure, fingerprint)
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
     object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
-    planner, local = dcp_plan(flat)
-    write_items = {item.index.fqn: item for item in local.items}
+    write_items = {item.index.fqn: item for item in dcp_plan(flat).items}
     tied: dict[int, list[str]] = {}
     for name, first in zip(tensor_names, aliases, strict=True):
         tied.setdefault(first, []).append(name)
@@ -259,13 +249,10 @@ def make_plan(
     ]
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
     plan = _plan_of(image, aliases, object_names, source_bytes)
+    local = local_plan(plan.layout.items, structure.shards, object_names, plan.skeleton)
     if world_size > 1:
-        return replace(plan, local=local_plan(plan.layout.items, structure.shards, object_names, plan.skeleton))
-    _, metadata = planner.create_global_plan([local])
-    metadata.planner_data = tree.dcp_paths(flat.skeleton, rank=rank)
-    metadata.storage_data = storage_data(plan.layout, write_items, data_file_name(rank))
-    indices = [MetadataIndex(name) for name in object_names]
-    return replace(plan, metadata=render_metadata(metadata, object_indices=indices, data_file=data_file_name(rank)))
+        return replace(plan, local=local)
+    return replace(plan, metadata=render_global([Stored.whole(local, plan.layout, len(object_names))]))
 
 
 def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...], source_bytes: list[int]) -> Plan:

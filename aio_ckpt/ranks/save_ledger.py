@@ -13,7 +13,7 @@ import numpy as np
 from isal import isal_zlib
 
 from aio_ckpt.errors import PeerFailedError, PlanChangedError
-from aio_ckpt.format.manifests import MetadataTemplate
+from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.tensor_table import are_sizes
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign, unequal_objects, unequal_replicas
 from aio_ckpt.plan.global_plan import Stored, render_global

@@ -16,14 +16,15 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from aio_ckpt.format import dcp_metadata_read as metadata
 from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.read.plan import bytes_of
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.values import LeafKind
@@ -112,7 +113,6 @@ def _lay_out(content: RankContent) -> None:
 def _render_metadata(contents: Sequence[RankContent], files: Sequence[str], save_id: str) -> bytes:
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    indices, spans, owners = [], [], []
     for content, file in zip(contents, files, strict=True):
         for entry, shard in zip(content.entries, content.shards, strict=True):
             for name in entry.fqns:
@@ -126,13 +126,9 @@ def _render_metadata(contents: Sequence[RankContent], files: Sequence[str], save
         for entry in content.object_entries:
             for name in entry.fqns:
                 found[name] = BytesStorageMetadata()
-                indices.append(MetadataIndex(name))
-                spans.append((entry.offset, entry.nbytes))
-                owners.append(file)
+                places[MetadataIndex(name)] = _StorageInfo(file, entry.offset, entry.nbytes)
     paths = {name: path for content in contents for name, path in content.paths.items()}
-    whole = Metadata(found, planner_data=paths, storage_data=places)
-    template = metadata.render_metadata(whole, object_indices=indices, data_file=owners)
-    return b"".join(template.fill(spans, checkpoint_id="made", save_id=save_id))
+    return dump_metadata(Metadata(found, paths, places, StorageMeta("made", save_id)))
 
 
 def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int = 7, save_id: str = "save-1") -> Path:

@@ -31,7 +31,7 @@ TIMEOUT = 20.0
 
 
 def plan_of(state: Mapping[str, object], gather_bytes: int = GATHER_BYTES) -> PlannedSave:
-    return PlanCache(rank=0, gather_bytes=gather_bytes).resolve(tree.flatten(state, rank=0))
+    return PlanCache(gather_bytes=gather_bytes).resolve(tree.flatten(state, rank=0))
 
 
 def issued(state: Mapping[str, object]) -> tuple[ImagePlan, list[torch.Tensor]]:

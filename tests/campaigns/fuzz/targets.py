@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
-from aio_ckpt.format.manifests import add_checksum, block_sums, decode_rank, decode_root, parse_metadata
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
+from aio_ckpt.format.manifests import add_checksum, block_sums, decode_rank, decode_root
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.read.catalog import catalog_of_manifests, catalog_of_metadata

@@ -175,7 +175,7 @@ class World:
         self.ctx = self._ctx(self.storage, self.threads, config)
         self.portal = SimPortal("simulated", 1)
         self.lifetime = CountingLifetime(self.threads)
-        self.cache = PlanCache(rank=0, world_size=1)
+        self.cache = PlanCache()
         self.encoder = ObjectEncoder(trusted=False)
         self.attempts: list[Attempt] = []
 

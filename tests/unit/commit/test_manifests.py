@@ -22,7 +22,8 @@ from aio_ckpt.commit.manifests import (
 )
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.format.manifests import FileEntry, block_sums, decode_rank, decode_root, parse_metadata
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
+from aio_ckpt.format.manifests import FileEntry, block_sums, decode_rank, decode_root
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import Plan, PlanCache
 from aio_ckpt.state import flatten as tree
@@ -45,7 +46,7 @@ STATE = {
 
 
 def planned(state: object) -> tuple[Plan, ObjectBytes]:
-    found = PlanCache(rank=0).resolve(tree.flatten(state, rank=0))
+    found = PlanCache().resolve(tree.flatten(state, rank=0))
     return found.plan, ObjectEncoder(trusted=False).encode(found.objects)
 
 

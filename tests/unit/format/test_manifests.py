@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError, MismatchError
-from aio_ckpt.format import dcp_metadata_read as metadata
-from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.manifests import (
     FORMAT_MAJOR,
@@ -56,11 +54,6 @@ def raw_rank(**changes: object) -> bytes:
 
 def fields_of(data: bytes) -> dict:
     return msgspec.msgpack.decode(data, strict=False)
-
-
-def test_the_functions_of_metadata_are_found_here_too():
-    assert manifest.render_metadata is metadata.render_metadata
-    assert manifest.parse_metadata is metadata.parse_metadata
 
 
 def test_file_names_are_those_of_dcp_and_of_the_design():

@@ -20,7 +20,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.manifests import parse_metadata
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.pickle_scan import MAX_TUPLES, _Machine, check_nesting
 from aio_ckpt.read.catalog import Item
 from aio_ckpt.read.load import _new_tensor
@@ -34,7 +34,8 @@ import io, resource, sys
 from pathlib import Path
 import torch
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.manifests import decode_rank, decode_root, parse_metadata
+from aio_ckpt.format.dcp_metadata_read import parse_metadata
+from aio_ckpt.format.manifests import decode_rank, decode_root
 from aio_ckpt.state.objects import decode_object, encode_object
 from aio_ckpt.state.skeleton import decode_skeleton
 

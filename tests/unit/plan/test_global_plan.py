@@ -37,7 +37,8 @@ from aio_ckpt import PerRank
 from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format import dcp_metadata_write as metadata_pickle
 from aio_ckpt.format.dcp_metadata_read import DTYPES, parse_metadata
-from aio_ckpt.format.manifests import MetadataTemplate, data_file_name
+from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
+from aio_ckpt.format.manifests import data_file_name
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
@@ -292,7 +293,8 @@ def test_a_field_that_a_later_torch_adds_is_written_as_pickle_would(more: Any) -
     """What is no hole of an instance stands in every entry as pickle writes it, hole by hole the rest."""
     memo, instance = metadata_pickle._Memo(), Later(metadata_pickle._NAME, metadata_pickle._AT, [more, {"x": more}])
     holes = metadata_pickle._NAME, metadata_pickle._AT
-    stencil = metadata_pickle._Stencil(metadata_pickle._tokens(instance, memo, *holes), frozenset())
+    tokens = metadata_pickle._tokens(metadata_pickle._parsed(instance, *holes), memo)
+    stencil = metadata_pickle._Stencil(tokens, frozenset())
     names = memo.reserve(2)
     head = b"".join(memo.head(["a", "b"], names))
     columns = {metadata_pickle._NAME: names + np.arange(2), metadata_pickle._AT: np.array([5, 6])}
@@ -304,7 +306,7 @@ def test_a_field_that_a_later_torch_adds_is_written_as_pickle_would(more: Any) -
 def test_a_field_that_a_later_torch_drops_or_says_twice_is_refused(instance: Later) -> None:
     """Each value has one place in an entry, or nothing is rendered: never a metadata with a value that is not ours."""
     with pytest.raises(NotImplementedError, match="Later"):
-        metadata_pickle._tokens(instance, metadata_pickle._Memo(), "f", 7, 8)
+        metadata_pickle._parsed(instance, "f", 7, 8)
 
 
 def test_what_later_saves_change_is_not_in_the_part_that_they_share() -> None:

@@ -113,7 +113,7 @@ CANNOT_BE_PLANNED = ("device kind",)
 @pytest.mark.parametrize("field", [field for field in DIGEST_CASES if field not in CANNOT_BE_PLANNED])
 def test_a_change_is_a_miss_and_so_is_the_way_back(field: str):
     before, after = DIGEST_CASES[field]
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     found = [resolve(cache, state) for state in (before, after, before, before)]
     assert [planned.plan_hit for planned in found] == [False, False, False, True]
     assert found[0].plan.digest == found[2].plan.digest == found[3].plan.digest != found[1].plan.digest
@@ -138,7 +138,7 @@ NOT_STRUCTURE: dict[str, tuple[object, object]] = {
 def test_the_digest_does_not_cover(field: str):
     before, after = NOT_STRUCTURE[field]
     assert digest_of(before) == digest_of(after)
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     assert [resolve(cache, state).plan_hit for state in (before, after)] == [False, True]
 
 
@@ -182,7 +182,7 @@ def test_the_digest_covers_of_a_dtensor(two_ranks: None, field: str):
 def test_a_sum_that_no_rank_holds_is_refused_by_name(two_ranks: None) -> None:
     state = {"grad": DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Partial()], run_check=False)}
     with pytest.raises(UnsupportedLeafError, match=r"'grad': a DTensor with a Partial placement.*redistribute"):
-        resolve(PlanCache(rank=0, world_size=2), state)
+        resolve(PlanCache(world_size=2), state)
 
 
 @pytest.mark.skipif(
@@ -210,7 +210,7 @@ def test_the_ranks_of_a_mesh_are_read_once_however_many_tensors_lie_on_it_and_ho
 
 
 def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(two_ranks: None):
-    cache = PlanCache(rank=0, world_size=2)
+    cache = PlanCache(world_size=2)
     first = resolve(cache, assign_replicas([0, 1], Shard(0)))
     assert not first.plan_hit
     assert not resolve(cache, assign_replicas([0, 1], Shard(0))).plan_hit, "not before the ranks have agreed"
@@ -219,7 +219,7 @@ def test_a_dtensor_of_the_same_placement_is_a_hit_whatever_mesh_object_it_has(tw
 
 
 def test_what_was_agreed_is_saved_again_without_a_new_look_at_each_source() -> None:
-    memory, cache = bytearray(64), PlanCache(rank=0, world_size=2)
+    memory, cache = bytearray(64), PlanCache(world_size=2)
     long, short = (torch.frombuffer(memory, dtype=torch.float32, count=count)[:4] for count in (16, 4))
     plan = resolve(cache, {"a": long}).plan
     cache.adopt(narrow(plan, Assignment.of([True], []), b"agreed"))
@@ -251,14 +251,14 @@ def test_digests_are_equal_exactly_when_structure_and_aliases_are(one, two):
 
 
 def test_hits_and_misses_are_counted_and_one_plan_only_is_kept():
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     states = [{"a": W}, {"a": W}, {"b": W}, {"a": W}, {"a": W}]
     assert [resolve(cache, state).plan_hit for state in states] == [False, True, False, False, True]
     assert (cache.hits, cache.misses) == (2, 3)
 
 
 def test_a_cleared_cache_misses_once():
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     resolve(cache, {"a": W})
     cache.clear()
     cache.clear()
@@ -266,7 +266,7 @@ def test_a_cleared_cache_misses_once():
 
 
 def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     resolve(cache, {"a": W})
     with pytest.raises(UnsupportedLeafError, match="'a'"):
         resolve(cache, {"a": W.to_sparse()})
@@ -277,7 +277,7 @@ def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
 
 
 def test_a_hit_resolves_the_tensors_of_this_very_save():
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     first, second = {"a": W.clone(), "o": [1]}, {"a": W.clone(), "o": [2]}
     resolve(cache, first)
     found = resolve(cache, second)
@@ -331,11 +331,11 @@ class ClearedAtEachLook(PlanCache):
 
 
 def test_a_cache_that_is_cleared_meanwhile_is_a_hit_or_a_miss_and_no_error():
-    cache = ClearedAtEachLook(rank=0)
+    cache = ClearedAtEachLook()
     state = {"a": torch.ones(3)}
     for _ in range(3):
         assert resolve(cache, state).plan.stored_names == {"a"}
-        cache.__dict__["_plan"] = resolve(PlanCache(rank=0), state).plan
+        cache.__dict__["_plan"] = resolve(PlanCache(), state).plan
 
 
 def assert_holds_no_data(plan: Plan) -> None:
@@ -356,14 +356,14 @@ def assert_holds_no_data(plan: Plan) -> None:
 
 
 def test_a_cached_plan_holds_no_tensor_storage_handle_or_view():
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     for _ in range(2):
         assert_holds_no_data(resolve(cache, rich_state()).plan)
 
 
 def test_a_cached_plan_of_dtensors_holds_none_either(two_ranks: None):
     state = {**assign_replicas([0, 1], Shard(0)), "b": assign_replicas([0, 1], Replicate())["a"]}
-    assert_holds_no_data(resolve(PlanCache(rank=0, world_size=2), state).plan)
+    assert_holds_no_data(resolve(PlanCache(world_size=2), state).plan)
 
 
 def test_nothing_that_was_saved_is_kept_alive_by_the_engine(tmp_path):
@@ -418,7 +418,7 @@ def test_leaves_share_an_item_exactly_when_they_show_the_same_bytes_the_same_way
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_tied_weights_are_stored_once_under_all_their_names(picks: list[int]):
     pool = [torch.empty(3) for _ in range(5)]
-    plan = resolve(PlanCache(rank=0), {f"n{index}": pool[pick] for index, pick in enumerate(picks)}).plan
+    plan = resolve(PlanCache(), {f"n{index}": pool[pick] for index, pick in enumerate(picks)}).plan
     groups: dict[int, list[str]] = {}
     for index, pick in enumerate(picks):
         groups.setdefault(pick, []).append(f"n{index}")
@@ -433,7 +433,7 @@ def test_tied_weights_are_stored_once_under_all_their_names(picks: list[int]):
 @pytest.mark.parametrize("left", [0, 28], ids=["freed", "shrunk"])
 @pytest.mark.parametrize("offset", [0, 2], ids=["whole", "view"])
 def test_a_tensor_whose_storage_was_freed_or_shrunk_is_refused_by_name(is_cached: bool, left: int, offset: int):
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     tensor = torch.arange(10.0)[offset:]
     state = {"object": 1, "model": {"w": tensor}}
     if is_cached:
@@ -447,7 +447,7 @@ def test_a_tensor_whose_storage_was_freed_or_shrunk_is_refused_by_name(is_cached
 
 def test_a_storage_that_came_back_shorter_at_its_old_address_is_refused():
     """Fingerprints are equal then: the length must be looked at, or the copy reads past the end."""
-    cache = PlanCache(rank=0)
+    cache = PlanCache()
     tensor = torch.empty(10 << 20)  # mapped on its own, so that the same place is free again
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
@@ -466,7 +466,7 @@ def test_an_empty_view_of_a_freed_storage_is_fine():
     tensor = torch.arange(10.0)
     view = tensor[:0]
     tensor.untyped_storage().resize_(0)
-    assert resolve(PlanCache(rank=0), {"w": view}).plan.layout.raw_bytes == 0
+    assert resolve(PlanCache(), {"w": view}).plan.layout.raw_bytes == 0
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -486,14 +486,14 @@ def test_planning_anew_pauses_the_garbage_collector_and_leaves_it_as_it_was(
     (gc.enable if is_on else gc.disable)()
     try:
         with pytest.raises(SourceChangedError) if fails else contextlib.nullcontext():
-            resolve(PlanCache(rank=0), {"a": W})
+            resolve(PlanCache(), {"a": W})
         assert (inside, gc.isenabled()) == ([False], is_on)
     finally:
         gc.enable()
 
 
 def test_new_addresses_are_looked_at_with_the_garbage_collector_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, inside = PlanCache(rank=0), list[bool]()
+    cache, inside = PlanCache(), list[bool]()
     resolve(cache, {"a": W})
 
     def watched(*arguments: Any) -> list[int]:
