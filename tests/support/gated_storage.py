@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fnmatch
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forwarding_storage import Call, ForwardingStorage
+
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
-from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import DataFile, FileStatus, LocalStorage, ReadFile, RootLock
+from aio_ckpt.storage.local import LocalStorage
 
 T = TypeVar("T")
 TIMEOUT = 20.0
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the storage, or of a data file (``write``, ``sync``)."""
-
-    name: str
-    path: Path
-    other: Path | None = None
-    data: bytes = field(default=b"", repr=False)
-
-    def matches(self, name: str, where: str) -> bool:
-        last = self.path.name if "/" not in where else f"{self.path.parent.name}/{self.path.name}"
-        return self.name == name and fnmatch.fnmatch(last, where)
 
 
 class Gate:
@@ -67,7 +52,7 @@ class Gate:
         assert self.reached.wait(TIMEOUT), "no call came to the gate"
 
 
-class GatedStorage:
+class GatedStorage(ForwardingStorage):
     """``LocalStorage`` under test control. ``where`` is a pattern for the last part of the (first) path, or
     for its last two.
 
@@ -75,7 +60,7 @@ class GatedStorage:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self._inner = LocalStorage(executor)
+        super().__init__(LocalStorage(executor))
         self._gates: list[tuple[str, str, Gate]] = []
         self.failures: list[tuple[str, str, BaseException]] = []
         self._dropped: list[tuple[str, str]] = []
@@ -134,83 +119,6 @@ class GatedStorage:
             self.calls.append(call)
             self._ended.notify_all()
         return result
-
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        made = await self.run(
-            Call("create_data_file", path), lambda: self._inner.create_data_file(path, nbytes, writers=writers)
-        )
-        assert made is not None
-        return GatedDataFile(self, made)
-
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        return await self._inner.open_data_file(path, readers=readers, shared=shared)
-
-    async def write_file(self, path: Path, *parts: bytes) -> None:
-        await self.run(Call("write_file", path, data=b"".join(parts)), lambda: self._inner.write_file(path, *parts))
-
-    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        return await self._inner.read_file(path, max_bytes=max_bytes)
-
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        await self.run(Call("make_dir", path), lambda: self._inner.make_dir(path, parents=parents))
-
-    async def sync_dir(self, path: Path) -> None:
-        await self.run(Call("sync_dir", path), lambda: self._inner.sync_dir(path))
-
-    async def list_dir(self, path: Path) -> list[str]:
-        return await self._inner.list_dir(path)
-
-    async def exists(self, path: Path) -> bool:
-        return await self._inner.exists(path)
-
-    async def status(self, path: Path) -> FileStatus | None:
-        return await self._inner.status(path)
-
-    async def touch(self, path: Path) -> None:
-        await self.run(Call("touch", path), lambda: self._inner.touch(path))
-
-    async def rename(self, src: Path, dst: Path) -> None:
-        await self.run(Call("rename", src, dst), lambda: self._inner.rename(src, dst))
-
-    async def exchange(self, a: Path, b: Path) -> None:
-        await self.run(Call("exchange", a, b), lambda: self._inner.exchange(a, b))
-
-    async def replace(self, src: Path, dst: Path) -> None:
-        await self.run(Call("replace", src, dst), lambda: self._inner.replace(src, dst))
-
-    async def remove_file(self, path: Path) -> None:
-        await self.run(Call("remove_file", path), lambda: self._inner.remove_file(path))
-
-    async def remove_tree(self, path: Path) -> None:
-        await self.run(Call("remove_tree", path), lambda: self._inner.remove_tree(path))
-
-    def lock(self, path: Path) -> RootLock:
-        return self._inner.lock(path)
-
-
-class GatedDataFile:
-    """A data file of :class:`GatedStorage`."""
-
-    def __init__(self, storage: GatedStorage, inner: DataFile) -> None:
-        self._storage = storage
-        self._inner = inner
-
-    @property
-    def path(self) -> Path:
-        return self._inner.path
-
-    @property
-    def mode(self) -> WriteMode:
-        return self._inner.mode
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        await self._storage.run(Call("write", self.path), lambda: self._inner.write(offset, data))
-
-    async def sync(self) -> None:
-        await self._storage.run(Call("sync", self.path), self._inner.sync)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from typing import Literal, NoReturn, TypeVar
 
 from aio_ckpt.commit.directory import PENDING
 from aio_ckpt.format.names import ENGINE_DIR
-from aio_ckpt.reports import WriteMode
-from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, RootLock, Storage
+from aio_ckpt.storage.local import DataFile, Storage
+from tests.support.forwarding_storage import Call, ForwardingDataFile, ForwardingStorage
 
 __all__ = ["KillPoint", "PointedStorage", "When"]
 
@@ -43,7 +43,7 @@ class KillPoint:
         return f"{self.when} {self.call}"
 
 
-class PointedStorage:
+class PointedStorage(ForwardingStorage):
     """A real storage that tells the names of its calls and kills the process at one of them.
 
     ``on_call`` hears of each call as it begins, with the ``When`` that can be asked for there.
@@ -52,19 +52,31 @@ class PointedStorage:
     def __init__(
         self, inner: Storage, point: KillPoint | None, on_call: Callable[[str, tuple[When, ...]], None] | None = None
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._point = point
         self._on_call = on_call
         self._passed = 0
         self._last_move = ""
 
-    async def run(
-        self, call: str, act: Callable[[], Awaitable[T]], half: Callable[[], Awaitable[object]] | None = None
+    async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+        """Do ``act``; die before or after it, or after half of it, if this call is the point."""
+        # A touch is a sign of life, no step of a commit. The engine's own directories are made once in a root.
+        if call.name == "touch" or (call.name == "make_dir" and call.path.parent.name == ENGINE_DIR):
+            return await act()
+        name = self._name_of(call)
+        result = await self.pass_point(name, act)
+        if call.other is not None:
+            # One name for both moves to the trash: retention's may come between a commit's own calls.
+            self._last_move = "a move to the trash" if _role(call.other) == "trash" else name
+        return result
+
+    async def pass_point(
+        self, name: str, act: Callable[[], Awaitable[T]], half: Callable[[], Awaitable[object]] | None = None
     ) -> T:
-        """Do ``act``; die before or after it, or after ``half`` of it, if this call is the point."""
+        """:meth:`run` of the call ``name``, of which ``half`` can be done."""
         if self._on_call is not None:
-            self._on_call(call, ("before", "after") if half is None else ("before", "within", "after"))
-        is_here = self._is_here(call)
+            self._on_call(name, ("before", "after") if half is None else ("before", "within", "after"))
+        is_here = self._is_here(name)
         if is_here and self._point is not None and self._point.when != "after":
             if self._point.when == "within" and half is not None:
                 await half()
@@ -73,6 +85,14 @@ class PointedStorage:
         if is_here:
             _die()
         return result
+
+    def _name_of(self, call: Call) -> str:
+        name = f"{call.name} {_role(call.path)}"
+        if call.other is not None:
+            return f"{name} -> {_role(call.other)}"
+        # The root is synced after a commit and after a step went to the trash, a directory after its mark, too.
+        is_synced_after = call.name == "sync_dir" and self._last_move and _role(call.path) not in ("pending", "step")
+        return f"{name} after {self._last_move}" if is_synced_after else name
 
     def _is_here(self, call: str) -> bool:
         if self._point is None or call != self._point.call:
@@ -83,13 +103,9 @@ class PointedStorage:
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
         """See :class:`Storage`."""
         made = await self.run(
-            f"create_data_file {_role(path)}", lambda: self._inner.create_data_file(path, nbytes, writers=writers)
+            Call("create_data_file", path), lambda: self._inner.create_data_file(path, nbytes, writers=writers)
         )
         return _PointedFile(self, made)
-
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        """See :class:`Storage`."""
-        return await self._inner.open_data_file(path, readers=readers, shared=shared)
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Within: half of the bytes, no fsync."""
@@ -98,63 +114,9 @@ class PointedStorage:
             data = b"".join(parts)
             path.write_bytes(data[: len(data) // 2])
 
-        await self.run(f"write_file {_role(path)}", lambda: self._inner.write_file(path, *parts), half)
+        await self.pass_point(f"write_file {_role(path)}", lambda: self._inner.write_file(path, *parts), half)
         if path.name.startswith(PENDING):
             self._last_move = "the mark"
-
-    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """See :class:`Storage`."""
-        return await self._inner.read_file(path, max_bytes=max_bytes)
-
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """See :class:`Storage`. The engine's own directories are made once in a root: no point of a save."""
-        if path.parent.name == ENGINE_DIR:
-            await self._inner.make_dir(path, parents=parents)
-            return
-        await self.run(f"make_dir {_role(path)}", lambda: self._inner.make_dir(path, parents=parents))
-
-    async def sync_dir(self, path: Path) -> None:
-        """The root is synced after a commit and after a step went to the trash, a directory after its mark, too."""
-        why = f" after {self._last_move}" if self._last_move and _role(path) not in ("pending", "step") else ""
-        await self.run(f"sync_dir {_role(path)}{why}", lambda: self._inner.sync_dir(path))
-
-    async def list_dir(self, path: Path) -> list[str]:
-        """See :class:`Storage`."""
-        return await self._inner.list_dir(path)
-
-    async def exists(self, path: Path) -> bool:
-        """See :class:`Storage`."""
-        return await self._inner.exists(path)
-
-    async def status(self, path: Path) -> FileStatus | None:
-        """See :class:`Storage`."""
-        return await self._inner.status(path)
-
-    async def touch(self, path: Path) -> None:
-        """See :class:`Storage`. A sign of life, no step of a commit: no point."""
-        await self._inner.touch(path)
-
-    async def rename(self, src: Path, dst: Path) -> None:
-        """See :class:`Storage`."""
-        await self._move("rename", src, dst, lambda: self._inner.rename(src, dst))
-
-    async def exchange(self, a: Path, b: Path) -> None:
-        """See :class:`Storage`."""
-        await self._move("exchange", a, b, lambda: self._inner.exchange(a, b))
-
-    async def replace(self, src: Path, dst: Path) -> None:
-        """See :class:`Storage`."""
-        await self._move("replace", src, dst, lambda: self._inner.replace(src, dst))
-
-    async def _move(self, name: str, src: Path, dst: Path, act: Callable[[], Awaitable[None]]) -> None:
-        call = f"{name} {_role(src)} -> {_role(dst)}"
-        await self.run(call, act)
-        # One name for both moves to the trash: retention's may come between a commit's own calls.
-        self._last_move = "a move to the trash" if _role(dst) == "trash" else call
-
-    async def remove_file(self, path: Path) -> None:
-        """See :class:`Storage`."""
-        await self.run(f"remove_file {_role(path)}", lambda: self._inner.remove_file(path))
 
     async def remove_tree(self, path: Path) -> None:
         """Within: one file is gone."""
@@ -163,41 +125,23 @@ class PointedStorage:
             for file in [file for file in sorted(path.rglob("*")) if file.is_file()][:1]:
                 file.unlink()
 
-        await self.run(f"remove_tree {_role(path)}", lambda: self._inner.remove_tree(path), half)
-
-    def lock(self, path: Path) -> RootLock:
-        """See :class:`Storage`."""
-        return self._inner.lock(path)
+        await self.pass_point(f"remove_tree {_role(path)}", lambda: self._inner.remove_tree(path), half)
 
 
-class _PointedFile:
+class _PointedFile(ForwardingDataFile):
     """A data file of :class:`PointedStorage`."""
 
     def __init__(self, storage: PointedStorage, inner: DataFile) -> None:
-        self._storage = storage
-        self._inner = inner
-
-    @property
-    def path(self) -> Path:
-        return self._inner.path
-
-    @property
-    def mode(self) -> WriteMode:
-        return self._inner.mode
+        super().__init__(storage, inner)
+        self._points = storage
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Within: the first half, to a page."""
-        await self._storage.run(
+        await self._points.pass_point(
             f"write {_role(self.path)}",
             lambda: self._inner.write(offset, data),
             lambda: self._inner.write(offset, data[: len(data) // 2 // 4096 * 4096]),
         )
-
-    async def sync(self) -> None:
-        await self._storage.run(f"sync {_role(self.path)}", self._inner.sync)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
 
 def _role(path: Path) -> str:

@@ -8,12 +8,13 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aio_ckpt.errors import ReadError, RootError, WriteError
-from aio_ckpt.reports import WriteMode
-from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, Storage
+from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.lock import RootLock
+from tests.support import forwarding_storage as forwarding
+from tests.support.forwarding_storage import ForwardingStorage
 
 __all__ = ["CALLS", "ERRORS", "SYNCS", "Call", "Fault", "FaultStorage"]
 
@@ -38,6 +39,11 @@ class Call:
     """What its error names."""
     source: Path | None = None
     """What is renamed or exchanged."""
+
+    @classmethod
+    def of(cls, call: forwarding.Call) -> Call:
+        """The error of a rename or an exchange names the second path."""
+        return cls(call.name, call.path) if call.other is None else cls(call.name, call.other, call.path)
 
     def error(self, code: int) -> OSError:
         """What the local storage raises when the system answers ``code``."""
@@ -69,11 +75,11 @@ class Fault:
     """The call does not end until it is given up."""
 
 
-class FaultStorage:
+class FaultStorage(ForwardingStorage):
     """Counts and logs every call; lets the n-th fail."""
 
     def __init__(self, inner: Storage) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._fault: Fault | None = None
         self._left = 0
         self._on_hit: Callable[[], object] = _nothing
@@ -113,84 +119,28 @@ class FaultStorage:
             self._on_hit()
         return fault
 
-    async def run(self, call: Call, act: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, call: forwarding.Call, act: Callable[[], Awaitable[T]]) -> T:
         """``act()``, unless this is the call that fails."""
-        fault = self._strikes(call)
+        counted = Call.of(call)
+        fault = self._strikes(counted)
         if fault is not None and fault.is_slow:
             await asyncio.Event().wait()
         if fault is not None and fault.code and not fault.is_late:
-            raise call.error(fault.code)
+            raise counted.error(fault.code)
         result = await act()
         if fault is not None and fault.code:
-            raise call.error(fault.code)
-        self.done.append(call)
+            raise counted.error(fault.code)
+        self.done.append(counted)
         return result
 
-    async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """Counted; so are the writes, the sync and the close of what it returns."""
-        call = Call("create_data_file", path)
-        return _FaultDataFile(
-            self, await self.run(call, lambda: self._inner.create_data_file(path, nbytes, writers=writers))
-        )
+    async def run_read(self, call: forwarding.Call, act: Callable[[], Awaitable[T]]) -> T:
+        """Counted like any other."""
+        return await self.run(call, act)
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        """Counted; so are the reads and the close of what it returns."""
-        call = Call("open_data_file", path)
-        return _FaultReadFile(
-            self, await self.run(call, lambda: self._inner.open_data_file(path, readers=readers, shared=shared))
-        )
-
-    async def write_file(self, path: Path, *parts: bytes) -> None:
-        """Counted."""
-        await self.run(Call("write_file", path), lambda: self._inner.write_file(path, *parts))
-
-    async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """Counted."""
-        return await self.run(Call("read_file", path), lambda: self._inner.read_file(path, max_bytes=max_bytes))
-
-    async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """Counted."""
-        await self.run(Call("make_dir", path), lambda: self._inner.make_dir(path, parents=parents))
-
-    async def sync_dir(self, path: Path) -> None:
-        """Counted."""
-        await self.run(Call("sync_dir", path), lambda: self._inner.sync_dir(path))
-
-    async def list_dir(self, path: Path) -> list[str]:
-        """Counted."""
-        return await self.run(Call("list_dir", path), lambda: self._inner.list_dir(path))
-
-    async def exists(self, path: Path) -> bool:
-        """Counted."""
-        return await self.run(Call("exists", path), lambda: self._inner.exists(path))
-
-    async def status(self, path: Path) -> FileStatus | None:
-        """Counted."""
-        return await self.run(Call("status", path), lambda: self._inner.status(path))
-
-    async def touch(self, path: Path) -> None:
-        """Counted."""
-        await self.run(Call("touch", path), lambda: self._inner.touch(path))
-
-    async def rename(self, src: Path, dst: Path) -> None:
-        """Counted."""
-        await self.run(Call("rename", dst, src), lambda: self._inner.rename(src, dst))
-
-    async def exchange(self, a: Path, b: Path) -> None:
-        """Counted."""
-        await self.run(Call("exchange", b, a), lambda: self._inner.exchange(a, b))
-
-    async def replace(self, src: Path, dst: Path) -> None:
-        """Counted."""
-        await self.run(Call("replace", dst, src), lambda: self._inner.replace(src, dst))
-
-    async def remove_file(self, path: Path) -> None:
-        """Counted."""
-        await self.run(Call("remove_file", path), lambda: self._inner.remove_file(path))
-
-    async def remove_tree(self, path: Path) -> None:
-        """Counted."""
-        await self.run(Call("remove_tree", path), lambda: self._inner.remove_tree(path))
+    async def run_close(self, call: forwarding.Call, close: Callable[[], Awaitable[None]]) -> None:
+        """Counted; what fails here has closed, as in the system."""
+        await close()
+        await self.run(call, _return)
 
     def lock(self, path: Path) -> RootLock:
         """Counted; it blocks nobody, so it is never slow."""
@@ -198,72 +148,6 @@ class FaultStorage:
         if fault is not None and fault.code:
             raise Call("lock", path).error(fault.code)
         return self._inner.lock(path)
-
-
-class _FaultDataFile:
-    """A data file whose calls are its storage's to count."""
-
-    def __init__(self, storage: FaultStorage, inner: DataFile) -> None:
-        self._storage = storage
-        self._inner = inner
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._inner.path
-
-    @property
-    def mode(self) -> WriteMode:
-        """How it is written."""
-        return self._inner.mode
-
-    async def write(self, offset: int, data: memoryview) -> None:
-        """Counted."""
-        await self._storage.run(Call("write", self.path), lambda: self._inner.write(offset, data))
-
-    async def sync(self) -> None:
-        """Counted."""
-        await self._storage.run(Call("sync", self.path), self._inner.sync)
-
-    async def close(self) -> None:
-        """Counted; what fails here has closed, as in the system."""
-        await _close(self._storage, Call("close", self.path), self._inner.close)
-
-
-class _FaultReadFile:
-    """A file to be read whose calls are its storage's to count."""
-
-    def __init__(self, storage: FaultStorage, inner: ReadFile) -> None:
-        self._storage = storage
-        self._inner = inner
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._inner.path
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return self._inner.nbytes
-
-    @property
-    def direct(self) -> bool:
-        """Whether aligned reads are direct."""
-        return self._inner.direct
-
-    async def read_into(self, offset: int, *views: memoryview) -> int:
-        """Counted."""
-        return await self._storage.run(Call("read_into", self.path), lambda: self._inner.read_into(offset, *views))
-
-    async def close(self) -> None:
-        """Counted; what fails here has closed, as in the system."""
-        await _close(self._storage, Call("close_read", self.path), self._inner.close)
-
-
-async def _close(storage: FaultStorage, call: Call, close: Callable[[], Awaitable[Any]]) -> None:
-    await close()
-    await storage.run(call, _return)
 
 
 async def _return() -> None:
