@@ -5,12 +5,10 @@ The file is a pickle. The unpickler knows only the globals that stock DCP writes
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import logging
 import pickle
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, FormatVersionError
-from aio_ckpt.format.pickle_scan import check_nesting
+from aio_ckpt.format.pickle_scan import scan
 
 __all__ = ["DTYPES", "MAX_BYTES", "OLDEST_FIELDS", "parse_metadata"]
 
@@ -54,7 +52,6 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
     """
     try:
         _check_opcodes(data)
-        check_nesting(data)
         found = _Unpickler(io.BytesIO(data)).load()
         fault = _metadata_fault(found)
     except MemoryError:
@@ -230,51 +227,35 @@ def _refused(what: str) -> _UnknownError:
     return _UnknownError(f"the pickle asks for {what}, which no .metadata known here holds; it was not run")
 
 
-@functools.cache
-def _fixed_length_opcodes(memo_top: int) -> re.Pattern[bytes]:
-    memo = re.escape(bytes([memo_top]))
-    kinds = rb"[(012NR\]a})eldtsub\x81\x85-\x89\x8f-\x91\x93\x94]|[Kqh\x80].|M..|[Jj]....|r...[\x00-%b]|[G\x95].{8}"
-    return re.compile(rb"(?:" + kinds % memo + rb")*+", re.DOTALL)
-
-
-_LENGTH_BYTES = {op[0]: size for size, ops in ((1, b"\x8c\x8aC"), (4, b"X\x8bB"), (8, b"\x8d\x8e")) for op in zip(ops)}
-"""Opcodes that are followed by a length of so many bytes, then by as many bytes as it says."""
+_OPCODES = frozenset(
+    b"(012NR]a})eldtsub\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94Kqh\x80MJjrG\x95\x8c\x8aCX\x8bB\x8d\x8eci"
+)
+"""Opcodes that a ``.metadata`` needs, of protocols 2 to 5."""
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse opcodes that no ``.metadata`` needs, and a memo index (LONG_BINPUT) beyond the data's length.
-
-    The C unpickler grows its memo to whatever index it is given: five bytes could take 64 GiB.
+    """Refuse opcodes that no ``.metadata`` needs; see :func:`aio_ckpt.format.pickle_scan.scan`.
 
     Raises:
         pickle.UnpicklingError: such an opcode, or the pickle does not end where the data ends.
         _UnknownError: the pickle is whole and asks for a global that no known ``.metadata`` holds.
+        CorruptCheckpointError: tuples nested too deep, or a forged memo index.
     """
-    unknown = ""
-    skip = _fixed_length_opcodes(min(len(data) >> 24, 0xFF)).match
-    at = 0
-    while (match := skip(data, at)) and (at := match.end()) < len(data):
-        op = data[at]
-        if op == pickle.STOP[0]:
-            break
-        if op in _LENGTH_BYTES:
-            start = at + 1 + _LENGTH_BYTES[op]
-            at = start + int.from_bytes(data[at + 1 : start], "little")
-        elif op in b"ci":
-            module, text, _ = data[at + 1 : at + 513].split(b"\n", 2)
-            if (module.decode(), text.decode()) not in _GLOBALS:
-                unknown = unknown or f"{module.decode()}.{text.decode()}"
-            elif op == pickle.INST[0]:
-                raise pickle.UnpicklingError(f"the pickle makes a {text.decode()} by an opcode that DCP does not use")
-            at += len(module) + len(text) + 3
-        elif unknown:
-            break  # what follows belongs to it
-        else:
-            raise pickle.UnpicklingError(f"the pickle holds the opcode {op:#04x} at byte {at}, which DCP does not use")
-    if data[-1:] != pickle.STOP or (not unknown and at != len(data) - 1):
+    unknown: list[str] = []
+
+    def note(module: str, name: str) -> None:
+        if (module, name) not in _GLOBALS:
+            unknown.append(f"{module}.{name}")
+
+    stop = scan(data, _OPCODES, on_global=note)
+    if data[-1:] == pickle.STOP and unknown:  # what follows the first one belongs to it
+        raise _refused(unknown[0])
+    if data[-1:] == pickle.STOP and stop < len(data) - 1 and data[stop] != pickle.STOP[0]:
+        raise pickle.UnpicklingError(
+            f"the pickle holds the opcode {data[stop]:#04x} at byte {stop}, which DCP does not use"
+        )
+    if data[-1:] != pickle.STOP or stop != len(data) - 1:
         raise pickle.UnpicklingError("the pickle does not end where the file ends")
-    if unknown:
-        raise _refused(unknown)
 
 
 def _metadata_fault(found: object) -> str:

@@ -1,37 +1,38 @@
-"""Looks through a pickle without running it: what could crash or starve an unpickler that itself runs no code. Pure.
+"""Scanner of pickles: executes one on stand-ins and runs nothing of it. Pure.
 
-A tuple hashes by recursion in C without a limit, so a key of 100,000 tuples inside each other ends the process, and one
-of 60 that hold the next one twice takes for ever; torch's reader of storages believes the number of elements that the
-pickle gives; ``bytearray(n)`` takes n bytes.
+Each of the three readers of pickles (``.metadata``, a tensor item, an object) scans first, by its own allow-list.
+An unpickler that itself runs no code can still end the process or take memory by a number of the file. The scanner
+refuses the following:
+
+- Tuples nested deeper than ``MAX_TUPLES``: a tuple hashes by recursion in C without a limit.
+- A memo index beyond the length of the pickle: the C unpickler sizes its memo by the index, 64 GiB by five bytes.
+- What a caller refuses by a callback: ``bytearray(n)`` takes n bytes, and torch's reader of storages believes the
+  number of elements that the pickle gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 
-__all__ = ["MAX_TUPLES", "check_calls", "check_nesting"]
+__all__ = ["ALL_OPCODES", "MAX_TUPLES", "check_calls", "scan"]
 
 MAX_TUPLES = 1000
 """Tuples inside each other, at most: a hash of so many takes 0.1 MiB of the stack."""
 
-_MAX_HASHED = 1 << 22
-"""Values in one key, at most, each counted in every place where it stands: a hash of so many takes 0.1 s."""
 
+class _Value:
+    """A tuple, a container or an instance on the stack."""
 
-class _Tuple:
-    """A tuple on the stack."""
+    __slots__ = ("depth", "items")
 
-    __slots__ = ("depth", "items", "places")
-
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, depth: int, items: list[Any] | None = None) -> None:
+        self.depth = depth
+        """Tuples inside each other below it: what is put into a container may be hashed with it."""
         self.items = items
-        self.places = _bounded(1 + sum(map(_places, items)))
-        self.depth = 1 + max((_depth(item) for item in items), default=0)
-        if self.depth > MAX_TUPLES:
-            raise CorruptCheckpointError(f"the pickle nests tuples deeper than {MAX_TUPLES}")
+        """Values of a tuple; None for anything else."""
 
 
 class _Global:
@@ -43,49 +44,38 @@ class _Global:
         self.name = name
 
 
-class _Other:
-    """A container or an instance: what is put into it may be hashed with it."""
+def scan(
+    data: bytes,
+    opcodes: frozenset[int],
+    *,
+    on_global: Callable[[str, str], None] | None = None,
+    on_call: Callable[[str, list[Any]], None] | None = None,
+    on_storage: Callable[[list[Any]], None] | None = None,
+) -> int:
+    """Execute a pickle on stand-ins up to STOP.
 
-    __slots__ = ("depth", "places", "total")
+    Args:
+        data: the pickle.
+        opcodes: those that are allowed, of ``ALL_OPCODES``.
+        on_global: gets module and name of each global.
+        on_call: gets the full name of what is called and the arguments.
+        on_storage: gets the values of a persistent id.
 
-    def __init__(self, depth: int = 0, places: int = 1) -> None:
-        self.depth = depth
-        self.places = places
-        """Of its largest value; an instance, which may have a hash of them all, has those of all."""
-        self.total = places
-        """Of all its values."""
-
-
-def _depth(value: Any) -> int:
-    return getattr(value, "depth", 0)
-
-
-def _places(value: Any) -> int:
-    """Values that a hash of ``value`` goes through, each as often as it stands there."""
-    return getattr(value, "places", 1)
-
-
-def _bounded(places: int) -> int:
-    """No more than is refused: doubled without end the number itself would take all the memory."""
-    return min(places, _MAX_HASHED + 1)
-
-
-def _check_hashed(values: Iterable[Any]) -> None:
-    if max(map(_places, values), default=0) > _MAX_HASHED:
-        raise CorruptCheckpointError(f"the pickle has a key of more than {_MAX_HASHED} values")
-
-
-def check_nesting(data: bytes) -> None:
-    """Refuse keys whose hash would leave the stack, or never end.
+    Returns:
+        The offset of STOP. If an opcode is not allowed, is malformed or lacks its operands, the offset of that opcode.
+        If an argument ends behind the data, the offset of that end.
 
     Raises:
-        CorruptCheckpointError: tuples deeper than ``MAX_TUPLES``, or a key of too many values.
+        CorruptCheckpointError: tuples nested too deep, or a memo index beyond the length of the pickle.
+        Exception: what a callback raises.
     """
-    _Machine(data, None, None).run()
+    return _Machine(data, on_global, on_call, on_storage).run(opcodes)
 
 
 def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element_bytes: dict[str, int]) -> None:
     """Refuse what ``torch.load(weights_only=True)`` takes on trust. ``data`` is the archive's ``data.pkl``.
+
+    The scan ends quietly where torch's unpickler ends too, at an opcode that it does not know.
 
     Args:
         data: the pickle.
@@ -93,12 +83,12 @@ def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element
         element_bytes: size of an element by the full name of its storage class.
 
     Raises:
-        CorruptCheckpointError: a storage that is not as long as its record; tuples too deep.
+        CorruptCheckpointError: a storage that is not as long as its record; see :func:`scan`.
         UnsafeObjectError: a call that takes memory by a number, or whose arguments torch does not check.
     """
 
-    def on_storage(pid: _Tuple) -> None:
-        match pid.items:
+    def on_storage(pid: list[Any]) -> None:
+        match pid:
             case ["storage", _Global(name=kind), str(key), _, int(count)] if kind in element_bytes:
                 stored = storage_bytes(key)
                 if stored != count * element_bytes[kind]:
@@ -106,7 +96,7 @@ def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element
             case _:
                 raise CorruptCheckpointError("a storage that is none")
 
-    _Machine(data, _check_call, on_storage).run()
+    scan(data, ALL_OPCODES, on_call=_check_call, on_storage=on_storage)
 
 
 def _check_call(name: str, arguments: list[Any]) -> None:
@@ -122,168 +112,219 @@ _REFUSED = frozenset({"torch._utils._rebuild_nested_tensor", "torch._utils._rebu
 
 # -- the machine ------------------------------------------------------------------------------------
 
-_FIXED = {
-    **dict.fromkeys(b"\x80Kh", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jj", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-"""Bytes after an opcode that says nothing of its own about their number."""
-_COUNTED = {**dict.fromkeys(b"U\x8c\x8aC", 1), **dict.fromkeys(b"XTB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
+_INST = b"i"[0]
+_MAX_NAME_BYTES = 4096
+"""Module and name of a global, at most."""
+_SKIPPED_BYTES = {0x80: 1, 0x95: 8, b"G"[0]: 8}
+"""Bytes after PROTO, FRAME and BINFLOAT."""
+_INT_BYTES = {b"K"[0]: 1, b"M"[0]: 2, b"J"[0]: 4}
+_LENGTH_BYTES = {**dict.fromkeys(b"U\x8c\x8aC", 1), **dict.fromkeys(b"XTB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
 """Bytes of the length that follows an opcode."""
-_TEXTS = b"UX\x8c\x8d"
-_NEW = b"]})\x8f"
-_ONE_INTO = b"as"
-"""APPEND takes one value, SETITEM two."""
-_MARKED_INTO = b"eu\x90"
-_MADE_OF_MARKED = b"ld\x91"
-_KEY_STEPS = {b"d"[0]: 2, b"u"[0]: 2, 0x90: 1, 0x91: 1}
-"""How far what is hashed stands apart among what a mark begins: keys of a dict, which alternate, elements of a set."""
-_HASHING = frozenset({"builtins.set", "builtins.frozenset", "collections.OrderedDict", "collections.Counter"})
-"""Calls that hash what they are given."""
-_TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
-_INT_SIZES = {b"K"[0]: 1, b"M"[0]: 2}
+_TEXTS = frozenset(b"UX\x8c\x8d")
+_PUT_BYTES = {b"q"[0]: 1, b"r"[0]: 4, 0x94: 0}
+_GET_BYTES = {b"h"[0]: 1, b"j"[0]: 4}
+_TUPLE_SIZES = {b")"[0]: 0, 0x85: 1, 0x86: 2, 0x87: 3}
+_ADDED = {b"a"[0]: 1, b"s"[0]: 2, b"b"[0]: 1}
+"""Values that APPEND, SETITEM and BUILD put into what lies below them."""
+_MADE_OF_MARKED, _ADDING_MARKED = frozenset(b"ld\x91"), frozenset(b"eu\x90")
+_CALLED = {b"R"[0]: 2, 0x81: 2, 0x92: 3}
+"""Function and arguments of REDUCE, NEWOBJ and NEWOBJ_EX."""
 
 
 class _Machine:
-    """Executes a pickle on stand-ins. Stops without a word where it is malformed: the unpickler will say it."""
+    """The stack, the marks and the memo of an unpickler, with stand-ins for values."""
 
     def __init__(
         self,
         data: bytes,
+        on_global: Callable[[str, str], None] | None,
         on_call: Callable[[str, list[Any]], None] | None,
-        on_storage: Callable[[_Tuple], None] | None,
+        on_storage: Callable[[list[Any]], None] | None,
     ) -> None:
         self._data = data
+        self._on_global = on_global
         self._on_call = on_call
         self._on_storage = on_storage
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> None:
-        """Until STOP, an opcode unknown here (as torch's unpickler would stop there too), or the end."""
+    def run(self, opcodes: frozenset[int]) -> int:
+        """See :func:`scan`."""
         data, at = self._data, 0
         try:
-            while at < len(data) and data[at] != 0x2E:
-                at = self._step(data[at], at + 1)
-        except (IndexError, KeyError, ValueError) as error:
-            if isinstance(error, CorruptCheckpointError):  # it refines ValueError
-                raise
-            return
-
-    def _step(self, op: int, at: int) -> int:
-        """Execute ``op``, whose argument begins at ``at``; where the next one begins."""
-        data, stack = self._data, self._stack
-        if op in _COUNTED:
-            start = at + _COUNTED[op]
-            at = start + int.from_bytes(data[at:start], "little")
-            raw = data[start:at]
-            stack.append(
-                raw.decode("utf-8", "replace") if op in _TEXTS else int.from_bytes(raw, "little", signed=op == 0x8A)
-            )
-        elif op in b"qr\x94":
-            return self._memoize(op, at)
-        elif op in b"hj":
-            size = _FIXED[op]
-            stack.append(self._memo[int.from_bytes(data[at : at + size], "little")])
-            return at + size
-        elif op in _FIXED:
-            if op in _INT_SIZES or op == 0x4A:
-                stack.append(int.from_bytes(data[at : at + _FIXED[op]], "little", signed=op == 0x4A))
-            elif op == 0x47:
-                stack.append(None)
-            return at + _FIXED[op]
-        elif op in b"c":
-            module, name, _ = data[at : at + 4096].split(b"\n", 2)
-            stack.append(_Global(f"{module.decode('utf-8', 'replace')}.{name.decode('utf-8', 'replace')}"))
-            return at + len(module) + len(name) + 2
-        else:
-            self._plain(op)
+            while at < len(data) and data[at] in opcodes:
+                at = _STEPS[data[at]](self, data[at], at + 1)
+        except (IndexError, KeyError):
+            pass
         return at
 
-    def _memoize(self, op: int, at: int) -> int:
-        size = {b"q"[0]: 1, b"r"[0]: 4}.get(op, 0)
-        key = int.from_bytes(self._data[at : at + size], "little") if size else len(self._memo)
-        self._memo[key] = self._stack[-1]
-        return at + size
+    def skip(self, op: int, at: int) -> int:
+        """PROTO, FRAME and BINFLOAT."""
+        if op == b"G"[0]:
+            self._stack.append(None)
+        return at + _SKIPPED_BYTES[op]
 
-    def _plain(self, op: int) -> None:
-        """An opcode without an argument."""
-        stack = self._stack
-        if op in b"N\x88\x89":
-            stack.append(None)
-        elif op == 0x28:
-            self._marks.append(stack)
-            self._stack = []
-        elif op in _NEW:
-            stack.append(_Tuple([]) if op == 0x29 else _Other())
-        elif op in _TUPLE_SIZES:
-            size = _TUPLE_SIZES[op]
-            items = [stack[-number] for number in range(size, 0, -1)]
-            stack[-size:] = [_Tuple(items)]
-        elif op == 0x74:
-            items = self._pop_mark()
-            self._stack.append(_Tuple(items))
-        elif op in _MADE_OF_MARKED or op in _MARKED_INTO:
-            items = self._pop_mark()
-            if op in _MADE_OF_MARKED:
-                self._stack.append(_Other())
-            if op in _KEY_STEPS:
-                _check_hashed(items[:: _KEY_STEPS[op]])
-            _deepen(self._stack[-1], items)
-        elif op in _ONE_INTO:
-            values = [stack.pop() for _ in range(1 if op == 0x61 else 2)]
-            _check_hashed(values[1:])
-            _deepen(stack[-1], values)
-        elif op in b"R\x81\x92":
-            self._call(2 if op != 0x92 else 3)
-        else:
-            self._rare(op)
+    def push_int(self, op: int, at: int) -> int:
+        """BININT, BININT1 and BININT2."""
+        stop = at + _INT_BYTES[op]
+        self._stack.append(int.from_bytes(self._data[at:stop], "little", signed=op == b"J"[0]))
+        return stop
 
-    def _rare(self, op: int) -> None:
-        stack = self._stack
-        if op == 0x62:  # BUILD
-            state = stack.pop()
-            _deepen(stack[-1], [state])
-            if isinstance(stack[-1], _Other):
-                stack[-1].places = _bounded(stack[-1].places + getattr(state, "total", 0))
-        elif op == 0x51:  # BINPERSID
-            pid = stack.pop()
-            if self._on_storage is not None and isinstance(pid, _Tuple):
-                self._on_storage(pid)
-            stack.append(_Other())
-        elif op == 0x93:  # STACK_GLOBAL
-            name, module = stack.pop(), stack.pop()
-            stack.append(_Global(f"{module}.{name}"))
-        elif op == 0x30:  # POP
-            if stack:
-                stack.pop()
-            else:
-                self._pop_mark()
-        elif op == 0x31:  # POP_MARK
-            self._pop_mark()
-        elif op == 0x32:  # DUP
-            stack.append(stack[-1])
-        else:
+    def push_counted(self, op: int, at: int) -> int:
+        """Text, bytes or LONG, whose length precedes it."""
+        start = at + _LENGTH_BYTES[op]
+        stop = start + int.from_bytes(self._data[at:start], "little")
+        raw = self._data[start:stop]
+        is_text = op in _TEXTS
+        self._stack.append(
+            raw.decode("utf-8", "replace") if is_text else int.from_bytes(raw, "little", signed=op == 0x8A)
+        )
+        return stop
+
+    def put(self, op: int, at: int) -> int:
+        """BINPUT, LONG_BINPUT and MEMOIZE."""
+        stop = at + _PUT_BYTES[op]
+        index = int.from_bytes(self._data[at:stop], "little") if op != 0x94 else len(self._memo)
+        if index >= max(len(self._data), 256):
+            raise CorruptCheckpointError(
+                f"the pickle holds the opcode {op:#04x} at byte {at - 1}, whose memo index {index} is beyond its length"
+            )
+        self._memo[index] = self._stack[-1]
+        return stop
+
+    def get(self, op: int, at: int) -> int:
+        """BINGET and LONG_BINGET."""
+        stop = at + _GET_BYTES[op]
+        self._stack.append(self._memo[int.from_bytes(self._data[at:stop], "little")])
+        return stop
+
+    def push_global(self, op: int, at: int) -> int:
+        """GLOBAL. INST names its class in the same way; no reader needs it, so the scan ends there."""
+        texts = self._data[at : at + _MAX_NAME_BYTES].split(b"\n", 2)
+        module, name = texts[0], texts[1]
+        texts[2]
+        self._tell_global(module.decode("utf-8", "replace"), name.decode("utf-8", "replace"))
+        if op == _INST:
             raise KeyError(op)
+        return at + len(module) + len(name) + 2
+
+    def push_stack_global(self, op: int, at: int) -> int:
+        """STACK_GLOBAL."""
+        name, module = self._stack.pop(), self._stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise KeyError(op)
+        self._tell_global(module, name)
+        return at
+
+    def _tell_global(self, module: str, name: str) -> None:
+        if self._on_global is not None:
+            self._on_global(module, name)
+        self._stack.append(_Global(f"{module}.{name}"))
+
+    def push_constant(self, _: int, at: int) -> int:
+        """NONE, NEWTRUE and NEWFALSE."""
+        self._stack.append(None)
+        return at
+
+    def push_container(self, _: int, at: int) -> int:
+        """EMPTY_LIST, EMPTY_DICT and EMPTY_SET."""
+        self._stack.append(_Value(0))
+        return at
+
+    def push_tuple(self, op: int, at: int) -> int:
+        """EMPTY_TUPLE and TUPLE1 to TUPLE3."""
+        size = _TUPLE_SIZES[op]
+        items = [self._stack[-number] for number in range(size, 0, -1)]
+        del self._stack[len(self._stack) - size :]
+        self._stack.append(_tuple_of(items))
+        return at
+
+    def take_marked(self, op: int, at: int) -> int:
+        """What goes back to a mark: a tuple, a container of it, or values for a container."""
+        items = self._pop_mark()
+        if op == b"t"[0]:
+            self._stack.append(_tuple_of(items))
+            return at
+        if op in _MADE_OF_MARKED:
+            self._stack.append(_Value(0))
+        _deepen(self._stack[-1], items)
+        return at
+
+    def add(self, op: int, at: int) -> int:
+        """APPEND, SETITEM and BUILD."""
+        values = [self._stack.pop() for _ in range(_ADDED[op])]
+        _deepen(self._stack[-1], values)
+        return at
+
+    def call(self, op: int, at: int) -> int:
+        """REDUCE, NEWOBJ and NEWOBJ_EX."""
+        taken = [self._stack.pop() for _ in range(_CALLED[op])]
+        function, arguments = taken[-1], taken[-2]
+        if self._on_call is not None and isinstance(function, _Global):
+            self._on_call(function.name, getattr(arguments, "items", None) or [])
+        self._stack.append(_Value(_depth_of(taken)))
+        return at
+
+    def push_storage(self, _: int, at: int) -> int:
+        """BINPERSID."""
+        pid = self._stack.pop()
+        if self._on_storage is not None and isinstance(pid, _Value) and pid.items is not None:
+            self._on_storage(pid.items)
+        self._stack.append(_Value(0))
+        return at
+
+    def move(self, op: int, at: int) -> int:
+        """MARK, POP, POP_MARK and DUP."""
+        if op == b"("[0]:
+            self._marks.append(self._stack)
+            self._stack = []
+        elif op == b"2"[0]:
+            self._stack.append(self._stack[-1])
+        elif op == b"0"[0] and self._stack:
+            self._stack.pop()
+        else:
+            self._pop_mark()
+        return at
 
     def _pop_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()
         return items
 
-    def _call(self, count: int) -> None:
-        taken = [self._stack.pop() for _ in range(count)]
-        function, arguments = taken[-1], taken[-2]
-        if self._on_call is not None and isinstance(function, _Global):
-            self._on_call(function.name, arguments.items if isinstance(arguments, _Tuple) else [])
-        if isinstance(function, _Global) and function.name in _HASHING:
-            _check_hashed([arguments])
-        self._stack.append(_Other(max(map(_depth, taken)), _bounded(sum(map(_places, taken)))))
+
+_STEPS: dict[int, Callable[[_Machine, int, int], int]] = {
+    **dict.fromkeys(_SKIPPED_BYTES, _Machine.skip),
+    **dict.fromkeys(_INT_BYTES, _Machine.push_int),
+    **dict.fromkeys(_LENGTH_BYTES, _Machine.push_counted),
+    **dict.fromkeys(_PUT_BYTES, _Machine.put),
+    **dict.fromkeys(_GET_BYTES, _Machine.get),
+    **dict.fromkeys(_TUPLE_SIZES, _Machine.push_tuple),
+    **dict.fromkeys(b"N\x88\x89", _Machine.push_constant),
+    **dict.fromkeys(b"]}\x8f", _Machine.push_container),
+    **dict.fromkeys(_ADDED, _Machine.add),
+    **dict.fromkeys((*_MADE_OF_MARKED, *_ADDING_MARKED, *b"t"), _Machine.take_marked),
+    **dict.fromkeys(_CALLED, _Machine.call),
+    **dict.fromkeys(b"ci", _Machine.push_global),
+    **dict.fromkeys(b"(012", _Machine.move),
+    0x93: _Machine.push_stack_global,
+    b"Q"[0]: _Machine.push_storage,
+}
+"""By opcode, what executes it: takes the opcode and where its argument begins, returns where that ends."""
+ALL_OPCODES = frozenset(_STEPS)
+"""Those that the scanner executes: protocols 2 to 5, without the extension registry and out-of-band buffers."""
+
+
+def _depth_of(values: Sequence[Any]) -> int:
+    return max([getattr(value, "depth", 0) for value in values], default=0)
+
+
+def _tuple_of(items: list[Any]) -> _Value:
+    depth = 1 + _depth_of(items)
+    if depth > MAX_TUPLES:
+        raise CorruptCheckpointError(f"the pickle nests tuples deeper than {MAX_TUPLES}")
+    return _Value(depth, items)
 
 
 def _deepen(owner: Any, values: list[Any]) -> None:
-    if isinstance(owner, _Other):
-        owner.depth = max(owner.depth, *map(_depth, values), 0)
-        owner.places = max(owner.places, *map(_places, values), 0)
-        owner.total = _bounded(owner.total + sum(map(_places, values)))
+    if isinstance(owner, _Value) and owner.items is None:
+        owner.depth = max(owner.depth, _depth_of(values))

@@ -11,7 +11,6 @@ import io
 import math
 import pickle
 import pickletools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from aio_ckpt.format.constants import TensorSpec
+from aio_ckpt.format.pickle_scan import scan
 
 __all__ = ["STORAGE_ELEMENT_BYTES", "StorageRef", "TensorView", "read_pickle", "render_pickle", "storable_dtype"]
 
@@ -136,14 +136,10 @@ def _pickle_tuple(values: Sequence[int]) -> str:
 
 # -- read --------------------------------------------------------------------------------------------------
 
-_OPCODES = frozenset("\x80\x95.c\x93RQ(t)\x85\x86\x87q\x94hX\x8cJKM\x8a\x88\x89N}su")
-"""All that ``torch.save`` emits for a plain tensor, protocols 2 to 5: PROTO FRAME STOP GLOBAL STACK_GLOBAL REDUCE
+_OPCODES = frozenset(b"\x80\x95c\x93RQ(t)\x85\x86\x87q\x94hX\x8cJKM\x8a\x88\x89N}su")
+"""All that ``torch.save`` emits for a plain tensor, protocols 2 to 5, but STOP: PROTO FRAME GLOBAL STACK_GLOBAL REDUCE
 BINPERSID MARK TUPLE EMPTY_TUPLE TUPLE1-3 BINPUT MEMOIZE BINGET (SHORT_)BINUNICODE BININT BININT1-2 LONG1 NEWTRUE
-NEWFALSE NONE, and EMPTY_DICT SETITEM SETITEMS where ``_BITS`` has them. LONG_BINPUT is left out on purpose: the C
-unpickler sizes its memo by that opcode's argument, so that 12 bytes of pickle take 2 GiB."""
-_BITS = re.compile("}(?:k[\x88\x89]s|\\((?:k[\x88\x89]){1,2}u)")
-"""The opcodes of ``{"conj": True}`` and the like, k for a key: the one dict that there may be. Any other might hash a
-key of 30,000 tuples inside each other, which ends the process."""
+NEWFALSE NONE, and EMPTY_DICT SETITEM SETITEMS for lazy bits."""
 
 
 def _no_hooks() -> None:
@@ -156,10 +152,12 @@ def _rebuild_tensor(storage: object, offset: int, shape: object, stride: object,
         raise TypeError("its tensor has no storage, shape or stride")
     bits = rest[-1] if rest and isinstance(rest[-1], dict) else None
     kept = rest if bits is None else rest[:-1]
+    if bits is not None and not (bits and bits.keys() <= {"conj", "neg"} and {*map(type, bits.values())} == {bool}):
+        raise UnsupportedLeafError("an item's pickle makes a dict: no plain tensor")
     dtype = kept[2] if len(kept) == 3 else storage.dtype
     if len(kept) not in (2, 3) or not isinstance(dtype, torch.dtype):
         raise TypeError("its tensor has no dtype")
-    is_conj, is_neg = (bool(bits and bits.get(bit)) for bit in ("conj", "neg"))
+    is_conj, is_neg = (bits is not None and bits.get(bit, False) for bit in ("conj", "neg"))
     if (is_conj and not dtype.is_complex) or ((is_conj or is_neg) and dtype not in _LAZY_DTYPES):
         raise UnsupportedLeafError(f"an item holds a lazy conjugate or negative of {dtype}")
     return TensorView(storage, dtype, offset, shape, stride, is_conj, is_neg)
@@ -198,14 +196,13 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _check_opcodes(data: bytes) -> None:
-    codes = []
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.code not in _OPCODES:
-            raise UnsupportedLeafError(f"an item's pickle uses {opcode.name}: no plain tensor")
-        if opcode.code not in "q\x94":  # which leave the stack as it is
-            codes.append("k" if argument in ("conj", "neg") else opcode.code)
-    if not set("}su").isdisjoint(_BITS.sub("", "".join(codes))):
-        raise UnsupportedLeafError("an item's pickle makes a dict: no plain tensor")
+    stop = scan(data, _OPCODES)
+    refused = data[stop : stop + 1].decode("latin-1")
+    if refused in pickletools.code2op and ord(refused) not in _OPCODES and refused != ".":  # type: ignore[attr-defined]
+        name = pickletools.code2op[refused].name  # type: ignore[attr-defined]
+        raise UnsupportedLeafError(f"an item's pickle uses {name}: no plain tensor")
+    if refused != ".":
+        raise ValueError(f"it breaks off at byte {stop}")
 
 
 def read_pickle(data: bytes) -> TensorView:

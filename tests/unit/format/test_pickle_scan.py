@@ -20,8 +20,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.dcp_metadata_read import parse_metadata
-from aio_ckpt.format.pickle_scan import MAX_TUPLES, _Machine, check_nesting
+from aio_ckpt.format.pickle_scan import ALL_OPCODES, MAX_TUPLES, scan
 from aio_ckpt.read.catalog import Item
 from aio_ckpt.read.load import _new_tensor
 from aio_ckpt.state.objects import decode_object, encode_object
@@ -101,44 +100,40 @@ CYCLE = (
 
 def test_as_many_tuples_as_a_state_may_hold_are_read() -> None:
     many = b"\x80\x02" + b")\x850" * 10_000
-    check_nesting(many + b"})" + b"\x85" * (MAX_TUPLES - 1) + b"K\x01s.")
+    sound = many + b"})" + b"\x85" * (MAX_TUPLES - 1) + b"K\x01s."
+    assert scan(sound, ALL_OPCODES) == len(sound) - 1
     with pytest.raises(CorruptCheckpointError, match="deeper"):
-        check_nesting(many + b"})" + b"\x85" * MAX_TUPLES + b"K\x01s.")
-    check_nesting(many + b"(((K\x01t}l(K\x02]de1" + b".")  # malformed: said by the unpickler, not here
+        scan(many + b"})" + b"\x85" * MAX_TUPLES + b"K\x01s.", ALL_OPCODES)
+    scan(many + b"(((K\x01t}l(K\x02]de1" + b".", ALL_OPCODES)  # malformed: said by the unpickler, not here
+
+
+def test_each_reader_gives_the_opcodes_that_it_allows() -> None:
+    data = b"\x80\x02K\x01K\x02\x86."
+    assert scan(data, ALL_OPCODES) == len(data) - 1
+    assert scan(data, ALL_OPCODES - {0x86}) == data.index(b"\x86")
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"r\x00\x10\x00\x00"])
+def test_a_memo_index_beyond_the_pickle_is_refused(put: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"opcode 0x72 at byte 3.* memo index"):
+        scan(b"\x80\x02N" + put + b".", ALL_OPCODES)
+
+
+def test_globals_calls_and_storages_are_told_by_name() -> None:
+    told: list[object] = []
+    data = b"\x80\x02cos\npath\n)R" + b"\x8c\x01a\x8c\x01b\x93K\x05\x85\x81" + b"K\x07\x85Q."
+    scan(
+        data,
+        ALL_OPCODES,
+        on_global=lambda module, name: told.append((module, name)),
+        on_call=lambda name, arguments: told.append((name, arguments)),
+        on_storage=told.append,
+    )
+    assert told == [("os", "path"), ("os.path", []), ("a", "b"), ("a.b", [5]), [7]]
 
 
 DOUBLED = b"K\x01K\x02\x86q\x00" + b"h\x00\x86q\x00" * 60
-"""A tuple that holds a tuple twice, which holds one twice, ...: its hash goes through 2**60 places."""
-OFFSET = b"X\x06\x00\x00\x00offset"
-INSTANCES = b"K\x01q\x00" + (INDEX + b")\x81}(" + TEXT_FQN + b"h\x00" + OFFSET + b"h\x00ubq\x00") * 60
-ENDLESS_KEYS: dict[str, bytes] = {
-    "a key": b"}" + DOUBLED + b"K\x01s",
-    "keys between marks": b"}(K\x01K\x02" + DOUBLED + b"K\x01u",
-    "a dict of what stands behind a mark": b"(" + DOUBLED + b"K\x01d",
-    "an element of a set": b"\x8f(" + DOUBLED + b"\x90",
-    "a frozen set": b"(" + DOUBLED + b"\x91",
-    "a call of set()": b"cbuiltins\nset\n](" + DOUBLED + b"e\x85R",
-    "an OrderedDict": b"ccollections\nOrderedDict\n](" + DOUBLED + b"K\x01\x86e\x85R",
-    "within an instance": b"}" + INDEX + b")\x81}" + TEXT_FQN + DOUBLED + b"sbK\x01s",
-    "instances within each other": INSTANCES + b"}h\x00K\x01s",
-}
-
-
-@pytest.mark.parametrize("kind", ENDLESS_KEYS)
-def test_a_key_whose_hash_would_never_end_is_refused_before_anything_is_hashed(kind: str) -> None:
-    data = b"\x80\x02" + ENDLESS_KEYS[kind] + b"."
-    with pytest.raises(CorruptCheckpointError, match="a key of more than"):
-        check_nesting(data)
-    with pytest.raises(CorruptCheckpointError, match="a key of more than"):
-        decode_object(archive(data), name="x", trusted=False)
-    with pytest.raises(CorruptCheckpointError):
-        parse_metadata(data, name="x")
-
-
-def test_the_count_of_what_is_doubled_without_end_stays_a_small_number() -> None:
-    machine = _Machine(b"\x80\x02" + INDEX + b")\x81q\x00" + b"h\x00h\x00b0" * 1000 + b".", None, None)
-    machine.run()
-    assert machine._memo[0].places < 1 << 23
+"""A tuple that holds a tuple twice, which holds one twice, ..."""
 
 
 def test_what_stands_in_many_places_and_is_no_key_is_read() -> None:
