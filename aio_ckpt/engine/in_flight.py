@@ -1,4 +1,5 @@
-"""The saves in flight of one engine: who may enter, how each is started and settled, which failures nobody saw."""
+"""The saves in flight of one engine: which may enter, with which step, how each is started and settled, which failures
+nobody saw."""
 
 from __future__ import annotations
 
@@ -6,17 +7,25 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
 from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
-from aio_ckpt.engine.steps import KnownSteps
-from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, SaveCancelledError, StallError
+from aio_ckpt.errors import (
+    BusyError,
+    EngineClosedError,
+    PeerFailedError,
+    SaveCancelledError,
+    StallError,
+    StepOrderError,
+)
 from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport
@@ -31,13 +40,111 @@ from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["CALL_STAGE", "MAX_CALLS", "InFlight"]
+__all__ = ["CALL_STAGE", "MAX_CALLS", "InFlight", "KnownSteps"]
 
 _log = logging.getLogger("aio_ckpt")
 CALL_STAGE = "capture"
 """Stage of what ``save()`` itself raises."""
 MAX_CALLS = sys.maxsize
 """Beyond the number of any call."""
+
+
+class KnownSteps:
+    """The committed steps as one rank knows them, and the step of a call of ``save()`` that gives none.
+
+    Invariant: the step of such a call is computed only from what every rank knows at that call. Of several ranks that
+    is the newest step when all met, loaded or went back, and the steps of all calls since that were not skipped,
+    whatever became of them: another rank may not have heard of a failure yet. One rank alone counts only what is
+    committed or pending, so that a step that failed is free again.
+    """
+
+    def __init__(self, quarantine: Quarantine, *, counts_calls: bool) -> None:
+        """``counts_calls``: there are other ranks."""
+        self._quarantine = quarantine
+        self._counts_calls = counts_calls
+        self._lock = Lock()
+        self._last_call: tuple[int, int] | None = None
+        """Number and step of the last call that was not skipped."""
+        self._highest: int | None = None
+        """Highest step of all such calls since a rollback."""
+        self._newest: int | None = None
+        self._newest_since_read: int | None = None
+        self._are_read = False
+        self._times_condemned = 0
+
+    # -- committed ------------------------------------------------------------------------------------
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the committed steps were read from the disk, and no load found one damaged since."""
+        return self._are_read and self._times_condemned == self._quarantine.times_condemned
+
+    def forget(self) -> None:
+        """The steps on the disk are about to change: the next save reads them anew."""
+        self._are_read = False
+
+    def learn(self, read_steps: Callable[[], Iterable[int]]) -> None:
+        """Take over the newest step on the disk, or what is committed while the disk is read."""
+        try:
+            with self._lock:
+                self._newest_since_read = None
+                self._are_read = True
+                self._times_condemned = self._quarantine.times_condemned
+            found = max(read_steps(), default=None)
+        except BaseException:
+            self._are_read = False
+            raise
+        with self._lock:
+            self._newest = _later(self._newest_since_read, found)
+
+    def settle(self, step: int, *, is_committed: bool) -> None:
+        """The save of ``step`` has ended."""
+        with self._lock:
+            if is_committed:
+                self._newest = _later(self._newest, step)
+                self._newest_since_read = _later(self._newest_since_read, step)
+            else:
+                self._are_read = False  # a commit that stalled may have become visible: look again
+
+    # -- the next one ---------------------------------------------------------------------------------
+
+    def newest(self, pending: Iterable[int]) -> int | None:
+        """Newest step committed or ``pending`` here."""
+        return _later(self._newest, max(pending, default=None))
+
+    def claim(self, number: int, step: object, pending: Iterable[int], *, agreed: int | None) -> int:
+        """The step of call ``number`` on every rank: ``step``, or the next one if it is no step that could be given.
+
+        Every call that is not skipped claims its step, one that is refused here, too. ``agreed`` is the newest step
+        as all ranks know it.
+        """
+        with self._lock:
+            if self._last_call is not None and self._last_call[0] == number:
+                return self._last_call[1]
+            try:
+                step = commit.check_step_number(step)
+            except StepOrderError:
+                newest = _later(agreed, self._highest) if self._counts_calls else self.newest(pending)
+                step = commit.check_step(None, newest=newest, committed=(), pending=(), overwrite=False)
+            self._last_call, self._highest = (number, step), _later(self._highest, step)
+            return step
+
+    def roll_back(self, step: int) -> None:
+        """All ranks have gone back to ``step``."""
+        with self._lock:
+            self._are_read = False
+            self._highest = step
+
+    def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
+        """A step that the caller gave. Only the newest is remembered: an older one is looked up on the disk.
+
+        Raises:
+            StepOrderError: see :func:`aio_ckpt.commit.publish.check_step`.
+        """
+        pending = list(pending)
+        newest = self.newest(pending)
+        committed = read() if newest is not None and step <= newest else ()
+        return commit.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
 
 
 class InFlight:
@@ -63,7 +170,7 @@ class InFlight:
         self._copy_engines = CopyEngines(device_copier=DeviceCopier(ctx.config.device_copy_bytes))
         self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
-        self.steps = KnownSteps(pipeline.quarantine, max_in_flight=self._max, are_several=ctx.world_size > 1)
+        self.steps = KnownSteps(pipeline.quarantine, counts_calls=ctx.world_size > 1)
         self._on_failure = ctx.config.on_failure
         # Entered as a plain lock, whose ``with`` is C: Ctrl-C inside Condition's own, which is Python, would leave it
         # held for ever.
@@ -345,7 +452,7 @@ class InFlight:
 
     def claim_step(self, number: int, step: object) -> int:
         """The step of call ``number``: see :meth:`KnownSteps.claim`."""
-        return self.steps.claim(number, step, self.pending_steps)
+        return self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
 
     def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
         """``step`` if a save of it may enter now, else StepOrderError."""
@@ -380,3 +487,7 @@ def failed(error: BaseException) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+def _later(a: int | None, b: int | None) -> int | None:
+    return b if a is None or (b is not None and b > a) else a

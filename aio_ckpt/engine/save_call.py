@@ -220,13 +220,12 @@ class SaveFrontend:
         return time.perf_counter() - began
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
-        """Steps that count: those on the disk, as the leader sees it."""
+        """Committed steps: those on the disk, as the leader sees it."""
         members = self._ctx.members
         if members.is_leader:
             return self._root_session.steps(deadline)
-        told = [] if members.newest is None else [members.newest]
-        # Elsewhere the disk may be seen late (NFS): looked at only where it may show what was never told.
-        return [*told, *self._root_session.steps(deadline)] if self.in_flight.steps.may_lack_newest else told
+        # Elsewhere the disk may be seen late (NFS). What this rank lacks, the leader knows: it refuses such a step.
+        return [] if members.newest is None else [members.newest]
 
     def _check_not_inside(self, what: str) -> None:
         """Raise WrongThreadError inside another call on the same thread, which a wait could never outlast."""
@@ -297,8 +296,7 @@ class SaveFrontend:
         coordinator.end_call(topic)
         if busy:
             raise BusyError(_busy(step, f"saves of rank {busy}"))
-        self.in_flight.steps.forget()
-        self.in_flight.steps.may_lack_newest = False
+        self.in_flight.steps.roll_back(step)
         members.newest = step
         return gone
 

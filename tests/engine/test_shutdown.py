@@ -25,7 +25,7 @@ from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.engine import engine as engine_module
 from aio_ckpt.engine import save_call as saver
-from aio_ckpt.engine import steps
+from aio_ckpt.engine.in_flight import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.memory import cuda as device
@@ -233,16 +233,16 @@ def test_a_commit_that_nobody_waited_for_is_in_doubt(root: Path, monkeypatch: py
 def test_an_engine_that_is_closed_while_it_becomes_the_writer_lets_the_root_go(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learn = steps.KnownSteps.learn
+    learn = KnownSteps.learn
     engine = SyncCheckpointEngine(root)
 
-    def closed_behind(self: steps.KnownSteps, read: Any) -> None:
+    def closed_behind(self: KnownSteps, read: Any) -> None:
         learn(self, read)
         if engine._quarantine.is_writer:  # it has the lock
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(engine.terminate).result(TIMEOUT)
 
-    monkeypatch.setattr(steps.KnownSteps, "learn", closed_behind)
+    monkeypatch.setattr(KnownSteps, "learn", closed_behind)
     with pytest.raises(EngineClosedError):
         engine.save(weights(1))
     monkeypatch.undo()

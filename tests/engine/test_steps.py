@@ -20,7 +20,7 @@ from property_examples import examples
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.commit.publish import MAX_STEP, check_step
 from aio_ckpt.commit.quarantine import Quarantine
-from aio_ckpt.engine.steps import KnownSteps
+from aio_ckpt.engine.in_flight import KnownSteps
 from aio_ckpt.errors import (
     BusyError,
     CheckpointNotFoundError,
@@ -193,21 +193,26 @@ def test_without_checkpoints_there_is_no_latest_step(engine: SyncCheckpointEngin
 class Rank:
     """What one of several ranks knows of the steps; the saves that are pending here."""
 
-    def __init__(self, max_in_flight: int) -> None:
-        self.steps = KnownSteps(Quarantine(), max_in_flight=max_in_flight, are_several=True)
+    def __init__(self) -> None:
+        self.steps = KnownSteps(Quarantine(), counts_calls=True)
         self.pending: dict[int, int] = {}
+        self.newest: int | None = None
         self.steps.learn(list)
 
     def call(self, number: int, given: int | None = None) -> int:
-        step = self.pending[number] = self.steps.claim(number, given, list(self.pending.values()))
+        step = self.steps.claim(number, given, list(self.pending.values()), agreed=self.newest)
+        self.pending[number] = step
         return step
 
     def end(self, number: int, *, is_committed: bool) -> None:
-        self.steps.settle(self.pending.pop(number), is_committed=is_committed)
+        step = self.pending.pop(number)
+        self.steps.settle(step, is_committed=is_committed)
+        if is_committed:
+            self.newest = max(step, self.newest or 0)
 
 
 def test_a_step_that_failed_here_and_is_pending_there_counts_on_both() -> None:
-    early, late = Rank(2), Rank(2)
+    early, late = Rank(), Rank()
     assert [rank.call(1) for rank in (early, late)] == [1, 1]
     early.end(1, is_committed=False)  # the other has not heard of it yet
     assert [rank.call(2) for rank in (early, late)] == [2, 2]
@@ -216,17 +221,25 @@ def test_a_step_that_failed_here_and_is_pending_there_counts_on_both() -> None:
     assert [rank.call(3) for rank in (early, late)] == [3, 3]
 
 
-def test_a_step_of_which_all_ranks_know_that_it_failed_is_free_again() -> None:
-    early, late = Rank(2), Rank(2)
-    for rank in (early, late):
-        assert [rank.call(number) for number in (1, 2)] == [1, 2]
-        for number in (1, 2):
-            rank.end(number, is_committed=False)
-    assert [rank.call(3) for rank in (early, late)] == [3, 3], "of call 2 another rank might not know"
-    for rank in (early, late):
-        rank.end(3, is_committed=False)
-        rank.steps.claim(4, 1, [])
-    assert [rank.call(5) for rank in (early, late)] == [2, 2], "of call 3 all know that it failed"
+def test_many_ranks_leave_out_the_step_of_a_save_that_failed_until_they_go_back() -> None:
+    rank = Rank()
+    for number in (1, 2, 3):
+        assert rank.call(number) == number
+        rank.end(number, is_committed=number == 1)
+    assert rank.call(4, 2) == 2, "a step that the caller gives may be that of a save that failed"
+    rank.end(4, is_committed=True)
+    assert rank.call(5) == 4
+    rank.end(5, is_committed=True)
+    rank.steps.roll_back(2)
+    rank.newest = 2
+    assert rank.call(6) == 3
+
+
+def test_a_step_that_is_no_step_counts_as_not_given_on_every_rank() -> None:
+    refusing, other = Rank(), Rank()
+    assert [refusing.call(1, -1), other.call(1)] == [1, 1]
+    assert [refusing.call(2, MAX_STEP + 1), other.call(2)] == [2, 2]
+    assert [refusing.call(3), other.call(3)] == [3, 3]
 
 
 @given(
@@ -239,7 +252,7 @@ def test_calls_without_a_step_get_the_same_ones_however_early_each_rank_learns_o
     max_in_flight: int, calls: list[tuple[bool, int | None]], lags: list[list[int]]
 ) -> None:
     """``calls``: whether each is committed, and the step that it was given; what was given in no order is refused."""
-    ranks = [Rank(max_in_flight) for _ in lags]
+    ranks = [Rank() for _ in lags]
     for number, (_, asked) in enumerate(calls):
         for rank, lag in zip(ranks, lags, strict=True):
             ended = number - max_in_flight + 1 + min(lag[number], max_in_flight - 1)  # calls below have ended here
