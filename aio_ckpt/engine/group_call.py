@@ -18,7 +18,7 @@ from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.portal import Portal
 
-__all__ = ["GroupCall", "await_met", "tell"]
+__all__ = ["GroupCall", "await_counted", "await_met", "told_of"]
 
 Room: TypeAlias = tuple[bool, int]
 """Whether the leader has room at a call, and the last call before the oldest that is pending there."""
@@ -55,11 +55,10 @@ class GroupCall:
         self._claim = claim
         self._own: Room = _NOT_SKIPPED
         self._room: Room | None = _NOT_SKIPPED
-        self._is_counted: Future[None] = Future()
 
     def expect_room(self) -> None:
         """The leader will say whether it has room."""
-        self._room = None if self._members.are_several else _NOT_SKIPPED
+        self._room = None
 
     def room(self, own: Room, deadline: Deadline) -> Room:
         """The leader's room at this call, which is ``own`` there.
@@ -88,30 +87,31 @@ class GroupCall:
 
     # -- the call ends here ---------------------------------------------------------------------------
 
-    def refuse(self, error: BaseException) -> None:
-        """``save()`` is about to raise: the other ranks must not wait for this one."""
-        if not self._members.are_several:
-            return
-        told = _told(self._members, error)
-        if self._room is None:
-            with contextlib.suppress(EngineClosedError):
-                self._portal.submit(self._refuse_unheard, told, on_done=lambda _: self._count())
-        elif self._room[0]:
-            self._take_step()
-            with contextlib.suppress(EngineClosedError):
+    def refuse(self, error: BaseException) -> Future[None]:
+        """``save()`` is about to raise: the other ranks must not wait for this one.
+
+        The next call builds on whether this one has taken its step, which is known once what is returned is done.
+        """
+        counted: Future[None] = Future()
+        if not self._members.are_several:  # nobody waits, and a step that was refused is free
+            counted.set_result(None)
+            return counted
+        told = told_of(self._members, error)
+        with contextlib.suppress(EngineClosedError):
+            if self._room is None:
+                self._portal.submit(self._refuse_unheard, told, counted, on_done=lambda _: _settle(counted))
+                return counted
+            if self._room[0]:
+                self._take_step()
                 self._portal.submit(self._end, told)
+        _settle(counted)
+        return counted
 
-    def wait_counted(self, deadline: Deadline) -> None:
-        """Until it is known whether a call that was refused has taken its step, which the next one builds on."""
-        if self._room is None:
-            wait([self._is_counted], deadline.left_secs(min(2 * self._members.stall_secs, MAX_SECS)))
-            deadline.check(None, "waiting to hear of the call before")
-
-    async def _refuse_unheard(self, told: PeerFailedError) -> None:
+    async def _refuse_unheard(self, told: PeerFailedError, counted: Future[None]) -> None:
         await self._hear_late(told)
         if self._room is not None and self._room[0]:
             self._take_step()
-            self._count()
+            _settle(counted)
             await self._end(told)
 
     async def _end(self, told: PeerFailedError) -> None:
@@ -138,19 +138,21 @@ class GroupCall:
         with contextlib.suppress(StepOrderError):
             self._claim()
 
-    def _count(self) -> None:
-        if not self._is_counted.done():
-            self._is_counted.set_result(None)
+
+def await_counted(refused: Future[None], members: Membership, deadline: Deadline) -> None:
+    """Block until it is known whether the call before, which was refused, has taken its step."""
+    wait([refused], deadline.left_secs(min(2 * members.stall_secs, MAX_SECS)))
+    if not refused.done():
+        deadline.check(None, "waiting to hear of the call before")
 
 
-def tell(portal: Portal, members: Membership, agreement: SaveRound, error: BaseException) -> None:
-    """A call fails here with ``error``: leave what it agrees on, so that the others hear of it."""
-    if members.are_several:
-        with contextlib.suppress(EngineClosedError):
-            portal.submit(agreement.end, _told(members, error))
+def _settle(counted: Future[None]) -> None:
+    if not counted.done():
+        counted.set_result(None)
 
 
-def _told(members: Membership, error: BaseException) -> PeerFailedError:
+def told_of(members: Membership, error: BaseException) -> PeerFailedError:
+    """What the other ranks are told of ``error``, with which a call fails here."""
     if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
         return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE, cause=error.cause)
     return PeerFailedError(f"{type(error).__name__}: {error}", rank=members.coordinator.rank, stage=CALL_STAGE)

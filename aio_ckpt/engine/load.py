@@ -136,8 +136,6 @@ class Loader:
 
     async def _refuse(self, name: str, error: BaseException) -> None:
         """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
-        if not self.ctx.members.are_several:
-            return
         with anyio.CancelScope(shield=True):
             with contextlib.suppress(AioCkptError):
                 await self.ctx.members.met()

@@ -21,7 +21,7 @@ from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import publish as commit
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.group_call import GroupCall, await_met, tell
+from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
@@ -90,7 +90,8 @@ class SaveFrontend:
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self.dropping: list[Future[None]] = []
         """Given-up snapshots of dead trainers, on their way out."""
-        self._refused: GroupCall | None = None
+        self._refused: Future[None] | None = None
+        """Done once it is known whether the last call that was refused has taken its step."""
         self._lock = Lock()
 
     def meet(self) -> None:
@@ -104,7 +105,7 @@ class SaveFrontend:
         async def meet() -> None:
             await members.meet(ctx.storage, ctx.root, read_steps)
 
-        if members.are_several:
+        if not members.opened.done():  # alone all have met
             try:
                 members.coordinator.register(str(ctx.root), stall_secs=members.stall_secs)
             except RuntimeError as error:  # no thread could be had
@@ -117,24 +118,22 @@ class SaveFrontend:
         self._portal.check_thread("save()")
         self._check_not_inside("save()")
         with call.trace.span("save()", CALLER), self._lock:
-            number, refused, self._refused = self.in_flight.next_number(), self._refused, None
+            number = self.in_flight.next_number()
             claim = functools.partial(self.in_flight.claim_step, number, step)
             joint = GroupCall(
                 self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
             )
             try:
-                if call.refuse is not None and not self._ctx.members.are_several:
-                    call = call.refuse()
                 when_busy = "wait" if self._is_urgent() else self._ctx.config.when_busy
                 if when_busy != "wait":
                     joint.expect_room()
                 await_met(self._ctx.members, call.deadline)
-                if refused is not None:
-                    refused.wait_counted(call.deadline)
+                if self._refused is not None:
+                    await_counted(self._refused, self._ctx.members, call.deadline)
+                    self._refused = None
                 return self._save(state, step, call, number, when_busy, joint)
             except BaseException as error:
-                joint.refuse(error)
-                self._refused = joint
+                self._refused = joint.refuse(error)
                 raise
 
     def _save(
@@ -169,7 +168,7 @@ class SaveFrontend:
             if step is not None:
                 in_flight.check_step(step, overwrite=call.overwrite, read_steps=read_steps)
             step = claimed
-        if self._ctx.members.are_several and not planned.plan.share_id:
+        if planned.plan.local is not None and not planned.plan.share_id:  # other ranks hold shards, too
             with trace.span("agree before the capture", CALLER):
                 planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
@@ -259,13 +258,7 @@ class SaveFrontend:
         self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
-            if self._ctx.members.are_several:
-                gone = self._roll_back_together(step, self.in_flight.next_number())
-            else:
-                step = commit.check_step_number(step)
-                if self.in_flight.pending:
-                    raise BusyError(_busy(step, "saves"))
-                gone = self._roll_back(step)
+            gone = self._roll_back_on_all(step, self.in_flight.next_number())
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
 
@@ -274,7 +267,7 @@ class SaveFrontend:
         self.in_flight.steps.forget()  # one that fails midway has renamed some
         return self._root_session.rollback(step)
 
-    def _roll_back_together(self, step: int, number: int) -> list[int]:
+    def _roll_back_on_all(self, step: int, number: int) -> list[int]:
         """All ask, the leader goes back if no rank has a save pending, and the others wait for it."""
         members, topic = self._ctx.members, f"rollback {number}"
         coordinator, timeout_secs = members.coordinator, 2 * members.stall_secs
@@ -291,11 +284,13 @@ class SaveFrontend:
                 _ROLLBACK.broadcast, coordinator, topic, (busy, gone), timeout=timeout_secs, what="rollback()"
             )
         except BaseException as error:
-            tell(self._portal, members, SaveRound(members, self._ctx.executor, topic=topic), error)
+            with contextlib.suppress(EngineClosedError):
+                self._portal.submit(SaveRound(members, self._ctx.executor, topic=topic).end, told_of(members, error))
             raise
         coordinator.end_call(topic)
         if busy:
-            raise BusyError(_busy(step, f"saves of rank {busy}"))
+            whose = f"saves of rank {busy}" if len(asked) != 1 else "saves"
+            raise BusyError(f"rollback({step}): {whose} are pending; await their tickets first")
         self.in_flight.steps.roll_back(step)
         members.newest = step
         return gone
@@ -414,10 +409,6 @@ def _busy_ranks(asked: Sequence[tuple[int, bool]], step: int) -> str:
             text = f"rank {rank} calls rollback({other}) where rank 0 calls rollback({step})"
             raise PeerFailedError(f"{text}: give the same step on every rank", rank=rank, stage="agree")
     return ", ".join(str(rank) for rank, (_, is_busy) in enumerate(asked) if is_busy)
-
-
-def _busy(step: int, whose: str) -> str:
-    return f"rollback({step}): {whose} are pending; await their tickets first"
 
 
 def _plan_message(planned: PlannedSave, objects: ObjectBytes, step: int) -> PlanMsg:

@@ -49,9 +49,7 @@ class AgreedPreemption:
     @property
     def is_on(self) -> bool:
         """Whether a look has found the notice; itself no look."""
-        if not self._members.are_several:
-            return self.local.has_come
-        return self._first is not None and self._looks >= self._first
+        return self._is_found(self._looks)
 
     def poll(self) -> bool:
         """Whether the process is to end; stays True.
@@ -59,8 +57,6 @@ class AgreedPreemption:
         Raises:
             StallError: another rank does not answer.
         """
-        if not self._members.are_several:
-            return self.local.has_come
         with self._lock:
             self._looks += 1
             look, is_held = self._looks, self._is_held
@@ -69,10 +65,15 @@ class AgreedPreemption:
                 self._decided.result(2 * self._members.stall_secs)
             except TimeoutError:
                 raise StallError("preempted: the other ranks do not answer") from None
+        return self._is_found(look)
+
+    def _is_found(self, look: int) -> bool:
+        if not self._is_watching:  # alone, or no rank handles signals
+            return self.local.has_come
         return self._first is not None and look >= self._first
 
     def watch(self) -> None:
-        """Begin to look out for signals to other ranks."""
+        """Begin to look out for signals to other ranks; alone there are none, and a signal counts at once."""
         if self._members.are_several and not self._is_watching:
             self._is_watching = True
             self._portal.submit(self._watch)
