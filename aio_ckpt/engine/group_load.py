@@ -23,7 +23,7 @@ from aio_ckpt.errors import (
     SaveCancelledError,
 )
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
-from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL
 from aio_ckpt.read.match import OnMatched
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.futures import first_cause

@@ -34,7 +34,7 @@ from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
 from aio_ckpt.plan.global_plan import places
-from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL
 from aio_ckpt.ranks.save_ledger import CommitReply, Vote, extents_crc32
 from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport

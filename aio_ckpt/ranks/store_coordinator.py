@@ -26,12 +26,9 @@ from aio_ckpt._torch import PrefixStore, default_store
 from aio_ckpt._torch import Store as TorchStore
 from aio_ckpt.errors import AioCkptError, ConfigError, EngineClosedError, PeerFailedError
 from aio_ckpt.ranks.coordinator import Coordinator, Decide, SoloCoordinator
-from aio_ckpt.ranks.failure_detector import LivenessTimer
-from aio_ckpt.ranks.heartbeat import Liveness
+from aio_ckpt.ranks.liveness import Liveness, LivenessTimer
 from aio_ckpt.ranks.messages import REPLIES, Decision, Failure, Frame, Reply, failure_of, pack, unpack
-from aio_ckpt.ranks.rendezvous import Rendezvous
-from aio_ckpt.ranks.store_client import StoreClient
-from aio_ckpt.ranks.store_keys import Store, StoreKeys
+from aio_ckpt.ranks.store import Rendezvous, Store, StoreClient, StoreKeys
 
 __all__ = ["Coordinator", "Decide", "Decision", "SoloCoordinator", "StoreCoordinator", "default_coordinator"]
 

@@ -19,8 +19,7 @@ from rank_processes import Ranks, needs_list_keys, ranks
 
 from aio_ckpt.errors import ConfigError, EngineClosedError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks import store_coordinator as coordinator_module
-from aio_ckpt.ranks.failure_detector import LivenessTimer, lost_peer
-from aio_ckpt.ranks.heartbeat import HEARTBEATS_A_STALL
+from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL, LivenessTimer, lost_peer
 from aio_ckpt.ranks.messages import Decision, Heartbeat, call_of
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator, default_coordinator
 

@@ -21,7 +21,7 @@ from rank_processes import Ranks, engine_on, ranks
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import AioCkptError, ConfigError, PeerFailedError, ReadError
 from aio_ckpt.ranks.messages import Decision
-from aio_ckpt.ranks.rendezvous import companions, without
+from aio_ckpt.ranks.store import companions, without
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage
