@@ -173,9 +173,9 @@ def load_past_damage(rank: int, count: int, root: Path, broken: int) -> tuple[in
 @pytest.mark.parametrize("broken", [0, 1])
 def test_what_one_rank_finds_damaged_all_pass_by(two: Ranks, tmp_path: Path, broken: int) -> None:
     leader, other = two.run(load_past_damage, tmp_path, broken)
-    assert leader == (2, [3], False, [2, 3])
+    assert leader == (2, [3], False, [2, 4]), "many ranks leave out the step of a save that this engine made"
     assert other[:2] == (2, [3])
-    assert other[3] == [2, 3]
+    assert other[3] == [2, 4]
     assert list(tmp_path.glob(".aio_ckpt/corrupt/step_000000003-*"))
 
 
