@@ -1,73 +1,27 @@
-"""A rank leaves a save midway: the others hear why, at once, and keep what may still become visible."""
+"""A rank leaves a call midway, or comes to it late: the others hear why, and keep what may still become visible."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import errno
+import hashlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gated_storage import Gate
-from rank_processes import Ranks, engine_on, error_of
+from rank_engines import acting_engine, held_engine, no_space, told
+from rank_processes import Ranks, engine_on, error_of, needs_list_keys
 
-from aio_ckpt import CheckpointEngine, EngineConfig
-from aio_ckpt.errors import PeerFailedError
-from aio_ckpt.ranks.messages import Decision, Reply
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
+from aio_ckpt.commit.owner import pending_path
+from aio_ckpt.errors import AioCkptError, BusyError, ConfigError, PeerFailedError, StallError, WriteError
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
-from aio_ckpt.runtime.portal import Executor
-from tests.ranks.test_failing import ActingStorage, no_space, told
 
-SECS = 24.0
+LEAVE_SECS = 24.0
 SHORT_SECS = 2.0
-
-
-class HeldCoordinator(StoreCoordinator):
-    """Real ranks over a real store; one of them is held where a test wants it, on one topic."""
-
-    topic = ""
-    is_mute = False
-
-    def __init__(self) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        super().__init__(store, rank=dist.get_rank(), world_size=dist.get_world_size())
-        self.gate = Gate()
-
-    async def _tell(self, topic: str, decision: Decision) -> None:
-        if topic == self.topic:
-            await self.gate.wait()
-        await super()._tell(topic, decision)
-
-    async def _await_word(self, topic: str, stage: str) -> Reply:
-        word = await super()._await_word(topic, stage)
-        if topic == self.topic:
-            await self.gate.wait()
-        return word
-
-    async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        if self.is_mute:
-            raise PeerFailedError("the store of the ranks cannot be reached", rank=0, stage="agree")
-        return await super().abort(topic, error, stage=stage)
-
-
-@contextlib.contextmanager
-def held_engine(
-    root: Path, stall_secs: float, **settings: Any
-) -> Iterator[tuple[CheckpointEngine, HeldCoordinator, ActingStorage]]:
-    executor, coordinator = Executor("held", 4), HeldCoordinator()
-    storage = ActingStorage(executor)
-    config = EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings)
-    engine = CheckpointEngine(root, config, storage=storage, coordinator=coordinator)
-    try:
-        yield engine, coordinator, storage
-    finally:
-        storage.open_gates()
-        coordinator.gate.open()
-        engine.terminate()
-        executor.close(SECS)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -84,7 +38,7 @@ def pending_files(root: Path) -> list[str]:
 
 def go_on_untold(rank: int, count: int, root: Path) -> list[tuple[str, int | None, str]]:
     with held_engine(root, SHORT_SECS, on_failure="log") as (engine, coordinator, storage):
-        engine.save(state_of(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(LEAVE_SECS)
         if rank == 1:
             coordinator.is_mute = True
             storage.at, storage.act = ("write", "*"), no_space
@@ -112,15 +66,15 @@ def test_a_rank_that_went_on_to_its_next_save_without_a_word_is_not_waited_for(t
 
 
 def end_by_deadline(rank: int, count: int, root: Path) -> tuple[str, int | None, str]:
-    with held_engine(root, SECS) as (engine, _, _):
-        engine.save(state_of(1), step=1).result(SECS)
+    with held_engine(root, LEAVE_SECS) as (engine, _, _):
+        engine.save(state_of(1), step=1).result(LEAVE_SECS)
         dist.barrier()
         if rank == 0:
-            error = error_of(lambda: engine.save(state_of(2), step=2, deadline_secs=0.5), SECS)
+            error = error_of(lambda: engine.save(state_of(2), step=2, deadline_secs=0.5), LEAVE_SECS)
             dist.barrier()
         else:
             dist.barrier()
-            error = error_of(lambda: engine.save(state_of(2), step=2), SECS)
+            error = error_of(lambda: engine.save(state_of(2), step=2), LEAVE_SECS)
         dist.barrier()
     return told(error)
 
@@ -143,7 +97,7 @@ def render_slowly(rank: int, count: int, root: Path) -> tuple[str, int | None, s
             return template(written)
 
         ledger.template = slow  # type: ignore[method-assign]
-        found = told(engine.save(state_of(1), step=1).exception(SECS))
+        found = told(engine.save(state_of(1), step=1).exception(LEAVE_SECS))
         dist.barrier()
     return found
 
@@ -157,11 +111,11 @@ def test_metadata_of_many_ranks_may_take_longer_to_render_than_a_stall(two: Rank
 
 def commit_in_doubt(rank: int, count: int, root: Path) -> tuple[str, bool, list[str]]:
     with held_engine(root, SHORT_SECS) as (engine, _, storage):
-        engine.save(state_of(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(LEAVE_SECS)
         if rank == 0:
             storage.hold("rename")
         dist.barrier()
-        error = engine.save(state_of(2), step=2).exception(SECS)
+        error = engine.save(state_of(2), step=2).exception(LEAVE_SECS)
         dist.barrier()
         found = pending_files(root)
         dist.barrier()
@@ -180,10 +134,10 @@ def test_no_rank_removes_what_a_commit_in_doubt_may_still_make_visible(two: Rank
 def save_behind_a_closed_leader(rank: int, count: int, root: Path, structure: int) -> tuple[str, bool, list[str]]:
     found = "", False
     with engine_on(root, SHORT_SECS) as engine:
-        engine.save(state_of(1), step=1).result(SECS)
+        engine.save(state_of(1), step=1).result(LEAVE_SECS)
         dist.barrier()
         if rank:  # rank 0 goes on to close
-            error = error_of(lambda: engine.save(state_of(structure), step=2), SECS)
+            error = error_of(lambda: engine.save(state_of(structure), step=2), LEAVE_SECS)
             assert isinstance(error, PeerFailedError)
             found = str(error), error.in_doubt
     dist.barrier()
@@ -199,3 +153,316 @@ def test_a_save_that_begins_behind_a_closed_leader_has_failed_for_certain_and_le
     (_, _, left), (text, in_doubt, _) = two.run(save_behind_a_closed_leader, tmp_path, structure)
     assert "rank 0 does not come to save 2, it has closed its engine" in text
     assert (in_doubt, left) == (False, [])
+
+
+# -- late -------------------------------------------------------------------------------------------
+
+SECS = 30.0
+CALLS = 40
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300,), float(step)), "step": step}
+
+
+def coordinator_of(engine: CheckpointEngine | SyncCheckpointEngine) -> StoreCoordinator:
+    coordinator = engine._ctx.members.coordinator
+    assert isinstance(coordinator, StoreCoordinator)
+    return coordinator
+
+
+def left_of(ranks: Ranks, root: Path) -> list[str]:
+    """Keys of the engines on ``root``, less the tag of the root."""
+    tag = hashlib.blake2b(f"{ranks.count} {root}".encode(), digest_size=8).hexdigest()
+    return sorted(key.partition(f"/{tag}/")[2] for key in ranks.store.list_keys() if f"/{tag}/" in key)
+
+
+# -- the leader is far ahead --------------------------------------------------------------------------
+
+
+def call_often(engine: SyncCheckpointEngine, first: int) -> list[str]:
+    found = []
+    for step in range(first, first + CALLS):
+        try:
+            found.append("skipped" if engine.save(state_at(step), step=step).skipped else "saved")
+        except BusyError:
+            found.append("busy")
+    return found
+
+
+def come_late(rank: int, count: int, root: Path, when_busy: str) -> list[str]:
+    with engine_on(root, SECS, when_busy=when_busy) as engine:
+        engine.save(state_at(1), step=1).result(SECS)
+        if rank == 1:
+            dist.barrier()
+        found = call_often(engine, 2)
+        if rank == 0:
+            dist.barrier()
+        engine.ready()
+        dist.barrier()
+        engine.save(state_at(100), step=100).result(SECS)
+        dist.barrier()
+        assert engine.steps() == [1, 2, 100]
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("when_busy", "word"), [("skip", "skipped"), ("raise", "busy")])
+def test_a_rank_that_is_late_by_many_calls_skips_or_refuses_the_same_ones(
+    two: Ranks, tmp_path: Path, when_busy: str, word: str
+) -> None:
+    assert two.run(come_late, tmp_path, when_busy) == [["saved", *[word] * (CALLS - 1)]] * 2
+
+
+def close_early(rank: int, count: int, root: Path) -> tuple[list[str], str, float]:
+    with acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, _):
+        engine.save(state_at(1), step=1).result(SECS)
+        if rank == 1:
+            dist.barrier()
+        found = []
+        for step in range(2, 2 + CALLS):
+            found.append("skipped" if engine.save(state_at(step), step=step).skipped else "saved")
+        if rank == 0:
+            engine.terminate()
+            dist.barrier()
+            return found, "", 0.0
+        began = time.monotonic()
+        with pytest.raises(PeerFailedError) as raised:
+            engine.save(state_at(100), step=100)
+        return found, str(raised.value), time.monotonic() - began
+
+
+@needs_list_keys
+def test_a_leader_that_closes_early_leaves_its_words_to_whoever_is_late(two: Ranks, tmp_path: Path) -> None:
+    (found, *_), (late, text, secs) = two.run(close_early, tmp_path)
+    assert late == found
+    assert "rank 0 does not come to room 42, it has closed its engine" in text
+    assert secs < SHORT_SECS
+    assert left_of(two, tmp_path) == ["queue"], "the last to leave clears the board"
+
+
+# -- the ranks lose count ---------------------------------------------------------------------------
+
+
+def roll_back_where_the_other_skips(rank: int, count: int, root: Path) -> tuple[str, float]:
+    with acting_engine(root, SHORT_SECS, when_busy="skip", on_failure="log") as (engine, storage):
+        engine.save(state_at(1), step=1).result(SECS)
+        gate = storage.hold("sync", "*") if rank == 0 else None
+        ticket = engine.save(state_at(2), step=2)
+        if gate is not None:
+            assert engine.save(state_at(3), step=3).skipped
+            storage.release(gate)
+            gate.open()
+        ticket.result(SECS)
+        began = time.monotonic()
+        with pytest.raises(PeerFailedError) as raised:
+            engine.rollback(1) if rank else asyncio.run(engine.load(state_at(0)))
+        secs = time.monotonic() - began
+        dist.barrier()
+    return str(raised.value), secs
+
+
+def test_a_rank_that_rolls_back_where_another_skipped_a_save_and_loads_keeps_nobody_waiting(
+    two: Ranks, tmp_path: Path
+) -> None:
+    (load, load_secs), (rollback, rollback_secs) = two.run(roll_back_where_the_other_skips, tmp_path)
+    assert "rank 0 does not come to rollback 3, it is elsewhere: that call has ended there" in rollback
+    assert load.startswith("rank 1 does not come to load 1") or "rank 1 gave no sign of life in load 1" in load
+    assert max(load_secs, rollback_secs) < 2 * SHORT_SECS
+
+
+def save_where_the_other_loads(rank: int, count: int, root: Path) -> str:
+    with acting_engine(root, SHORT_SECS, on_failure="log") as (engine, _):
+        engine.save(state_at(1), step=1).result(SECS)
+        with pytest.raises(PeerFailedError) as raised:
+            asyncio.run(engine.load(state_at(0))) if rank else engine.save(state_at(2), step=2).result(SECS)
+    return str(raised.value)
+
+
+@needs_list_keys
+def test_ranks_that_found_each_other_elsewhere_clear_the_board_when_they_close(two: Ranks, tmp_path: Path) -> None:
+    _, load = two.run(save_where_the_other_loads, tmp_path)
+    assert "rank 0 does not come to load 1" in load
+    assert left_of(two, tmp_path) == ["queue"]
+
+
+def fail_on_the_leader(rank: int, count: int, root: Path, stage: str) -> list[str]:
+    with acting_engine(root, SECS, on_failure="log") as (engine, storage):
+        engine.save(state_at(1), step=1).result(SECS)
+        if stage == "write" and rank == 0:
+            storage.fail("sync", "*", WriteError(errno.EIO, "the disk is gone", "/x"))
+        options: dict[str, Any] = {"metrics": {"loss": "x"}} if stage == "capture" and rank == 0 else {}
+        with pytest.raises((AioCkptError, OSError)):
+            engine.save(state_at(2), step=2, **options).result(SECS)
+        pending = pending_path(root, engine._ctx.members.owner, 2)
+        if rank == 1:
+            engine.terminate()
+            pending.mkdir()  # as by one of its threads that was stuck in the system until now
+        dist.barrier()
+        if rank == 0:
+            engine.close_blocking()
+    dist.barrier()
+    return sorted(path.name for path in root.iterdir() if path.name.startswith(".pending"))
+
+
+@pytest.mark.parametrize("stage", ["capture", "write"])
+def test_what_a_late_rank_makes_of_a_save_that_failed_on_the_leader_is_removed(
+    two: Ranks, tmp_path: Path, stage: str
+) -> None:
+    assert two.run(fail_on_the_leader, tmp_path, stage) == [[], []]
+
+
+# -- a call is refused here and skipped there ---------------------------------------------------------
+
+
+def refuse_a_skipped_call(rank: int, count: int, root: Path, when_busy: str) -> tuple[list[str], list[int], list[str]]:
+    with acting_engine(root, SECS, when_busy=when_busy, max_in_flight=2) as (engine, storage):
+        engine.save(state_at(1)).result(SECS)
+        gate = storage.hold("sync", "*") if rank == 0 else None
+        tickets = [engine.save(state_at(step)) for step in (2, 3)]
+        dist.barrier()
+        found = []
+        try:
+            options: dict[str, Any] = {"metrics": {"loss": "x"}} if rank == 1 else {}
+            found.append("skipped" if engine.save(state_at(4), **options).skipped else "saved")
+        except (ConfigError, BusyError) as error:
+            found.append(type(error).__name__)
+        engine._portal.call(coordinator_of(engine).beat, timeout=SECS)  # behind whatever the call has begun
+        engine._portal.call(coordinator_of(engine).beat, timeout=SECS)
+        waits = [topic for topic in coordinator_of(engine)._waits if topic not in ("save 2", "save 3")]
+        dist.barrier()
+        if gate is not None:
+            storage.release(gate)
+            gate.open()
+        steps = [ticket.result(SECS).step for ticket in tickets]
+        for _ in range(2):
+            ticket = engine.save(state_at(5))
+            ticket.result(SECS)
+            steps.append(ticket.step)
+        dist.barrier()
+    return found, steps, waits
+
+
+@pytest.mark.parametrize(("when_busy", "word"), [("skip", "skipped"), ("raise", "BusyError")])
+def test_a_call_refused_here_that_the_leader_skips_waits_for_no_word_and_takes_no_step(
+    two: Ranks, tmp_path: Path, when_busy: str, word: str
+) -> None:
+    (leaders, steps, waits), (others, steps_there, waits_there) = two.run(refuse_a_skipped_call, tmp_path, when_busy)
+    assert (leaders, others) == ([word], ["ConfigError" if when_busy == "skip" else word])
+    assert steps == steps_there == [2, 3, 4, 5]
+    assert waits == waits_there == []
+
+
+def give_up_before_the_leader_speaks(rank: int, count: int, root: Path, has_room: bool) -> list[str]:
+    found = []
+    with acting_engine(root, SECS, when_busy="skip", on_failure="log") as (engine, storage):
+        engine.save(state_at(1)).result(SECS)
+        gate = storage.hold("sync", "*") if rank == 0 and not has_room else None
+        first = None if has_room else engine.save(state_at(2))
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(StallError, match="whether rank 0 has room"):
+                engine.save(state_at(3), deadline_secs=0.2)
+            dist.barrier()
+        else:
+            dist.barrier()
+            ticket = engine.save(state_at(3))
+            found.append("skipped" if ticket.skipped else type(ticket.exception(SECS)).__name__)
+            if gate is not None:
+                storage.release(gate)
+                gate.open()
+        if first is not None:
+            first.result(SECS)
+        dist.barrier()
+        for _ in range(2):
+            ticket = engine.save(state_at(4))
+            ticket.result(SECS)
+            found.append(str(ticket.step))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("has_room", "word", "steps"), [(True, "PeerFailedError", "3 4"), (False, "skipped", "3 4")])
+def test_a_call_given_up_before_the_leader_speaks_ends_as_that_call_on_both(
+    two: Ranks, tmp_path: Path, has_room: bool, word: str, steps: str
+) -> None:
+    leader, other = two.run(give_up_before_the_leader_speaks, tmp_path, has_room)
+    assert leader == [word, *steps.split()]
+    assert other == steps.split()
+
+
+# -- different calls ----------------------------------------------------------------------------------
+
+
+def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, str]) -> tuple[str, float]:
+    with acting_engine(root, SHORT_SECS, on_failure="log") as (engine, _):
+        engine.save(state_at(1), step=1).result(SECS)
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(PeerFailedError) as raised:
+            if kinds[rank] == "save":
+                engine.save(state_at(2), step=2).result(SECS)
+            elif kinds[rank] == "load":
+                engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+            else:
+                engine.rollback(1)
+        secs = time.monotonic() - began
+        dist.barrier()
+    return str(raised.value), secs
+
+
+@pytest.mark.parametrize("kinds", [("save", "load"), ("load", "save"), ("rollback", "save"), ("load", "rollback")])
+def test_ranks_that_wait_in_different_calls_are_told_of_both_before_a_stall_is_over(
+    two: Ranks, tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    outcomes = two.run(call_different_things, tmp_path, kinds)
+    assert max(secs for _, secs in outcomes) < 1.5 * SHORT_SECS
+    named = [text for text, _ in outcomes if "waits in" in text]
+    assert named
+    assert all(kind in named[0] for kind in kinds)
+
+
+# -- what is left in the store ------------------------------------------------------------------------
+
+
+def open_and_close(rank: int, count: int, root: Path, times: int) -> None:
+    for number in range(times):
+        with acting_engine(root, SECS) as (engine, _):
+            step = 10 * number
+            engine.save(state_at(step), step=step + 1).result(SECS)
+            engine.save({"x": torch.ones(number + 1), **state_at(step)}, step=step + 2).result(SECS)
+            with pytest.raises(AioCkptError):
+                engine.save(state_at(step), step=1).result(SECS)
+            engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+            engine.rollback(step + 1)
+            dist.barrier()
+
+
+@needs_list_keys
+def test_engines_that_were_opened_and_closed_leave_no_keys(four: Ranks, tmp_path: Path) -> None:
+    four.run(open_and_close, tmp_path, 1)
+    before = four.store.num_keys()
+    four.run(open_and_close, tmp_path / "other", 20)
+    assert four.store.num_keys() <= before + 1
+    assert left_of(four, tmp_path / "other") == ["queue"], "of each root the queue of its lobby stays, empty"
+
+
+def open_and_leave_at_once(rank: int, count: int, root: Path, leaving: int) -> str:
+    with acting_engine(root, SHORT_SECS) as (engine, _):
+        if rank == leaving:
+            engine.terminate()
+            dist.barrier()
+            return ""
+        dist.barrier()
+        with pytest.raises(AioCkptError) as raised:
+            engine.save(state_at(1), step=1).result(SECS)
+        return type(raised.value).__name__
+
+
+@needs_list_keys
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_rank_that_closes_before_the_others_come_hangs_nobody_and_leaves_no_keys(
+    two: Ranks, tmp_path: Path, leaving: int
+) -> None:
+    assert two.run(open_and_leave_at_once, tmp_path, leaving)[1 - leaving] == "PeerFailedError"
+    assert left_of(two, tmp_path) == ["queue"]
