@@ -124,6 +124,8 @@ class SaveFrontend:
                 self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
             )
             try:
+                if call.refuse is not None and not self._ctx.members.are_several:  # at once: no rank has to be told
+                    call = call.refuse()
                 when_busy = "wait" if self._is_urgent() else self._ctx.config.when_busy
                 if when_busy != "wait":
                     joint.expect_room()
