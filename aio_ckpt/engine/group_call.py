@@ -1,4 +1,4 @@
-"""Joint calls: what a call of ``save()`` settles with the other ranks before it is a pending save."""
+"""Group calls: what a call of ``save()`` agrees on with the other ranks before it is a pending save."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NOT_SKIPPED: Room = (True, 0)
 class GroupCall:
     """One call of ``save()`` on every rank.
 
-    Invariant: whatever ends it here, no other rank waits for this one in it, and this one for no word that never
-    comes: the others are told why, unless the leader has said, or says yet, that all skip the call.
+    Invariant: however this call ends locally, the other ranks are told, unless the leader decides that all skip the
+    call; and this rank never waits for a reply that cannot arrive.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class GroupCall:
             await members.met()
             if not members.is_leader:
                 await self._announce()
-            elif await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None:  # its word was out
+            elif await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None:  # its reply was out
                 self._room = self._own
 
     def _take_step(self) -> None:

@@ -323,12 +323,12 @@ class SaveFrontend:
         whole = planned.plan
         limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, step)
         try:
-            word = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
+            reply = self._portal.call(agreement.assign, told, timeout=limit_secs, what="save()")
         except StallError:
             deadline.check(step, "waiting for the plans of the other ranks")
             raise
-        assert word.share is not None  # a rank that planned anew has nothing to keep
-        plan = narrow(whole, word.share, word.share_id)
+        assert reply.share is not None  # a rank that planned anew has nothing to keep
+        plan = narrow(whole, reply.share, reply.share_id)
         self.cache.adopt(plan)
         kept = frozenset(plan.object_names)
         mine = [leaf for leaf in planned.objects if leaf[0] in kept]

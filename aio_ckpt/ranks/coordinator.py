@@ -17,7 +17,7 @@ M = TypeVar("M")
 R = TypeVar("R")
 
 Decide = Callable[[tuple[bytes, ...]], Awaitable[Decision]]
-"""The leader's: from the message of every rank, by rank."""
+"""Decides on the leader, from the messages of all ranks, by rank."""
 
 
 @runtime_checkable
@@ -32,14 +32,15 @@ class Coordinator(Protocol):
     """The rank that commits."""
 
     def register(self, name: str, *, stall_secs: float) -> None:
-        """First, on the thread that makes the engine: each rank's n-th that opens ``name`` meets the others' n-th.
+        """Enter the rendezvous, first and on the thread that makes the engine.
 
-        From :meth:`open` on a rank that gives no sign of life for ``stall_secs`` is taken for lost.
+        Each rank's n-th engine that opens ``name`` meets the n-th of the others. From :meth:`open` on, a rank that
+        gives no sign of life for ``stall_secs`` is lost.
         """
         ...
 
     async def open(self, name: str, *, stall_secs: float) -> None:
-        """Before all else: the ranks that open ``name`` meet under keys that no other engine has, or ever had.
+        """Meet the other ranks that open ``name``, under keys that no other engine has, or ever had.
 
         Raises:
             PeerFailedError: not all came in time.
@@ -57,7 +58,7 @@ class Coordinator(Protocol):
         ...
 
     async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
-        """What the leader tells this rank of ``topic``: there, by its ``decision``; elsewhere it is waited for.
+        """Return the leader's reply on ``topic`` to this rank. The leader passes its ``decision``, the others None.
 
         Raises:
             PeerFailedError: a rank failed, or the leader gives no sign of life.
@@ -65,7 +66,7 @@ class Coordinator(Protocol):
         ...
 
     async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """:meth:`gather`, ``decide`` on the leader, :meth:`broadcast`. What the leader decided for this rank.
+        """Do :meth:`gather`, ``decide`` on the leader, and :meth:`broadcast`.
 
         Raises:
             PeerFailedError: a rank failed, or gives no sign of life; names it, its stage and the cause.
@@ -74,43 +75,43 @@ class Coordinator(Protocol):
         ...
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """This rank will not take part in ``topic``: the others' ``agree`` ends, now or when they come to it.
+        """Tell the others that this rank takes no part in ``topic``: their exchange fails, now or when they come to it.
 
-        Where the leader's word on it is out already, in what follows by that word. Returns what the leader has told of
-        the failure; None if it does not say so in time, or had said the last word.
+        If the leader has already decided this topic, abort the follow-up topic that the decision names. Returns the
+        failure that the leader has told all ranks; None if it does not answer in time, or its last reply was out.
         """
         ...
 
     def begin_call(self, topic: str) -> None:
-        """The numbered call that ``topic`` is part of begins here; from any thread."""
+        """Note that the numbered call of ``topic`` begins on this rank; from any thread."""
         ...
 
     def end_call(self, topic: str) -> None:
-        """The numbered call that ``topic`` is part of has ended here: whoever waits for this rank in it is told so."""
+        """Note that the numbered call of ``topic`` has ended on this rank: heartbeats tell it to waiting ranks."""
         ...
 
     async def failure(self, topic: str) -> PeerFailedError | None:
-        """What the leader has told of a failure in ``topic``; None if it has told nothing yet, or no failure."""
+        """Return the failure that the leader has told in ``topic``; None if it has told nothing yet, or no failure."""
         ...
 
     async def raise_flag(self, name: str) -> None:
-        """Let every rank know of ``name``, for good."""
+        """Set the flag ``name`` for all ranks, for good."""
         ...
 
     async def is_raised(self, name: str) -> bool:
-        """Whether any rank has raised it."""
+        """Return whether any rank has raised it."""
         ...
 
     async def beat(self) -> None:
-        """Give a sign of life: this rank is on its way."""
+        """Write a heartbeat."""
         ...
 
     async def leave(self) -> None:
-        """Before ``close``: nobody takes from the others what they still need. Takes seconds at most."""
+        """Leave before ``close``, without deleting what other ranks still need. Takes seconds at most."""
         ...
 
     def close(self) -> None:
-        """Let go of what ``open`` took. Idempotent, from any thread."""
+        """Release what ``open`` took. Idempotent, from any thread."""
         ...
 
 

@@ -35,7 +35,7 @@ class Decision:
     each: tuple[bytes, ...] = ()
     """By rank, instead of ``common``, where the ranks are told different things."""
     then: str = ""
-    """The topic that follows for every rank: one that leaves after this word leaves that one."""
+    """The topic that follows for every rank: one that leaves after this reply leaves that one."""
 
     def of(self, rank: int) -> bytes:
         """What ``rank`` is told."""

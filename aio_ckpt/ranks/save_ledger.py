@@ -204,16 +204,16 @@ class Ledger:
             | unequal_objects(held, {rank: found.objects for rank, found in contents.items()})
         )
         shares, items = assign(held, boxes, kept, unequal)
-        words = []
+        replies = []
         for rank, (share, count) in enumerate(zip(shares, items, strict=True)):
             report = reports[rank]
             if isinstance(report, Vote):
-                words.append(AssignReply(report.share_id, None))
+                replies.append(AssignReply(report.share_id, None))
                 continue
             self._shares += 1
-            words.append(AssignReply(self._shares.to_bytes(4, "little"), share))
-            self._remember(rank, words[-1].share_id, _Known(local=plans[rank], share=share, items=count))
-        return words
+            replies.append(AssignReply(self._shares.to_bytes(4, "little"), share))
+            self._remember(rank, replies[-1].share_id, _Known(local=plans[rank], share=share, items=count))
+        return replies
 
     def _remember(self, rank: int, share_id: bytes, known: _Known) -> None:
         shares = self._ranks[rank]

@@ -24,8 +24,8 @@ Store: TypeAlias = Any
 """``torch.distributed.Store``, whose stubs know neither ``append`` nor values of bytes."""
 
 _NO_VALUE = "no value"
-_WORDS_KEPT = 256
-"""A call may ask again for a word that it has taken, as it ends; many calls may be under way."""
+_REPLIES_KEPT = 256
+"""A call may ask again for a reply that it has taken, as it ends; many calls may be under way."""
 
 _TOLD_LOOKED_AT = 16
 """From so many topics on the leader looks which of them are still there, and again when they have doubled."""
@@ -93,8 +93,8 @@ class StoreClient:
 class StoreKeys:
     """The keys of one engine in a store of all ranks. Only ever called in one thread.
 
-    Invariant: the keys of a topic stay until every rank has taken the leader's word on it, however late it comes; the
-    last one to take it deletes them. So each rank takes a word once, and remembers it.
+    Invariant: the keys of a topic stay until every rank has taken the leader's reply on it, however late it comes; the
+    last one to take it deletes them. So each rank takes a reply once, and remembers it.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
@@ -124,40 +124,40 @@ class StoreKeys:
         """All that was sent so far."""
         return found(self._store, f"{topic}/in")
 
-    def tell(self, topic: str, word: Reply, each: Sequence[bytes]) -> None:
-        """The leader's word, or what it tells ``each`` rank instead; nothing if it was told before."""
+    def tell(self, topic: str, reply: Reply, each: Sequence[bytes]) -> None:
+        """The leader's reply, or what it tells ``each`` rank instead; nothing if it was told before."""
         if topic in self._known:
             return
         store = self._store
         for rank, data in enumerate(each):
             if rank != self._rank:
                 store.set(f"{topic}/out/{rank}", data)
-        store.set(f"{topic}/out", msgspec.msgpack.encode(word))
-        self._remember(topic, word)
+        store.set(f"{topic}/out", msgspec.msgpack.encode(reply))
+        self._remember(topic, reply)
         self._told.append(topic)
         if len(self._told) >= self._looks_at:
             self._told = self._untaken()
             self._looks_at = 2 * len(self._told) + _TOLD_LOOKED_AT
 
-    def word(self, topic: str) -> Reply | None:
-        """The leader's word, with what it tells this rank; None if it is not out."""
+    def reply(self, topic: str) -> Reply | None:
+        """The leader's reply, with what it tells this rank; None if it is not out."""
         store = self._store
         data = b"" if topic in self._known else found(store, f"{topic}/out")
         if not data:
             return self._known.get(topic)
-        word = REPLIES.decode(data)
-        if word.is_each:
-            word = msgspec.structs.replace(word, common=found(store, f"{topic}/out/{self._rank}"))
+        reply = REPLIES.decode(data)
+        if reply.is_each:
+            reply = msgspec.structs.replace(reply, common=found(store, f"{topic}/out/{self._rank}"))
             store.delete_key(f"{topic}/out/{self._rank}")
-        self._remember(topic, word)  # in this thread: whoever waits for it may have been cancelled
+        self._remember(topic, reply)  # in this thread: whoever waits for it may have been cancelled
         if store.add(f"{topic}/taken", 1) == self._world_size - 1:
             self._delete_topic(topic)
-        return word
+        return reply
 
-    def _remember(self, topic: str, word: Reply) -> None:
+    def _remember(self, topic: str, reply: Reply) -> None:
         self._sent.discard(topic)
-        self._known[topic] = word
-        if len(self._known) > _WORDS_KEPT:
+        self._known[topic] = reply
+        if len(self._known) > _REPLIES_KEPT:
             del self._known[next(iter(self._known))]
 
     def _untaken(self) -> list[str]:
@@ -207,8 +207,8 @@ class StoreKeys:
     def _clear(self) -> None:
         store, ranks = self._store, range(self._world_size)
         for topic in found(store, "rest").decode().splitlines():
-            word = found(store, f"{topic}/out")
-            if word and REPLIES.decode(word).is_each:
+            reply = found(store, f"{topic}/out")
+            if reply and REPLIES.decode(reply).is_each:
                 for rank in ranks:
                     store.delete_key(f"{topic}/out/{rank}")
             self._delete_topic(topic)

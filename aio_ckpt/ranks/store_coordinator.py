@@ -77,7 +77,7 @@ class StoreCoordinator(Liveness):
         self.bytes_sent = 0
         """Their bytes, as they stand in the store."""
         self.bytes_received = 0
-        """Bytes of messages and words that this rank read."""
+        """Bytes of messages and replies that this rank read."""
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Self:
@@ -133,7 +133,7 @@ class StoreCoordinator(Liveness):
         await self.beat()
 
     async def _enter(self, store: Store, session: str) -> None:
-        """Out of the rendezvous; empty: there is nowhere to go."""
+        """Leave the rendezvous for the keys of ``session``; without keys if it is empty."""
         await self._ask(self._the_keys().forget_beat)
         keys = StoreKeys(PrefixStore(session, store), rank=self.rank, world_size=self.world_size)
         self._rendezvous, self._keys = None, keys if session else None
@@ -159,10 +159,10 @@ class StoreCoordinator(Liveness):
     async def _come(self) -> str:
         check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, _OPEN, "open"))
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
-        word = REPLIES.decode(await self._look(find, check, _OPEN))
-        if word.failure is not None:
-            raise word.failure.error(_OPEN, self.rank)
-        return word.common.decode()
+        reply = REPLIES.decode(await self._look(find, check, _OPEN))
+        if reply.failure is not None:
+            raise reply.failure.error(_OPEN, self.rank)
+        return reply.common.decode()
 
     def _while_in_group(self, find: Callable[[], T]) -> T:
         """What ``find`` gives. Raises PeerFailedError in another process group: there, too, engines may meet here."""
@@ -175,12 +175,16 @@ class StoreCoordinator(Liveness):
         """Whether this rank is in another default group than when the engine was made."""
         return self._group_store is not None and default_store() not in (None, self._group_store)
 
-    async def _answer(self, party: Mapping[int, str], word: Reply) -> None:
+    async def _answer(self, party: Mapping[int, str], reply: Reply) -> None:
         names = [name for rank, name in party.items() if rank != self.rank]
-        await self._ask(functools.partial(self._the_rendezvous().answer, names, msgspec.msgpack.encode(word)))
+        await self._ask(functools.partial(self._the_rendezvous().answer, names, msgspec.msgpack.encode(reply)))
 
     async def _leave_rendezvous(self, error: BaseException) -> str:
-        """Give the opening up. Empty, or where the others go on all the same: they must find that this rank left."""
+        """Abort the rendezvous.
+
+        Returns the session if the others were already admitted, so that this rank can tell them that it left;
+        otherwise an empty string.
+        """
         rendezvous = self._the_rendezvous()
         if self.rank == self.leader:
             dismiss = functools.partial(rendezvous.dismiss, withdraws_alone=self._is_regrouped())
@@ -197,7 +201,7 @@ class StoreCoordinator(Liveness):
     async def leave(self) -> None:
         """Before the end: the leader stays until all have left, for it may be the host of the store.
 
-        What this rank gives up is given up first: with the last one to leave the leader's word on it goes, too.
+        Aborts that are under way end first: the last rank to leave deletes the leader's replies to them.
         """
         with anyio.move_on_after(_GIVE_UP_SECS):
             while self._giving_up:
@@ -253,34 +257,34 @@ class StoreCoordinator(Liveness):
         """See :class:`Coordinator`."""
         failure = failure_of(self.rank, stage, error)
         with self._before_leaving():
-            word = await self._leave_topic(topic, failure)
-            while word is not None and word.then:
-                topic = word.then
-                word = await self._leave_topic(topic, failure)
-        return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+            reply = await self._leave_topic(topic, failure)
+            while reply is not None and reply.then:
+                topic = reply.then
+                reply = await self._leave_topic(topic, failure)
+        return None if reply is None or reply.failure is None else reply.failure.error(topic, self.rank)
 
     async def _leave_topic(self, topic: str, failure: Failure) -> Reply | None:
-        """Give up ``topic`` unless the leader's word is out: what that is, if it came in time."""
-        word = await self._word(topic)
-        if word is not None:
-            return word
+        """Abort ``topic`` unless the leader's reply is out. Returns that reply, or the one that came in time."""
+        reply = await self._reply(topic)
+        if reply is not None:
+            return reply
         if self.rank == self.leader:
             with anyio.CancelScope(shield=True):
                 await self._ask(functools.partial(self._the_keys().tell, topic, Reply(b"", failure=failure), ()))
-            return await self._word(topic)
+            return await self._reply(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
         if self.leader in self._absent:  # it has just been waited for in vain
-            word = await self._word(topic)
-            return Reply(b"", failure=failure) if word is None and self._is_undecidable(topic) else word
+            reply = await self._reply(topic)
+            return Reply(b"", failure=failure) if reply is None and self._is_undecidable(topic) else reply
         with contextlib.suppress(AioCkptError):
-            return await self._await_word(topic, failure.stage)
+            return await self._await_reply(topic, failure.stage)
         return None
 
     async def failure(self, topic: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
         with self._before_leaving():  # to be given up next
-            word = await self._word(topic)
-        return None if word is None or word.failure is None else word.failure.error(topic, self.rank)
+            reply = await self._reply(topic)
+        return None if reply is None or reply.failure is None else reply.failure.error(topic, self.rank)
 
     @contextlib.contextmanager
     def _before_leaving(self) -> Iterator[None]:
@@ -292,9 +296,9 @@ class StoreCoordinator(Liveness):
             self._giving_up.discard(ended)
             ended.set()
 
-    async def _word(self, topic: str) -> Reply | None:
+    async def _reply(self, topic: str) -> Reply | None:
         """The leader's, if it is out."""
-        return await self._ask(functools.partial(self._the_keys().word, topic))
+        return await self._ask(functools.partial(self._the_keys().reply, topic))
 
     async def raise_flag(self, name: str) -> None:
         """See :class:`Coordinator`."""
@@ -315,19 +319,19 @@ class StoreCoordinator(Liveness):
         self.bytes_sent += len(data)
 
     async def _hear(self, topic: str, stage: str) -> bytes:
-        word = await self._await_word(topic, stage)
+        reply = await self._await_reply(topic, stage)
         self._is_met = True
-        if word.failure is not None:
-            raise word.failure.error(topic, self.rank)
-        self.bytes_received += len(word.common)
-        return word.common
+        if reply.failure is not None:
+            raise reply.failure.error(topic, self.rank)
+        self.bytes_received += len(reply.common)
+        return reply.common
 
-    async def _await_word(self, topic: str, stage: str) -> Reply:
+    async def _await_reply(self, topic: str, stage: str) -> Reply:
         check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, topic, stage))
-        word = await self._look(functools.partial(self._the_keys().word, topic), check, topic)
+        reply = await self._look(functools.partial(self._the_keys().reply, topic), check, topic)
         self._absent.discard(self.leader)
         self._silent.discard(self.leader)
-        return word
+        return reply
 
     def _the_rendezvous(self) -> Rendezvous:
         if self._rendezvous is None:
@@ -362,8 +366,8 @@ class StoreCoordinator(Liveness):
 
     async def _tell(self, topic: str, decision: Decision) -> None:
         if self.world_size > 1:
-            word = Reply(decision.common, is_each=bool(decision.each), then=decision.then)
-            await self._ask(functools.partial(self._the_keys().tell, topic, word, decision.each))
+            reply = Reply(decision.common, is_each=bool(decision.each), then=decision.then)
+            await self._ask(functools.partial(self._the_keys().tell, topic, reply, decision.each))
 
 
 def _world(group_store: Store | None) -> str:

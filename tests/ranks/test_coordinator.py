@@ -313,7 +313,7 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
             first = (each.exchange("first", b"", then_second, stage="agree") for each in both)
             assert await asyncio.gather(*first) == [b"a", b"b"]
             began = time.monotonic()
-            # It has not heard the word: what it gives up is "first".
+            # It has not heard the reply: what it gives up is "first".
             leaves = both[leaving].abort("first", OSError(28, "No space left on device"), stage="write")
             stays = both[1 - leaving].exchange("second", b"", never, stage="agree")
             told, error = await asyncio.gather(leaves, stays, return_exceptions=True)
@@ -328,7 +328,7 @@ def test_a_rank_that_leaves_after_the_leaders_word_leaves_the_topic_that_follows
 
 
 async def given_up(coordinator: StoreCoordinator, topic: str) -> asyncio.Task[PeerFailedError | None]:
-    """It has sent that it gives ``topic`` up, and waits for the leader's word."""
+    """It has sent that it gives ``topic`` up, and waits for the leader's reply."""
     task = asyncio.create_task(coordinator.abort(topic, ValueError("bad"), stage="agree"))
     with anyio.fail_after(STALL_SECS):
         while topic not in coordinator._waits:
@@ -337,7 +337,7 @@ async def given_up(coordinator: StoreCoordinator, topic: str) -> asyncio.Task[Pe
 
 
 def test_a_rank_leaves_once_it_has_heard_of_what_it_gives_up() -> None:
-    """With the last rank to leave the leader's word goes, and whoever still waits for it waits in vain."""
+    """With the last rank to leave the leader's reply goes, and whoever still waits for it waits in vain."""
 
     async def main() -> list[str]:
         async with two_here(STALL_SECS) as (leader, other):
@@ -386,7 +386,7 @@ def test_a_word_that_is_out_is_never_taken_back() -> None:
 
 
 class HeldStoreCoordinator(StoreCoordinator):
-    """The leader's word waits at a gate."""
+    """The leader's reply waits at a gate."""
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
         super().__init__(store, rank=rank, world_size=world_size)

@@ -84,11 +84,11 @@ class HeldCoordinator(StoreCoordinator):
             await self.gate.wait()
         await super()._tell(topic, decision)
 
-    async def _await_word(self, topic: str, stage: str) -> Reply:
-        word = await super()._await_word(topic, stage)
+    async def _await_reply(self, topic: str, stage: str) -> Reply:
+        reply = await super()._await_reply(topic, stage)
         if topic == self.topic:
             await self.gate.wait()
-        return word
+        return reply
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         if self.is_mute:

@@ -56,9 +56,9 @@ def test_a_word_stays_until_the_last_rank_has_taken_it_and_each_remembers_it() -
     leader, early, late = boards(store, 3)
     for number in range(100):
         leader.tell(f"room {number}", Reply(b"%d" % number), ())
-        assert early.word(f"room {number}") == Reply(b"%d" % number)
-    assert early.word("room 99") == Reply(b"99")
-    assert [late.word(f"room {number}") for number in range(100)] == [Reply(b"%d" % n) for n in range(100)]
+        assert early.reply(f"room {number}") == Reply(b"%d" % number)
+    assert early.reply("room 99") == Reply(b"99")
+    assert [late.reply(f"room {number}") for number in range(100)] == [Reply(b"%d" % n) for n in range(100)]
     assert store.num_keys() == 0
 
 
@@ -66,7 +66,7 @@ def test_the_first_word_on_a_topic_stands() -> None:
     leader, other = boards(dist.HashStore(), 2)
     leader.tell("save 1", Reply(b"committed"), ())
     leader.tell("save 1", Reply(b"", failure=Failure(0, "write", "too late")), ())
-    assert other.word("save 1") == Reply(b"committed")
+    assert other.reply("save 1") == Reply(b"committed")
 
 
 @given(order=st.permutations(range(3)), takes=st.lists(st.booleans(), min_size=3, max_size=3))
@@ -80,12 +80,12 @@ def test_the_last_to_leave_clears_the_board_whatever_was_not_taken(order: list[i
     for keys, is_taken in zip(each, takes, strict=True):
         keys.beat(Heartbeat(1))
         if is_taken and keys is not each[0]:
-            assert keys.word("apart") is not None
+            assert keys.reply("apart") is not None
     for rank in order[:-1]:
         each[rank].leave()
         assert each[rank].have_all_left() is None
         assert all(each[order[-1]].beats([order[-1]])), "nothing is taken from whoever is still here"
-        assert order[-1] == 0 or each[order[-1]].word("told") == Reply(b"x")
+        assert order[-1] == 0 or each[order[-1]].reply("told") == Reply(b"x")
     each[order[-1]].leave()
     assert each[order[0]].have_all_left()
     assert store.num_keys() == 0
@@ -121,11 +121,11 @@ def test_nothing_on_a_board_or_in_a_lobby_waits_for_a_key() -> None:
     assert other.beats([0, 1]) == [b"", b""]
     leader.beat(Heartbeat(1))
     assert list(map(bool, other.beats([0, 1]))) == [True, False]
-    assert other.word("apart") is None
+    assert other.reply("apart") is None
     other.send("apart", b"m", wakes=False)
     assert leader.messages("apart")
     leader.tell("apart", Reply(b"", is_each=True), (b"a", b"\0b"))
-    assert other.word("apart") == Reply(b"\0b", is_each=True)
+    assert other.reply("apart") == Reply(b"\0b", is_each=True)
     assert not other.is_raised("preempted")
     other.raise_flag("preempted")
     assert leader.is_raised("preempted")
