@@ -366,7 +366,7 @@ def test_ranks_whose_settings_must_not_differ_are_all_told_which_one_does(
 
 # -- deadlines --------------------------------------------------------------------------------------
 
-DEADLINE_SECS = 24.0
+STALL_SECS = 24.0
 DEADLINE_SECS = 1.0
 LATE_SECS = 3.0
 """How much later a save may end on a busy machine; all that it could wait for is far longer."""
@@ -390,19 +390,19 @@ def stop_for_a_while() -> None:
 
 def stop_the_leader(rank: int, count: int, root: Path, size: int) -> tuple[str, bool, float, list[int], int]:
     """``size``: of the state of the save in question; another one than before is planned anew."""
-    with acting_engine(root, DEADLINE_SECS, on_failure="log") as (engine, storage):
-        engine.save(state_at(1), step=1).result(DEADLINE_SECS)
+    with acting_engine(root, STALL_SECS, on_failure="log") as (engine, storage):
+        engine.save(state_at(1), step=1).result(STALL_SECS)
         dist.barrier()
         if rank == 0:
             storage.at, storage.act = ("write", "*"), stop_for_a_while
         began = time.monotonic()
-        error = engine.save(state_at(2, size), step=2, deadline_secs=DEADLINE_SECS).exception(DEADLINE_SECS)
+        error = engine.save(state_at(2, size), step=2, deadline_secs=DEADLINE_SECS).exception(STALL_SECS)
         secs = time.monotonic() - began
         dist.barrier()
         steps = engine.steps()
         dist.barrier()
         ticket = engine.save(state_at(3))
-        ticket.result(DEADLINE_SECS)
+        ticket.result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs, steps, ticket.step
 
@@ -420,7 +420,7 @@ def test_a_save_ends_by_its_deadline_while_the_leader_stands_still(two: Ranks, t
 
 def ended(rank: int, ticket: SaveTicket, began: float) -> tuple[BaseException | None, float]:
     """What the save of a rank ended with and when; rank 0 goes on once that of rank 1 has ended, and then both do."""
-    error = ticket.exception(DEADLINE_SECS)
+    error = ticket.exception(STALL_SECS)
     secs = time.monotonic() - began
     if rank == 1:
         dist.barrier()
@@ -429,19 +429,19 @@ def ended(rank: int, ticket: SaveTicket, began: float) -> tuple[BaseException | 
 
 
 def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float]:
-    with held_engine(root, DEADLINE_SECS, on_failure="log") as (engine, coordinator, _):
-        engine.save(state_at(1), step=1).result(DEADLINE_SECS)
+    with held_engine(root, STALL_SECS, on_failure="log") as (engine, coordinator, _):
+        engine.save(state_at(1), step=1).result(STALL_SECS)
         dist.barrier()
         if rank == 0:
             coordinator.topic = "save 2"
         began = time.monotonic()
-        error = error_of(lambda: engine.save(state_at(2, 400), step=2, deadline_secs=DEADLINE_SECS), DEADLINE_SECS)
+        error = error_of(lambda: engine.save(state_at(2, 400), step=2, deadline_secs=DEADLINE_SECS), STALL_SECS)
         secs = time.monotonic() - began
         dist.barrier()
         coordinator.gate.open()
         dist.barrier()
         assert engine.steps() == [1]
-        engine.save(state_at(3), step=3).result(DEADLINE_SECS)
+        engine.save(state_at(3), step=3).result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs
 
@@ -454,8 +454,8 @@ def test_a_save_ends_by_its_deadline_while_the_leader_assigns_shares(two: Ranks,
 
 
 def commit_late(rank: int, count: int, root: Path) -> tuple[str, bool, float, list[int], int]:
-    with acting_engine(root, DEADLINE_SECS, on_failure="log") as (engine, storage):
-        engine.save(state_at(1), step=1).result(DEADLINE_SECS)
+    with acting_engine(root, STALL_SECS, on_failure="log") as (engine, storage):
+        engine.save(state_at(1), step=1).result(STALL_SECS)
         dist.barrier()
         gate = storage.hold("rename") if rank == 0 else None
         began = time.monotonic()
@@ -468,7 +468,7 @@ def commit_late(rank: int, count: int, root: Path) -> tuple[str, bool, float, li
         error, secs = ended(rank, ticket, began)
         steps = engine.steps()
         ticket = engine.save(state_at(3))
-        ticket.result(DEADLINE_SECS)
+        ticket.result(STALL_SECS)
         dist.barrier()
     return kind_of(error), getattr(error, "in_doubt", False), secs, steps, ticket.step
 
@@ -488,8 +488,8 @@ def test_a_rank_whose_deadline_passes_while_the_leader_renames_is_in_doubt_and_g
 
 def agree_before_the_capture(rank: int, count: int, root: Path) -> tuple[str, float]:
     """More than the budget: save() agrees with the others before it captures anything."""
-    with held_engine(root, DEADLINE_SECS, on_failure="log") as (engine, _, _):
-        engine.save(state_at(1), step=1).result(DEADLINE_SECS)
+    with held_engine(root, STALL_SECS, on_failure="log") as (engine, _, _):
+        engine.save(state_at(1), step=1).result(STALL_SECS)
         dist.barrier()
         large = {f"w{number}": torch.full((1 << 20,), float(number)) for number in range(24)}
         if rank == 0:
@@ -497,7 +497,7 @@ def agree_before_the_capture(rank: int, count: int, root: Path) -> tuple[str, fl
         began = time.monotonic()
         error: BaseException | None = None
         try:
-            error = engine.save(large, step=2, deadline_secs=DEADLINE_SECS).exception(DEADLINE_SECS)
+            error = engine.save(large, step=2, deadline_secs=DEADLINE_SECS).exception(STALL_SECS)
         except AioCkptError as raised:
             error = raised
         secs = time.monotonic() - began
@@ -505,7 +505,7 @@ def agree_before_the_capture(rank: int, count: int, root: Path) -> tuple[str, fl
             dist.barrier()
         dist.barrier()
         assert engine.steps() == [1]
-        engine.save(state_at(3), step=3).result(DEADLINE_SECS)
+        engine.save(state_at(3), step=3).result(STALL_SECS)
         dist.barrier()
     return " ".join(map(str, told(error))), secs
 
