@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 import struct
 import sys
+import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -69,6 +70,7 @@ _EXTRA = struct.Struct("<2H")
 _MAX_U32 = 0xFFFFFFFF
 _DESCRIPTOR_FLAG = 0x08
 _ENCRYPTED_FLAG = 0x01
+_UTF8_FLAG = 0x800
 _ZIP64_EXTRA = 1
 _PADDING_EXTRA = 0x4246
 """The id ("FB") under which torch pads its own records."""
@@ -205,12 +207,14 @@ class ParsedItem:
     """Likewise."""
 
 
-class _Item(NamedTuple):
-    """The two ends of an item and its length; addressed by item offsets."""
+class _TwoEnds:
+    """An item as a file of which only the two ends can be read; what lies between is None."""
 
-    head: bytes
-    tail: bytes
-    nbytes: int
+    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
+        self._head = head
+        self._tail = tail
+        self._nbytes = nbytes
+        self._at = 0
 
     def get(self, start: int, nbytes: int) -> bytes | None:
         """The bytes from ``start``; None if neither end holds them all.
@@ -218,21 +222,40 @@ class _Item(NamedTuple):
         Raises:
             CorruptCheckpointError: they lie outside the item.
         """
-        if start < 0 or start + nbytes > self.nbytes:
-            _corrupt(f"bytes {start} to {start + nbytes} lie outside its {self.nbytes} bytes")
-        if start + nbytes <= len(self.head):
-            return self.head[start : start + nbytes]
-        first = self.nbytes - len(self.tail)
-        return self.tail[start - first : start - first + nbytes] if start >= first else None
+        if start < 0 or nbytes < 0 or start + nbytes > self._nbytes:
+            _corrupt(f"bytes {start} to {start + nbytes} lie outside its {self._nbytes} bytes")
+        if start + nbytes <= len(self._head):
+            return self._head[start : start + nbytes]
+        first = self._nbytes - len(self._tail)
+        return self._tail[start - first : start - first + nbytes] if start >= first else None
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """As of a file; :mod:`zipfile` seeks from the start or from the end."""
+        self._at = offset + (self._nbytes if whence == 2 else 0)
+        if self._at < 0:
+            raise OSError("before the start")
+        return self._at
+
+    def tell(self) -> int:
+        """As of a file."""
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """As of a file.
+
+        Raises:
+            _BetweenError: neither end holds the bytes.
+        """
+        left = max(self._nbytes - self._at, 0)
+        found = self.get(self._at, left if nbytes < 0 else min(nbytes, left)) if left else b""
+        if found is None:
+            raise _BetweenError
+        self._at += len(found)
+        return found
 
 
-class _Record(NamedTuple):
-    """A central directory entry: full name, CRC32 (0: none was taken), length, offset of the local header."""
-
-    name: bytes
-    crc32: int
-    nbytes: int
-    offset: int
+class _BetweenError(Exception):
+    """The bytes lie between the two ends of an item."""
 
 
 def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
@@ -248,9 +271,8 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
     """
     if len(head) != min(item_bytes, HEAD_BYTES) or len(tail) != min(item_bytes, TAIL_BYTES):
         _corrupt(f"{len(head)} and {len(tail)} bytes were read of its {item_bytes}")
-    item = _Item(head, tail, item_bytes)
-    offset, size, count = _find_directory(item)
-    records = _read_directory(item, offset, size, count)
+    item = _TwoEnds(head, tail, item_bytes)
+    records, directory = _read_directory(item)
     if "byteorder" in records and _read_record(item, records["byteorder"]) != sys.byteorder.encode():
         raise UnsupportedLeafError(f"a tensor item is not {sys.byteorder}-endian")
     if "data.pkl" not in records:
@@ -260,10 +282,10 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
     if data is None:
         _corrupt(f"it has no record data/{view.storage.key[:40]!r}")
     raw_offset = _body_offset(item, data)
-    if raw_offset + data.nbytes > offset:
+    if raw_offset + data.file_size > directory:
         _corrupt("its raw bytes run into its directory")
-    _check_view(view, data.nbytes)
-    place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.nbytes, "crc32": data.crc32}
+    _check_view(view, data.file_size)
+    place: dict[str, Any] = {"raw_offset": raw_offset, "raw_bytes": data.file_size, "crc32": data.CRC}
     bits: dict[str, Any] = {"is_conj": view.is_conj, "is_neg": view.is_neg}
     return ParsedItem(
         dtype=view.dtype, shape=view.shape, stride=view.stride, storage_offset=view.offset, **place, **bits
@@ -276,107 +298,66 @@ def records_of(data: bytes) -> dict[str, tuple[bytes, int]]:
     Raises:
         CorruptCheckpointError: malformed, compressed, or a number that points outside of ``data``.
     """
-    item = _Item(data, b"", len(data))
-    records = _read_directory(item, *_find_directory(item))
-    bodies = {name: item.get(_body_offset(item, record), record.nbytes) or b"" for name, record in records.items()}
-    return {name: (body, records[name].crc32) for name, body in bodies.items()}
+    item = _TwoEnds(data, b"", len(data))
+    records, _ = _read_directory(item)
+    bodies = {name: item.get(_body_offset(item, record), record.file_size) or b"" for name, record in records.items()}
+    return {name: (body, records[name].CRC) for name, body in bodies.items()}
 
 
 def _corrupt(what: str) -> NoReturn:
     raise CorruptCheckpointError(f"its torch.save zip is damaged: {what}")
 
 
-def _find_directory(item: _Item) -> tuple[int, int, int]:
-    """(offset, length, number of entries) of the central directory."""
-    stop = item.nbytes - _END.size
-    end = item.get(stop, _END.size)
-    if end is None or not end.startswith(b"PK\5\6"):
+def _read_directory(item: _TwoEnds) -> tuple[dict[str, zipfile.ZipInfo], int]:
+    """Records by name without the archive's own directory name, and where the central directory begins."""
+    end = item.get(item.seek(0, 2) - _END.size, _END.size) or b""
+    if not end.startswith(b"PK\5\6") or any(end[-2:]):  # torch writes no comment; zipfile would search for its begin
         _corrupt("it does not end in a zip end record")
-    _, here, count, size, offset = _END.unpack(end)
-    before = item.get(max(stop - _LOCATOR64.size, 0), _LOCATOR64.size)
-    if before is not None and before.startswith(b"PK\6\7"):
-        short, (_, stop, _) = (here, count, size, offset), _LOCATOR64.unpack(before)
-        record = item.get(stop, _END64.size)
-        if record is None or not record.startswith(b"PK\6\6"):
-            _corrupt("its zip64 end record is not where its locator says")
-        _, _, here, count, size, offset = _END64.unpack(record)
-        if any(a not in (b, 0xFFFF, _MAX_U32) for a, b in zip(short, (here, count, size, offset), strict=True)):
-            _corrupt("its two end records differ")
-    if here != count or offset + size != stop:
-        _corrupt("its end record contradicts itself")
-    return offset, size, count
-
-
-def _read_directory(item: _Item, offset: int, size: int, count: int) -> dict[str, _Record]:
-    """Records by name without the archive's own directory name."""
-    central = item.get(offset, size)
-    if central is None:
-        raise UnsupportedLeafError(f"an item with {count} records is not one plain tensor")
-    records: dict[str, _Record] = {}
-    at = 0
-    while at < size:
-        record, at = _read_entry(central, at)
-        if record.offset + _LOCAL.size + len(record.name) + record.nbytes > offset:
+    try:
+        with zipfile.ZipFile(item) as archive:
+            found, directory = archive.infolist(), archive.start_dir
+    except _BetweenError:
+        raise UnsupportedLeafError("an item with so many records is not one plain tensor") from None
+    except MemoryError:
+        raise
+    except Exception as exc:  # forged numbers raise many types, from BadZipFile to struct.error
+        raise CorruptCheckpointError(f"its torch.save zip is damaged: {exc}") from exc
+    records: dict[str, zipfile.ZipInfo] = {}
+    for record in found:
+        name = record.orig_filename
+        if record.compress_type or record.flag_bits & _ENCRYPTED_FLAG or record.compress_size != record.file_size:
+            _corrupt("a record is compressed, encrypted or elsewhere")
+        if record.header_offset < 0 or record.header_offset + _LOCAL.size + len(name) + record.file_size > directory:
             _corrupt("a record runs into its directory")
-        _, slash, name = record.name.decode("utf-8", "replace").partition("/")
-        if not slash or name in records:
+        _, slash, short = name.partition("/")
+        if not slash or short in records:
             _corrupt("its directory names a record twice or not at all")
-        records[name] = record
-    if len(records) != count:
-        _corrupt(f"its directory has {len(records)} records, its end record says {count}")
-    return records
+        records[short] = record
+    return records, directory
 
 
-def _read_entry(central: bytes, at: int) -> tuple[_Record, int]:
-    """The entry at ``at`` and where the next one begins."""
-    body = at + _CENTRAL.size
-    if body > len(central):
-        _corrupt("its directory is cut short")
-    magic, flags, method, crc, packed, nbytes, *lengths, disk, offset = _CENTRAL.unpack_from(central, at)
-    name_stop, stop = body + lengths[0], body + sum(lengths)
-    if magic != b"PK\1\2" or stop > len(central):
-        _corrupt("its directory is not one")
-    nbytes, packed, offset = _widen((nbytes, packed, offset), central[name_stop : name_stop + lengths[1]])
-    if method or flags & _ENCRYPTED_FLAG or packed != nbytes or disk:
-        _corrupt("a record is compressed, encrypted or elsewhere")
-    return _Record(central[body:name_stop], crc, nbytes, offset), stop
-
-
-def _widen(values: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
-    """Values that stand at the 32-bit limit are taken from the zip64 extra field, in this order."""
-    if _MAX_U32 not in values:
-        return values
-    at, wide = 0, b""
-    while at + _EXTRA.size <= len(extra):
-        kind, nbytes = _EXTRA.unpack_from(extra, at)
-        if kind == _ZIP64_EXTRA:
-            wide = extra[at + _EXTRA.size : at + _EXTRA.size + nbytes]
-        at += _EXTRA.size + nbytes
-    if len(wide) < 8 * values.count(_MAX_U32):
-        _corrupt("its zip64 sizes are missing")
-    numbers = iter(struct.unpack_from(f"<{len(wide) // 8}Q", wide))
-    first, second, third = (next(numbers) if value == _MAX_U32 else value for value in values)
-    return first, second, third
-
-
-def _body_offset(item: _Item, record: _Record) -> int:
+def _body_offset(item: _TwoEnds, record: zipfile.ZipInfo) -> int:
     """Item offset of a record's bytes: its local header has an extra field of its own."""
-    local = item.get(record.offset, _LOCAL.size + len(record.name))
+    name = record.orig_filename
+    encoded = name.encode("utf-8" if record.flag_bits & _UTF8_FLAG else "cp437")
+    local = item.get(record.header_offset, _LOCAL.size + len(encoded))
     if local is None:
-        raise UnsupportedLeafError(f"record {record.name[:40]!r} lies too deep in its item for one plain tensor")
+        raise UnsupportedLeafError(f"record {name[:40]!r} lies too deep in its item for one plain tensor")
     magic, flags, method, _, _, _, name_bytes, extra_bytes = _LOCAL.unpack_from(local)
-    if magic != b"PK\3\4" or method or flags & _ENCRYPTED_FLAG or local[_LOCAL.size :][:name_bytes] != record.name:
-        _corrupt(f"the local header of {record.name[:40]!r} does not match its directory")
-    return record.offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
+    if magic != b"PK\3\4" or method or flags & _ENCRYPTED_FLAG or local[_LOCAL.size :][:name_bytes] != encoded:
+        _corrupt(f"the local header of {name[:40]!r} does not match its directory")
+    return record.header_offset + _LOCAL.size + int(name_bytes) + int(extra_bytes)
 
 
-def _read_record(item: _Item, record: _Record) -> bytes:
+def _read_record(item: _TwoEnds, record: zipfile.ZipInfo) -> bytes:
     """The bytes of a small record, checked against its CRC32 where there is one."""
-    body = item.get(_body_offset(item, record), record.nbytes)
+    body = item.get(_body_offset(item, record), record.file_size)
     if body is None:
-        raise UnsupportedLeafError(f"record {record.name[:40]!r} of {record.nbytes} bytes is no plain tensor's")
-    if record.crc32 not in (0, zlib.crc32(body)):
-        _corrupt(f"record {record.name[:40]!r} does not match its CRC32")
+        raise UnsupportedLeafError(
+            f"record {record.orig_filename[:40]!r} of {record.file_size} bytes is no plain tensor's"
+        )
+    if record.CRC not in (0, zlib.crc32(body)):
+        _corrupt(f"record {record.orig_filename[:40]!r} does not match its CRC32")
     return body
 
 
