@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
 import numpy as np
 import torch
 
-from aio_ckpt.errors import MismatchError
+from aio_ckpt.errors import AioCkptError, MismatchError
 from aio_ckpt.memory.copies import Copies, HostCopies
 from aio_ckpt.memory.cuda import begin_uploads, takes_registered
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
@@ -47,11 +47,13 @@ async def fetch(
     readers: int,
     verify: bool,
     devices: Sequence[torch.device] = (),
+    on_read: Callable[[ReadRequest, AioCkptError | None], None] | None = None,
 ) -> Fetched:
     """Run every segment, ``readers`` at a time, and finish landings as they fill up.
 
     A fetch, cancelled or not, returns only when no thread or device writes to a target any more. ``devices`` are those
-    of ``ReadPlan``.
+    of ``ReadPlan``. ``on_read`` is told of each request that is done, with the error that ended it: the others go on.
+    Without it, the first error ends the fetch.
 
     Raises:
         MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
@@ -62,7 +64,7 @@ async def fetch(
     locking = next(filter(takes_registered, devices), None)
     async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
-        run = _Run(files, executor, readers, verify, copies)
+        run = _Run(files, executor, readers, verify, copies, on_read)
         try:
             await run.all(segments, buffers)
         except BaseExceptionGroup as errors:
@@ -79,12 +81,21 @@ def _begin(devices: Sequence[torch.device]) -> list[Copies]:
 class _Run:
     """One run of a plan. Landings are opened and finished on the loop, filled by threads."""
 
-    def __init__(self, files: Files, executor: Executor, readers: int, verify: bool, copies: Sequence[Copies]) -> None:
+    def __init__(
+        self,
+        files: Files,
+        executor: Executor,
+        readers: int,
+        verify: bool,
+        copies: Sequence[Copies],
+        on_read: Callable[[ReadRequest, AioCkptError | None], None] | None,
+    ) -> None:
         self._files = files
         self._executor = executor
         self._reading = anyio.Semaphore(readers)
         self._verify = verify
         self._copies = copies
+        self._on_read = on_read
         self.bytes_read = 0
         self.sums_checked = 0
 
@@ -97,11 +108,22 @@ class _Run:
                 await self._reading.acquire()  # here a cancelled fetch stops
                 # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
                 with anyio.CancelScope(shield=True):
-                    await self._segment(segment, buffer[: segment.nbytes])
+                    await self._report(segment, buffer[: segment.nbytes])
 
         async with anyio.create_task_group() as group:
             for buffer in buffers[: len(segments)]:
                 group.start_soon(work, buffer)
+
+    async def _report(self, segment: ReadRequest, view: memoryview) -> None:
+        failure = None
+        try:
+            await self._segment(segment, view)
+        except AioCkptError as error:
+            if self._on_read is None:
+                raise
+            failure = error
+        if self._on_read is not None:
+            self._on_read(segment, failure)
 
     async def _segment(self, segment: ReadRequest, view: memoryview) -> None:
         """Read one segment and put its pieces where they belong. The turn to read, taken before, ends with the read."""
@@ -116,7 +138,8 @@ class _Run:
         finally:
             self._reading.release()
         self.sums_checked += await run_blocking(self._executor, place, segment, view, self._verify, self._copies)
-        complete = [landing for landing, count in landings.items() if _count_down(landing, count)]
+        full = [landing for landing, count in landings.items() if _count_down(landing, count)]
+        complete = [landing for landing in full if landing.needs_finish]
         if complete:
             self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
 

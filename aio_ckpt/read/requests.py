@@ -75,6 +75,11 @@ class ReassemblyBuffer:
         beside = copies.buffer(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
         self.scratch = torch.empty(self.nbytes, dtype=torch.uint8) if beside is None else beside[: self.nbytes]
 
+    @property
+    def needs_finish(self) -> bool:
+        """Whether :meth:`finish` has something to prove or to pass on."""
+        return self.crc32 is not None or self.then is not None
+
     def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> bool:
         """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
 

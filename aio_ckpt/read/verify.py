@@ -6,12 +6,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import anyio
-import anyio.lowlevel
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -29,13 +26,13 @@ from aio_ckpt.format.manifests import (
     rank_manifest_name,
 )
 from aio_ckpt.format.tensor_zip import fill_crc, render
-from aio_ckpt.memory.read_buffers import bounce_buffers
 from aio_ckpt.read.catalog import Slot, StoredObject
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import fetch
 from aio_ckpt.read.foreign_items import Ends, check_inside, check_zip, parse_slot, read_ends
 from aio_ckpt.read.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.read.plan import ReadPlan
+from aio_ckpt.read.requests import PieceRows, ReadRequest, ReassemblyBuffer
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.storage.local import Storage, read_small_file
@@ -57,7 +54,7 @@ class Fault:
     """What is wrong with it."""
 
 
-class _Span(NamedTuple):
+class _CheckedRange(NamedTuple):
     """Bytes of a file that have a CRC32."""
 
     start: int
@@ -233,9 +230,9 @@ class _Verification:
 
     # -- plain DCP ----------------------------------------------------------------------------------
 
-    async def _record_spans(self, slots: Sequence[Slot]) -> tuple[list[_Span], list[StoredObject]]:
+    async def _record_spans(self, slots: Sequence[Slot]) -> tuple[list[_CheckedRange], list[StoredObject]]:
         """Of the plain tensors, and the others (subclasses, say), whose zips can be proven all the same."""
-        spans, others = list[_Span](), list[StoredObject]()
+        spans, others = list[_CheckedRange](), list[StoredObject]()
         for slot in (slot for slot in slots if not slot.is_transformed):
             with _noting(self.faults, slot.file, slot.name):
                 ends = await read_ends(self.files, [slot], executor=self.executor, readers=1)
@@ -245,7 +242,7 @@ class _Verification:
                     others.append(StoredObject.of_slot(slot))
                     continue
                 if item.record_crc32 is not None:
-                    spans.append(_Span(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
+                    spans.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
         return spans, others
 
     async def _zips(self, objects: Iterable[StoredObject]) -> None:
@@ -260,51 +257,38 @@ class _Verification:
 
     # -- sums ---------------------------------------------------------------------------------------
 
-    async def _sum_file(self, file: str, spans: Sequence[_Span]) -> int | None:
-        """Read ``file`` once; its CRC32, None if a part could not be read. Notes each span that does not match."""
+    async def _sum_file(self, file: str, spans: Sequence[_CheckedRange]) -> int | None:
+        """Read ``file`` once and note each range that does not match. Return the file's CRC32.
+
+        None if a part of the file could not be read; the ranges in that part are neither proven nor noted.
+        """
         nbytes = self.files.sizes[file]
         parts = _cut(spans, nbytes)
-        chunk_sums, part_sums = await self._sum_chunks(file, parts)
+        requests = [_summed(file, chunk) for chunk in parts]
+        failed: set[int] = set()
+
+        def on_read(request: ReadRequest, error: AioCkptError | None) -> None:
+            if error is not None:
+                failed.add(request.start)
+                self._note(file, None, str(error))
+            self.on_progress(min(request.stop, nbytes) - request.start)
+
+        await fetch(self.files, requests, executor=self.executor, readers=self.readers, verify=True, on_read=on_read)
+        total: int | None = 0
         sums: dict[int, int | None] = {}
-        for chunk, ranges in enumerate(parts):
-            for (number, low, high), crc32 in zip(ranges, part_sums[chunk] or repeat(None), strict=False):
-                sums[number] = _combine(sums.get(number, 0), crc32, high - low)
+        for request, chunk in zip(requests, parts, strict=True):
+            is_read = request.start not in failed
+            for (number, _, _), (crc32, part_bytes) in zip(chunk, request.pieces.landings[0].sums, strict=True):
+                part_sum = crc32 if is_read else None
+                if number >= 0:
+                    sums[number] = _combine(sums.get(number, 0), part_sum, part_bytes)
+                if number == _WHOLE or chunk[0][0] != _WHOLE:
+                    total = _combine(total, part_sum, part_bytes)
         for number, span in enumerate(spans):
             if sums.get(number) not in (None, span.crc32):
                 where = f"bytes {span.start} to {span.start + span.nbytes} of the file"
                 self._note(file, span.name, f"{where} do not match their CRC32")
-        total: int | None = 0
-        for chunk, chunk_sum in enumerate(chunk_sums):
-            total = _combine(total, chunk_sum, min(_CHUNK_BYTES, nbytes - chunk * _CHUNK_BYTES))
         return total
-
-    async def _sum_chunks(
-        self, file: str, parts: Sequence[Sequence[_Part]]
-    ) -> tuple[list[int | None], list[list[int] | None]]:
-        nbytes = self.files.sizes[file]
-        chunk_sums: list[int | None] = [None] * len(parts)
-        part_sums: list[list[int] | None] = [None] * len(parts)
-        left = iter(range(len(parts)))
-
-        async def work(buffer: memoryview) -> None:
-            for chunk in left:
-                await anyio.lowlevel.checkpoint_if_cancelled()  # nothing else here can be cancelled
-                start = chunk * _CHUNK_BYTES
-                wanted = min(_CHUNK_BYTES, nbytes - start)
-                with _noting(self.faults, file), anyio.CancelScope(shield=True):
-                    async with self.files.use(file) as opened:
-                        got = await opened.read_into(start, buffer[: align_up(wanted, PAGE_BYTES)])
-                    if got < wanted:
-                        raise CorruptCheckpointError(f"{file}: ends at byte {start + got}")
-                    chunk_sums[chunk], part_sums[chunk] = await run_blocking(
-                        self.executor, _sum_parts, buffer[:wanted], start, parts[chunk]
-                    )
-                self.on_progress(wanted)
-
-        async with anyio.create_task_group() as group:
-            for buffer in bounce_buffers(min(_CHUNK_BYTES, nbytes), min(self.readers, len(parts))):
-                group.start_soon(work, buffer)
-        return chunk_sums, part_sums
 
     def _note(self, file: str, tensor: str | None, message: str) -> None:
         self.faults.append(Fault(file=file, tensor=tensor, message=message))
@@ -316,7 +300,8 @@ _Place: TypeAlias = tuple[str, int, int]
 """File, offset, length."""
 
 _Part: TypeAlias = tuple[int, int, int]
-"""Number of the span, and the file offsets between which it lies in a chunk."""
+"""Number of the range, or ``_GAP`` or ``_WHOLE``, and the file offsets between which it lies in a chunk."""
+_GAP, _WHOLE = -1, -2
 
 
 def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
@@ -349,31 +334,59 @@ def _slot_of(entry: TensorEntry, file: str) -> Slot:
     )
 
 
-def _spans_of(manifest: RankManifest) -> list[_Span]:
+def _spans_of(manifest: RankManifest) -> list[_CheckedRange]:
     """Every block and object of one rank's file."""
-    spans: list[_Span] = []
+    spans: list[_CheckedRange] = []
     block = manifest.block_bytes
     for entry, sums in zip(manifest.tensors, block_sums(manifest), strict=True):
         for at, crc32 in zip(range(0, entry.raw_bytes, block), sums, strict=True):
-            spans.append(_Span(entry.raw_offset + at, min(block, entry.raw_bytes - at), crc32, entry.fqns[0]))
-    spans += [_Span(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in manifest.objects]
+            spans.append(_CheckedRange(entry.raw_offset + at, min(block, entry.raw_bytes - at), crc32, entry.fqns[0]))
+    spans += [_CheckedRange(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in manifest.objects]
     return spans
 
 
-def _cut(spans: Sequence[_Span], nbytes: int) -> list[list[_Part]]:
-    """For each chunk of the file, the parts of spans inside it."""
+def _cut(spans: Sequence[_CheckedRange], nbytes: int) -> list[list[_Part]]:
+    """For each chunk of the file, the parts of the ranges inside it, and the gaps between them.
+
+    If the parts overlap, which no writer makes, the whole chunk comes first, and there are no gaps.
+    """
     parts: list[list[_Part]] = [[] for _ in range(0, nbytes, _CHUNK_BYTES)]
     for number, span in enumerate(spans):
         stop = span.start + span.nbytes
         for chunk in range(span.start // _CHUNK_BYTES, -(-stop // _CHUNK_BYTES)):
             low = max(span.start, chunk * _CHUNK_BYTES)
             parts[chunk].append((number, low, min(stop, (chunk + 1) * _CHUNK_BYTES)))
-    return parts
+    starts = range(0, nbytes, _CHUNK_BYTES)
+    return [
+        _filled(found, start, min(start + _CHUNK_BYTES, nbytes)) for start, found in zip(starts, parts, strict=True)
+    ]
 
 
-def _sum_parts(view: memoryview, start: int, parts: Sequence[_Part]) -> tuple[int, list[int]]:
-    crc32 = isal_zlib.crc32
-    return crc32(view), [crc32(view[low - start : high - start]) for _, low, high in parts]
+def _filled(parts: Sequence[_Part], start: int, stop: int) -> list[_Part]:
+    filled: list[_Part] = []
+    position = start
+    for part in sorted(parts, key=lambda part: part[1]):
+        _, low, high = part
+        if low < position:
+            return [(_WHOLE, start, stop), *parts]
+        if low > position:
+            filled.append((_GAP, position, low))
+        filled.append(part)
+        position = high
+    if position < stop:
+        filled.append((_GAP, position, stop))
+    return filled
+
+
+def _summed(file: str, parts: Sequence[_Part]) -> ReadRequest:
+    """Read one chunk of the file; the ``sums`` of its buffer get the CRC32 of each part, in their order."""
+    start, stop = parts[0][1], max(high for _, _, high in parts)
+    buffer = ReassemblyBuffer(label=file, start=start, nbytes=stop - start)
+    buffer.sums, buffer.pieces_left = [(0, 0)] * len(parts), len(parts)
+    rows = PieceRows()
+    for index, (_, low, high) in enumerate(parts):
+        rows.rows.append((low, high - low, -1, 0, 0, file, buffer, index))
+    return ReadRequest(file=file, start=start, stop=align_up(stop, PAGE_BYTES), pieces=rows.ascending())
 
 
 def _combine(first: int | None, second: int | None, nbytes: int) -> int | None:
