@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,12 +20,21 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
     UnsupportedLeafError,
 )
-from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.manifests import METADATA_FILE, RankManifest, block_sums
-from aio_ckpt.read.catalog import Item, Slot, StoredObject
+from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, RankManifest
+from aio_ckpt.read.catalog import Item, Slot, StoredObject, items_of
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import fetch
-from aio_ckpt.read.foreign_items import Ends, check_inside, check_object_zip, parse_slot, read_ends
+from aio_ckpt.read.foreign_items import (
+    Ends,
+    check_inside,
+    check_object_zip,
+    descriptors_of,
+    parse_slot,
+    place_of,
+    read_ends,
+    slot_at,
+    stored_at,
+)
 from aio_ckpt.read.load import synchronize
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.plan import ReadPlan, is_read_by_several
@@ -109,7 +118,8 @@ class Load:
     # -- where everything is ----------------------------------------------------------------------
 
     async def _locate(self, plan: LoadPlan) -> _Located:
-        wanted = {item.storage_index: self._place(item.storage_index) for item in plan.items}
+        places = self.metadata.storage_data
+        wanted = {item.storage_index: place_of(item.storage_index, places) for item in plan.items}
         used = {place.relative_path for place in wanted.values()}
         manifests = {ours.file.name: ours for ours in self.checkpoint.ranks if ours.file and ours.file.name in used}
         located = _Located()
@@ -126,41 +136,26 @@ class Load:
                 await run_blocking(executor, _parse, slots, ends, located)
         return located
 
-    def _place(self, index: MetadataIndex) -> StorageInfo:
-        place: StorageInfo | None = self.metadata.storage_data.get(index)
-        if place is None:
-            raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {index.fqn!r} {index.offset or ''}")
-        return place
-
     def _slots(self, wanted: Mapping[MetadataIndex, StorageInfo], into: _Located) -> dict[MetadataIndex, Slot]:
         """Of plain DCP: tensors whose envelope must be looked at; all else is put into ``into``."""
         slots: dict[MetadataIndex, Slot] = {}
         for index, place in wanted.items():
             entry = self.metadata.state_dict_metadata.get(index.fqn)
-            if isinstance(entry, TensorStorageMetadata) and not _descriptors(place):
+            if isinstance(entry, TensorStorageMetadata) and not descriptors_of(place):
                 offsets = tuple(index.offset or (0,) * len(entry.size))
-                shapes = [tuple(chunk.sizes) for chunk in entry.chunks if tuple(chunk.offsets) == offsets]
-                if not shapes:
+                chunks = [chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets]
+                if not chunks:
                     raise CorruptCheckpointError(f"{METADATA_FILE}: {index.fqn!r} has no chunk at {offsets}")
-                slots[index] = Slot(
-                    name=index.fqn,
-                    file=place.relative_path,
-                    item_offset=place.offset,
-                    item_bytes=place.length,
-                    dtype=entry.properties.dtype,
-                    shape=shapes[0],
-                    offsets=offsets,
-                    is_transformed=False,
-                )
+                slots[index] = slot_at(index.fqn, entry, chunks[0], place)
             else:
-                into.streams[index] = _stored(index, place, None)
+                into.streams[index] = stored_at(index.fqn, place)
         return slots
 
     # -- what the planner gets --------------------------------------------------------------------
 
     def _give(self, item: ReadItem, data: bytes, planner: LoadPlanner, transforms: Any) -> None:
         """An object, or a tensor that is stored as bytes, to the planner as stock gives it."""
-        descriptors = _descriptors(self._place(item.storage_index))
+        descriptors = descriptors_of(place_of(item.storage_index, self.metadata.storage_data))
         if self.checkpoint.root is None and not descriptors and item.type is LoadItemType.BYTE_IO:
             check_object_zip(item.storage_index.fqn, data)
         stream: Any = io.BytesIO(data)
@@ -186,59 +181,29 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-def _descriptors(place: StorageInfo) -> Sequence[str]:
-    return getattr(place, "transform_descriptors", None) or ()
-
-
-def _stored(index: MetadataIndex, place: StorageInfo, crc32: int | None) -> StoredObject:
-    return StoredObject(index.fqn, place.relative_path, place.offset, place.length, crc32, bool(_descriptors(place)))
-
-
 def _locate_ours(
     wanted: Mapping[MetadataIndex, StorageInfo], manifests: Mapping[str, RankManifest], into: _Located
 ) -> None:
     """By the manifests, which hold the sums; what ``.metadata`` says must be the same."""
-    rows = {name: _rows(ours) for name, ours in manifests.items()}
-    sums = {name: block_sums(ours) for name, ours in manifests.items()}
+    items = {name: _items_by_place(ours, ours.file) for name, ours in manifests.items() if ours.file is not None}
     objects = {(name, entry.offset): entry for name, ours in manifests.items() for entry in ours.objects}
     for index, place in wanted.items():
         file = place.relative_path
-        row = rows.get(file, {}).get((place.offset, place.length))
+        item = items.get(file, {}).get((place.offset, place.length))
         stored = objects.get((file, place.offset))
-        if row is not None:
-            into.items[index] = _item(index, manifests[file], row, sums[file][row])
+        if item is not None:
+            into.items[index] = item
         elif stored is not None and stored.nbytes == place.length:
-            into.streams[index] = _stored(index, place, stored.crc32)
+            into.streams[index] = stored_at(index.fqn, place, stored.crc32)
         else:
             raise CorruptCheckpointError(f"{file}: the manifests tell another place for {index.fqn!r} than .metadata")
 
 
-def _rows(manifest: RankManifest) -> dict[tuple[int, int], int]:
-    """Row of each item by its offset and length."""
+def _items_by_place(manifest: RankManifest, file: FileEntry) -> dict[tuple[int, int], Item]:
+    """The items of a rank by offset and length of each."""
     columns = manifest.columns
-    return {
-        place: row
-        for row, place in enumerate(zip(columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=True))
-    }
-
-
-def _item(index: MetadataIndex, manifest: RankManifest, row: int, sums: tuple[int, ...]) -> Item:
-    entry = manifest.tensors[row]
-    assert manifest.file is not None
-    return Item(
-        name=index.fqn,
-        file=manifest.file.name,
-        dtype=DTYPES[entry.dtype],
-        shape=entry.shape,
-        stride=entry.stride,
-        offsets=entry.offsets,
-        storage_offset=0,
-        raw_offset=entry.raw_offset,
-        raw_bytes=entry.raw_bytes,
-        block_bytes=manifest.block_bytes,
-        sums=sums,
-        record_crc32=None,
-    )
+    places = zip(columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=True)
+    return dict(zip(places, items_of(manifest, file), strict=True))
 
 
 def _parse(slots: Mapping[MetadataIndex, Slot], ends: Ends, into: _Located) -> None:

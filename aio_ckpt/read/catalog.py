@@ -1,4 +1,4 @@
-"""What a checkpoint stores: every name with the items that hold it. Pure: manifests or ``.metadata`` in, places out."""
+"""What a checkpoint stores: every name with the items that hold it. Pure: manifests in, places out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import TypeAlias
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import DTYPES
-from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, RankManifest, block_sums
+from aio_ckpt.format.manifests import FileEntry, RankManifest, block_sums
 
 __all__ = [
     "Catalog",
@@ -23,8 +21,8 @@ __all__ = [
     "Slot",
     "StoredObject",
     "catalog_of_manifests",
-    "catalog_of_metadata",
     "global_shape",
+    "items_of",
 ]
 
 
@@ -130,6 +128,15 @@ class Catalog:
         """Every name stored."""
         return {*self.shards, *self.objects}
 
+    def check(self) -> None:
+        """Raise CorruptCheckpointError for a name of two kinds, or a tensor of two dtypes or numbers of dimensions."""
+        both = self.shards.keys() & self.objects.keys()
+        if both:
+            raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
+        for name, found in self.shards.items():
+            if len(found) > 1 and len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
+                raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype or number of dimensions")
+
 
 def global_shape(shards: Shards) -> tuple[int, ...]:
     """Shape of the smallest global tensor that holds all shards; not checked to be covered."""
@@ -158,7 +165,7 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
     shards: dict[str, Shards] = {}
     further: defaultdict[str, list[Item]] = defaultdict(list)  # of names that are stored more than once
     for manifest, file in stored:
-        items = _items(manifest, file)
+        items = items_of(manifest, file)
         for item in items:
             if shards.setdefault(item.name, found := (item,)) is not found:
                 further[item.name].append(item)
@@ -173,12 +180,11 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
         files={file.name: file.nbytes for _, file in stored},
         nbytes=sum(file.nbytes for _, file in stored),
     )
-    _check_kinds(catalog)
-    _check_shards(catalog.shards)
+    catalog.check()
     return catalog
 
 
-def _items(manifest: RankManifest, file: FileEntry) -> list[Item]:
+def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
     """The items of one rank, row by row: 1 us each."""
     columns, name_of_file, block_bytes = manifest.columns, file.name, manifest.block_bytes
     signatures = [(DTYPES[dtype], shape, stride, (0,) * dims) for dtype, shape, stride, dims, _ in columns.signatures]
@@ -199,75 +205,3 @@ def _items(manifest: RankManifest, file: FileEntry) -> list[Item]:
         Item(name, name_of_file, dtype, shape, stride, begin, 0, raw_offset, raw_bytes, block_bytes, sums, None)
         for name, (dtype, shape, stride, _), begin, raw_offset, raw_bytes, sums in rows
     ]
-
-
-# -- plain DCP --------------------------------------------------------------------------------------
-
-
-def catalog_of_metadata(metadata: Metadata) -> Catalog:
-    """Of a checkpoint of plain DCP.
-
-    Raises:
-        CorruptCheckpointError: the metadata contradicts itself.
-    """
-    places: dict[MetadataIndex, StorageInfo] = metadata.storage_data or {}
-    shards: dict[str, Shards] = {}
-    objects: dict[str, StoredObject] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            shards[name] = tuple(_slot(name, entry, number, places) for number in range(len(entry.chunks)))
-            if not shards[name] or global_shape(shards[name]) != tuple(entry.size):
-                raise CorruptCheckpointError(f"{METADATA_FILE}: the chunks of {name!r} do not make up its size")
-        else:
-            place = _place(name, MetadataIndex(name), places)
-            moved = bool(getattr(place, "transform_descriptors", None))
-            objects[name] = StoredObject(name, place.relative_path, place.offset, place.length, None, moved)
-    catalog = Catalog(
-        shards=shards,
-        objects=objects,
-        files={place.relative_path: None for place in places.values()},
-        nbytes=sum(place.length for place in places.values()),
-    )
-    _check_kinds(catalog)
-    _check_shards(shards)
-    return catalog
-
-
-def _slot(name: str, entry: TensorStorageMetadata, number: int, places: Mapping[MetadataIndex, StorageInfo]) -> Slot:
-    chunk = entry.chunks[number]
-    place = _place(name, MetadataIndex(name, chunk.offsets), places)
-    return Slot(
-        name=name,
-        file=place.relative_path,
-        item_offset=place.offset,
-        item_bytes=place.length,
-        dtype=entry.properties.dtype,
-        shape=tuple(chunk.sizes),
-        offsets=tuple(chunk.offsets),
-        is_transformed=bool(getattr(place, "transform_descriptors", None)),
-        stride=getattr(entry.properties, "strides", None),
-    )
-
-
-def _place(name: str, index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
-    place = places.get(index)
-    if place is None:
-        raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {name!r} {index.offset or ''}")
-    return place
-
-
-# -- checks -----------------------------------------------------------------------------------------
-
-
-def _check_kinds(catalog: Catalog) -> None:
-    """A name is a tensor or an object."""
-    both = catalog.shards.keys() & catalog.objects.keys()
-    if both:
-        raise CorruptCheckpointError(f"{min(both)!r} is stored as a tensor and as an object")
-
-
-def _check_shards(shards: Mapping[str, Shards]) -> None:
-    """A tensor has one dtype and number of dimensions."""
-    for name, found in shards.items():
-        if len(found) > 1 and len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
-            raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype or number of dimensions")

@@ -10,12 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from isal import isal_zlib
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
+from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.read_buffers import address_of
-from aio_ckpt.read.catalog import Item, Slot
+from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import fetch
 from aio_ckpt.read.requests import PieceRows, cut_requests
@@ -23,16 +31,93 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 
 __all__ = [
     "Ends",
+    "catalog_of_metadata",
     "check_inside",
     "check_object_zip",
     "check_zip",
+    "descriptors_of",
     "parse_slot",
     "parse_slots",
+    "place_of",
     "read_ends",
+    "slot_at",
+    "stored_at",
 ]
 
 Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
 """Both ends of items, by ``id(slot)``."""
+
+
+# -- where they are: .metadata in, places out -------------------------------------------------------
+
+
+def catalog_of_metadata(metadata: Metadata) -> Catalog:
+    """Of a checkpoint of plain DCP.
+
+    Raises:
+        CorruptCheckpointError: the metadata contradicts itself.
+    """
+    places: dict[MetadataIndex, StorageInfo] = metadata.storage_data or {}
+    shards: dict[str, Shards] = {}
+    objects: dict[str, StoredObject] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shards[name] = tuple(
+                slot_at(name, entry, chunk, place_of(MetadataIndex(name, chunk.offsets), places))
+                for chunk in entry.chunks
+            )
+            if not shards[name] or global_shape(shards[name]) != tuple(entry.size):
+                raise CorruptCheckpointError(f"{METADATA_FILE}: the chunks of {name!r} do not make up its size")
+        else:
+            objects[name] = stored_at(name, place_of(MetadataIndex(name), places))
+    catalog = Catalog(
+        shards=shards,
+        objects=objects,
+        files={place.relative_path: None for place in places.values()},
+        nbytes=sum(place.length for place in places.values()),
+    )
+    catalog.check()
+    return catalog
+
+
+def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
+    """Return where ``.metadata`` says that an item is.
+
+    Raises:
+        CorruptCheckpointError: it tells no place.
+    """
+    place = places.get(index)
+    if place is None:
+        raise CorruptCheckpointError(f"{METADATA_FILE}: tells no place for {index.fqn!r} {index.offset or ''}")
+    return place
+
+
+def slot_at(name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo) -> Slot:
+    """Return the slot of a tensor's chunk."""
+    return Slot(
+        name=name,
+        file=place.relative_path,
+        item_offset=place.offset,
+        item_bytes=place.length,
+        dtype=entry.properties.dtype,
+        shape=tuple(chunk.sizes),
+        offsets=tuple(chunk.offsets),
+        is_transformed=bool(descriptors_of(place)),
+        stride=getattr(entry.properties, "strides", None),
+    )
+
+
+def stored_at(name: str, place: StorageInfo, crc32: int | None = None) -> StoredObject:
+    """Return the object at ``place``."""
+    return StoredObject(name, place.relative_path, place.offset, place.length, crc32, bool(descriptors_of(place)))
+
+
+def descriptors_of(place: StorageInfo) -> Sequence[str]:
+    """Return the stream extensions of DCP that an item was written through, outermost first."""
+    return getattr(place, "transform_descriptors", None) or ()
+
+
+# -- what they are: both ends in, items out ---------------------------------------------------------
 
 
 async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:

@@ -27,7 +27,8 @@ from aio_ckpt.format.manifests import (
     decode_root,
     rank_manifest_name,
 )
-from aio_ckpt.read.catalog import Catalog, catalog_of_manifests, catalog_of_metadata
+from aio_ckpt.read.catalog import Catalog, catalog_of_manifests
+from aio_ckpt.read.foreign_items import catalog_of_metadata
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, read_small_file
