@@ -20,9 +20,10 @@ from aio_ckpt._version import __version__
 from aio_ckpt.checks import check_seconds
 from aio_ckpt.cli.console import Advance, Screen, printable
 from aio_ckpt.cli.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
+from aio_ckpt.commit.discovery import MAX_RETRIES
 from aio_ckpt.commit.owner import Owner
-from aio_ckpt.commit.publish import MAX_LOOKS, MAX_STEP
 from aio_ckpt.commit.retention import protect, unprotect
+from aio_ckpt.commit.step_numbers import MAX_STEP
 from aio_ckpt.config import MAX_WORKERS, EngineConfig
 from aio_ckpt.demo.run import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
@@ -337,7 +338,7 @@ def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advan
     async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
         nonlocal is_gone
         faults: tuple[Fault, ...] = ()
-        for _ in range(MAX_LOOKS):
+        for _ in range(MAX_RETRIES):
             before = await storage.status(checkpoint)
             faults = await look(storage, executor)
             after = await storage.status(checkpoint)

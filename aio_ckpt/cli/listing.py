@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aio_ckpt.commit.publish import MAX_LOOKS, CommittedCheckpoint, discover
+from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover
 from aio_ckpt.commit.retention import protected_steps
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
@@ -188,7 +188,7 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
     if await _is_checkpoint(storage, path):
         return [path]
     found: list[Path] = []
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_RETRIES):
         steps = {name: step for name in await storage.list_dir(path) if (step := names.step(name)) is not None}
         paths = [path / name for name in sorted(steps, key=steps.__getitem__)]
         found = [each for each in paths if await _is_checkpoint(storage, each)]
@@ -211,7 +211,7 @@ async def describe_newest(storage: Storage, executor: Executor, path: Path, name
         CheckpointNotFoundError: neither.
         CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
     """
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_RETRIES):
         newest = (await locate(storage, path, names))[-1]
         before = await storage.status(newest)
         try:
@@ -219,7 +219,9 @@ async def describe_newest(storage: Storage, executor: Executor, path: Path, name
         except (CheckpointNotFoundError, CorruptCheckpointError):
             if before is not None and await storage.status(newest) == before:
                 raise  # else it was deleted or replaced: look again
-    raise CheckpointNotFoundError(f"{path}: each of {MAX_LOOKS} checkpoints was deleted by its writer when it was read")
+    raise CheckpointNotFoundError(
+        f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer when it was read"
+    )
 
 
 async def describe(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:

@@ -4,7 +4,7 @@ In: write results. Out: manifests, a published directory, the list of committed 
 directories, cleanup of failed saves, retention and quarantine. Imports everything up to ``write``.
 """
 
-from aio_ckpt.commit.publish import discover
+from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.retention import Retention
 

@@ -1,20 +1,145 @@
-"""What the committed checkpoints of a root say of themselves."""
+"""Discovery: which steps of a root are committed, and the way back to an earlier one."""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from aio_ckpt.errors import AioCkptError
-from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root
-from aio_ckpt.storage.local import Storage, read_small_file
+from aio_ckpt.commit.step_numbers import MAX_STEP, check_step_number
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError
+from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
+from aio_ckpt.format.names import ABANDONED_DIR, StepNames
+from aio_ckpt.storage.local import Storage, names_in, read_small_file, sync_parents
 
-__all__ = ["read_save_id"]
+__all__ = [
+    "MAX_RETRIES",
+    "CommittedCheckpoint",
+    "abandon_after",
+    "discover",
+    "discover_all",
+    "is_unchanged",
+    "read_save_id",
+]
+
+MAX_RETRIES = 32
+"""How often a root is listed anew because its writer deleted a step that was listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedCheckpoint:
+    """A committed checkpoint."""
+
+    step: int
+    """Its step."""
+    path: Path
+    """Its directory."""
+    identity: tuple[int, ...] = ()
+    """Of its ``.metadata`` when it was found; empty if it had lost it."""
+
+
+async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
+    """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
+
+    Of a step that has two directories the one with the engine's own name counts.
+    """
+    committed, _ = await _step_directories(storage, root, names)
+    return _chosen(committed, names)
+
+
+async def discover_all(
+    storage: Storage, root: Path, names: StepNames
+) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
+    """As :func:`discover`, and what was committed before it lost its ``.metadata``, of other steps."""
+    committed, bare = await _step_directories(storage, root, names)
+    steps = {checkpoint.step for checkpoint in committed}
+    return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
+
+
+def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:
+    found: dict[int, CommittedCheckpoint] = {}
+    for checkpoint in committed:
+        if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
+            found[checkpoint.step] = checkpoint
+    return [found[step] for step in sorted(found)]
+
+
+async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
+    """Directories of steps that are ours by the root manifest, and no save into them runs."""
+    found: list[CommittedCheckpoint] = []
+    for checkpoint in bare:
+        if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
+            continue
+        try:
+            files = await storage.list_dir(checkpoint.path)
+        except ReadError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            continue  # its writer deleted it meanwhile
+        if not any(file.startswith(METADATA_FILE) for file in files):
+            found.append(checkpoint)
+    return found
+
+
+async def _step_directories(
+    storage: Storage, root: Path, names: StepNames
+) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
+    """What has ``.metadata`` and so is committed, and what is named like a step and has none: it may be anybody's."""
+    found: list[CommittedCheckpoint] = []
+    bare: list[CommittedCheckpoint] = []
+    for _ in range(MAX_RETRIES):
+        found.clear()
+        bare.clear()
+        has_vanished = False
+        for name in await names_in(storage, root):
+            step = names.step(name)
+            if step is None or step > MAX_STEP:
+                continue
+            status = await storage.status(root / name / METADATA_FILE)
+            if status is not None:
+                found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
+            elif await storage.exists(root / name):
+                bare.append(CommittedCheckpoint(step=step, path=root / name))
+            else:
+                has_vanished = True
+        if not has_vanished:
+            break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
+    return found, bare
+
+
+async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
+    """Whether a checkpoint is still the one that :func:`discover` found: neither deleted nor replaced since."""
+    status = await storage.status(found.path / METADATA_FILE)
+    return found.identity == (() if status is None else status.identity)
 
 
 async def read_save_id(storage: Storage, checkpoint: Path) -> str:
-    """Of the save that wrote it; "" if that cannot be told."""
+    """Return the id of the save that wrote a checkpoint; "" if that cannot be told."""
     try:
         data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
         return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
     except AioCkptError:
         return ""
+
+
+async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:
+    """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
+
+    Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
+
+    Raises:
+        CheckpointNotFoundError: ``step`` is not committed.
+    """
+    step = check_step_number(step)
+    committed, _ = await _step_directories(storage, root, names)  # every one: a step may have two
+    steps = sorted({checkpoint.step for checkpoint in committed})
+    if step not in steps:
+        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
+    committed.sort(key=lambda checkpoint: checkpoint.step)
+    later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
+    for checkpoint in later:
+        target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
+        await storage.rename(checkpoint.path, target)
+        await sync_parents(storage, checkpoint.path, target)  # each: a power loss may keep any of several renames
+    return sorted({checkpoint.step for checkpoint in later}, reverse=True)

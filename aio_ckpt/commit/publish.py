@@ -1,7 +1,7 @@
-"""Commit: pending -> durable -> visible; discovery of what is committed.
+"""Publish: make a pending directory durable, then visible.
 
 Root mode: everything is written and fsynced in a directory below ``.aio_ckpt/pending/``, which is then renamed into
-place, so a checkpoint is whole or invisible at any instant. For a directory of the caller's see ``directory``.
+place, so that a checkpoint is complete or invisible at any instant. For a directory of the caller's see ``directory``.
 """
 
 from __future__ import annotations
@@ -9,131 +9,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import numbers
-import operator
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import anyio
 
-from aio_ckpt.checks import shown
 from aio_ckpt.commit.owner import read_owner
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, StepOrderError, WriteError
+from aio_ckpt.errors import AioCkptError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.format.names import ABANDONED_DIR, OWNER_FILE, TRASH_DIR, StepNames
-from aio_ckpt.storage.local import Storage, names_in, sync_parents
+from aio_ckpt.format.names import OWNER_FILE, TRASH_DIR
+from aio_ckpt.storage.local import Storage, sync_parents
 
-__all__ = [
-    "CommittedCheckpoint",
-    "abandon_after",
-    "check_step",
-    "check_step_number",
-    "discover",
-    "discover_all",
-    "is_unchanged",
-    "publish",
-    "sync_pending",
-    "whole_number",
-]
-
-MAX_LOOKS = 32
-"""How often a root is looked at anew because its writer deleted what was being looked at."""
-MAX_STEP = 1 << 62
-"""Largest number that a manifest holds."""
+__all__ = ["publish", "sync_pending"]
 
 _TIDY_SECS = 60.0
 """How long a committed save waits for what it replaces to be removed."""
-T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedCheckpoint:
-    """A committed checkpoint."""
-
-    step: int
-    """Its step."""
-    path: Path
-    """Its directory."""
-    identity: tuple[int, ...] = ()
-    """Of its ``.metadata`` when it was found; empty if it had lost it."""
-
-
-async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
-    """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
-
-    Of a step that has two directories the one with the engine's own name counts.
-    """
-    committed, _ = await _step_directories(storage, root, names)
-    return _chosen(committed, names)
-
-
-async def discover_all(
-    storage: Storage, root: Path, names: StepNames
-) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """As :func:`discover`, and what was committed before it lost its ``.metadata``, of other steps."""
-    committed, bare = await _step_directories(storage, root, names)
-    steps = {checkpoint.step for checkpoint in committed}
-    return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
-
-
-def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:
-    found: dict[int, CommittedCheckpoint] = {}
-    for checkpoint in committed:
-        if checkpoint.step not in found or checkpoint.path.name == names.name(checkpoint.step):
-            found[checkpoint.step] = checkpoint
-    return [found[step] for step in sorted(found)]
-
-
-async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
-    """Directories of steps that are ours by the root manifest, and no save into them runs."""
-    found: list[CommittedCheckpoint] = []
-    for checkpoint in bare:
-        if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
-            continue
-        try:
-            files = await storage.list_dir(checkpoint.path)
-        except ReadError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            continue  # its writer deleted it meanwhile
-        if not any(file.startswith(METADATA_FILE) for file in files):
-            found.append(checkpoint)
-    return found
-
-
-async def _step_directories(
-    storage: Storage, root: Path, names: StepNames
-) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """What has ``.metadata`` and so is committed, and what is named like a step and has none: it may be anybody's."""
-    found: list[CommittedCheckpoint] = []
-    bare: list[CommittedCheckpoint] = []
-    for _ in range(MAX_LOOKS):
-        found.clear()
-        bare.clear()
-        has_vanished = False
-        for name in await names_in(storage, root):
-            step = names.step(name)
-            if step is None or step > MAX_STEP:
-                continue
-            status = await storage.status(root / name / METADATA_FILE)
-            if status is not None:
-                found.append(CommittedCheckpoint(step=step, path=root / name, identity=status.identity))
-            elif await storage.exists(root / name):
-                bare.append(CommittedCheckpoint(step=step, path=root / name))
-            else:
-                has_vanished = True
-        if not has_vanished:
-            break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
-    return found, bare
-
-
-async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
-    """Whether a checkpoint is still the one that :func:`discover` found: neither deleted nor replaced since."""
-    status = await storage.status(found.path / METADATA_FILE)
-    return found.identity == (() if status is None else status.identity)
 
 
 async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) -> None:
@@ -146,7 +36,7 @@ async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) ->
 
 
 async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> tuple[Path, ...]:
-    """Leader, root mode: make a sealed directory visible, durably.
+    """Leader, root mode: make a durable directory visible, durably.
 
     It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
     when the new one is durable. Where that fails it is under one of the names that are returned.
@@ -213,67 +103,3 @@ async def _tidied(storage: Storage, pending: Path, final: Path, trash: Path | No
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
         return False
     return True
-
-
-async def abandon_after(storage: Storage, root: Path, names: StepNames, step: int, tag: str) -> list[int]:
-    """Move every committed step after ``step`` below ``.aio_ckpt/abandoned/``, newest first; nothing is deleted.
-
-    Newest first: a crash between two renames leaves a prefix of the history, never one with a gap.
-
-    Raises:
-        CheckpointNotFoundError: ``step`` is not committed.
-    """
-    step = check_step_number(step)
-    committed, _ = await _step_directories(storage, root, names)  # every one: a step may have two
-    steps = sorted({checkpoint.step for checkpoint in committed})
-    if step not in steps:
-        raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
-    committed.sort(key=lambda checkpoint: checkpoint.step)
-    later = [checkpoint for checkpoint in reversed(committed) if checkpoint.step > step]
-    for checkpoint in later:
-        target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
-        await storage.rename(checkpoint.path, target)
-        await sync_parents(storage, checkpoint.path, target)  # each: a power loss may keep any of several renames
-    return sorted({checkpoint.step for checkpoint in later}, reverse=True)
-
-
-def check_step(
-    step: object, *, newest: int | None, committed: Collection[int], pending: Collection[int], overwrite: bool
-) -> int:
-    """The step of a save: ``step``, or one after the newest committed or pending.
-
-    Raises:
-        StepOrderError: no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
-    """
-    if step is None:
-        return 1 if newest is None else check_step_number(newest + 1)
-    step = check_step_number(step)
-    if newest is None or step > newest or (overwrite and step in committed):
-        return step
-    hint = "overwrite=True replaces it" if step in committed else f"rollback({step}) goes back"
-    if step in pending:
-        hint = (
-            "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
-        )
-    raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {hint}")
-
-
-def check_step_number(step: object) -> int:
-    """``step`` as an int if it can be the number of a step.
-
-    Raises:
-        StepOrderError: no :func:`whole_number` from 0 to ``MAX_STEP``.
-    """
-    number = whole_number(step)
-    if type(number) is not int or not 0 <= number <= MAX_STEP:
-        told = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
-        raise StepOrderError(f"step={told}: give a whole number of at least 0 and at most {MAX_STEP}")
-    return number
-
-
-def whole_number(step: T) -> T | int:
-    """``step`` as an int if it is one of any kind, numpy's too; everything else unchanged, to be refused by name.
-
-    No bool, and no tensor, although Python would take one for an index: reading it waits for its device.
-    """
-    return operator.index(step) if isinstance(step, numbers.Integral) and not isinstance(step, bool) else step

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import anyio
 
-from aio_ckpt.commit.publish import CommittedCheckpoint, discover, is_unchanged
+from aio_ckpt.commit.discovery import CommittedCheckpoint, discover, is_unchanged
 from aio_ckpt.commit.retention import unprotect
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import CORRUPT_DIR, StepNames

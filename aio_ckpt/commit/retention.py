@@ -12,8 +12,9 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.checks import shown
+from aio_ckpt.commit.discovery import CommittedCheckpoint, discover
 from aio_ckpt.commit.owner import put_back_protected
-from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number, discover
+from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root

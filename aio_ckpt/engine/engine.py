@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_kind
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
@@ -181,7 +181,7 @@ class BaseEngine:
             PeerFailedError: another rank failed, and all had to agree before this one captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
-        step = commit.whole_number(step)
+        step = step_numbers.whole_number(step)
         call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
         return self._frontend.save(state, step, call)
 
@@ -320,7 +320,7 @@ class BaseEngine:
     def _submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
         """Future of the state that is read."""
         self._portal.check_thread("read()")
-        step = None if step is None else commit.check_step_number(step)
+        step = None if step is None else step_numbers.check_step_number(step)
         return self._portal.submit(self._loader.read, step, selection(only))
 
     def _close_blocking(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import (
@@ -25,14 +25,14 @@ from aio_ckpt.runtime.error_notes import tell_modified
 __all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "candidates", "newest_good", "too_many_changes"]
 
 T = TypeVar("T")
-Use: TypeAlias = Callable[[commit.CommittedCheckpoint, bool], Awaitable[T]]
+Use: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool], Awaitable[T]]
 """Reads a checkpoint; the second time (True) to memory that nobody else has: what does not match then is damage."""
 _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
     ctx: EngineContext, quarantine: Quarantine, step: int | None, use: Use[T], *, fallback: bool
-) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
+) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
     """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
 
     Only damage and a format that is not known here falls back: an I/O error or a template that does not match is raised
@@ -42,7 +42,7 @@ async def newest_good(
     not take the root for an empty one.
     """
     search = FallbackSearch(ctx=ctx, quarantine=quarantine)
-    for _ in range(commit.MAX_LOOKS):
+    for _ in range(discovery.MAX_RETRIES):
         search.damaged.clear()
         try:
             for candidate in await candidates(ctx, step):
@@ -68,7 +68,7 @@ async def newest_good(
 def too_many_changes(root: Path) -> CheckpointNotFoundError:
     """What to raise when a writer deletes faster than this reads."""
     return CheckpointNotFoundError(
-        f"each of {commit.MAX_LOOKS} checkpoints under {root} was deleted or replaced by its writer while it "
+        f"each of {discovery.MAX_RETRIES} checkpoints under {root} was deleted or replaced by its writer while it "
         "was read: keep more of them (keep_last), or protect(step) one before it is read"
     )
 
@@ -81,7 +81,7 @@ class ChangedError(AioCkptError):
 class Damage:
     """What two readings of a checkpoint found."""
 
-    checkpoint: commit.CommittedCheckpoint
+    checkpoint: discovery.CommittedCheckpoint
     """Which."""
     error: CorruptCheckpointError | FormatVersionError
     """Error of the second reading, or of the only one if the format is not known here."""
@@ -102,7 +102,7 @@ class FallbackSearch:
     is_modified: bool = False
     """Whether any reading began to fill the template."""
 
-    async def use(self, candidate: commit.CommittedCheckpoint, use: Use[T]) -> T:
+    async def use(self, candidate: discovery.CommittedCheckpoint, use: Use[T]) -> T:
         """``use`` of a checkpoint, a second time if it does not match: a bad transfer is no damage on the disk.
 
         Raises:
@@ -125,16 +125,16 @@ class FallbackSearch:
             self.damaged.append(Damage(checkpoint=candidate, error=error, is_proven=is_proven))
             raise
 
-    async def _read(self, candidate: commit.CommittedCheckpoint, use: Use[T], *, again: bool) -> T:
+    async def _read(self, candidate: discovery.CommittedCheckpoint, use: Use[T], *, again: bool) -> T:
         try:
             value = await use(candidate, again)
         except (CorruptCheckpointError, FormatVersionError, CheckpointNotFoundError, ReadError) as error:
             self.is_modified = self.is_modified or error.target_modified
-            if not await commit.is_unchanged(self.ctx.storage, candidate):
+            if not await discovery.is_unchanged(self.ctx.storage, candidate):
                 raise ChangedError(str(candidate.path)) from error
             raise
         # Without sums nothing else tells the manifest of one save from the data of the one that replaced it.
-        if self.ctx.config.verify == "never" and not await commit.is_unchanged(self.ctx.storage, candidate):
+        if self.ctx.config.verify == "never" and not await discovery.is_unchanged(self.ctx.storage, candidate):
             self.is_modified = True
             raise ChangedError(str(candidate.path))
         return value
@@ -179,13 +179,13 @@ class FallbackSearch:
         return error
 
 
-async def candidates(ctx: EngineContext, step: int | None) -> list[commit.CommittedCheckpoint]:
+async def candidates(ctx: EngineContext, step: int | None) -> list[discovery.CommittedCheckpoint]:
     """Newest first: what is committed, and what was before it lost its ``.metadata``.
 
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    committed, torn = await commit.discover_all(ctx.storage, ctx.root, ctx.names)
+    committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
     chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
     if not chosen:

@@ -10,7 +10,7 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 import anyio
 import msgspec
 
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, candidates, too_many_changes
@@ -48,7 +48,7 @@ class Loaded(Protocol):
 
 
 L = TypeVar("L", bound=Loaded)
-GroupUse: TypeAlias = Callable[[commit.CommittedCheckpoint, bool, OnMatched], Awaitable[L]]
+GroupUse: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool, OnMatched], Awaitable[L]]
 """As :data:`aio_ckpt.engine.fallback.Use`; what it reads fits all ranks once the third argument has returned."""
 
 
@@ -102,7 +102,7 @@ _TURN: Exchange[_Outcome, _Order] = Exchange(_Outcome, _Order, stage="load")
 
 async def newest_good_for_all(
     ctx: EngineContext, quarantine: Quarantine, name: str, step: int | None, use: GroupUse[L], *, fallback: bool
-) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
+) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.engine.fallback.newest_good`, for the same call on every rank, which all call ``name``.
 
     No template is touched before those of all match the same save, and what was read is put back only once all have
@@ -183,7 +183,7 @@ class LoadMember(Generic[L]):
         self._use = use
         self._turns = turns
         self._outcome = _Outcome("none yet")
-        self._candidate: commit.CommittedCheckpoint | None = None
+        self._candidate: discovery.CommittedCheckpoint | None = None
         self._loaded: L | None = None
         self._error: CorruptCheckpointError | FormatVersionError | None = None
 
@@ -243,7 +243,7 @@ class LoadMember(Generic[L]):
             found = Damage(checkpoint=self._candidate, error=error, is_proven=order.blame.is_proven)
             self.search.damaged.append(found)
 
-    async def end(self, order: _Order) -> tuple[commit.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
+    async def end(self, order: _Order) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
         """What was loaded; raises why nothing was."""
         if order.kind == "done" and self._candidate is not None and self._loaded is not None:
             self._learn_newest(order)
@@ -311,7 +311,7 @@ class LoadLeader:
 
     async def _look(self) -> _Order:
         self._looks += 1
-        if self._looks > commit.MAX_LOOKS:
+        if self._looks > discovery.MAX_RETRIES:
             return _Order("not found", text=str(too_many_changes(self._ctx.root)))
         try:
             found = await candidates(self._ctx, self._step)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
@@ -122,10 +122,10 @@ class KnownSteps:
             if self._last_call is not None and self._last_call[0] == number:
                 return self._last_call[1]
             try:
-                step = commit.check_step_number(step)
+                step = step_numbers.check_step_number(step)
             except StepOrderError:
                 newest = _later(agreed, self._highest) if self._counts_calls else self.newest(pending)
-                step = commit.check_step(None, newest=newest, committed=(), pending=(), overwrite=False)
+                step = step_numbers.check_step(None, newest=newest, committed=(), pending=(), overwrite=False)
             self._last_call, self._highest = (number, step), _later(self._highest, step)
             return step
 
@@ -139,12 +139,12 @@ class KnownSteps:
         """A step that the caller gave. Only the newest is remembered: an older one is looked up on the disk.
 
         Raises:
-            StepOrderError: see :func:`aio_ckpt.commit.publish.check_step`.
+            StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_step`.
         """
         pending = list(pending)
         newest = self.newest(pending)
         committed = read() if newest is not None and step <= newest else ()
-        return commit.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
+        return step_numbers.check_step(step, newest=newest, committed=committed, pending=pending, overwrite=overwrite)
 
 
 class InFlight:

@@ -22,8 +22,9 @@ from typing import Any
 import anyio
 
 from aio_ckpt.checks import check_flag, shown
-from aio_ckpt.commit.publish import CommittedCheckpoint, check_step_number
+from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
+from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all

@@ -17,8 +17,7 @@ from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit import cleanup as undo
-from aio_ckpt.commit import owner
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import owner, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -260,7 +259,7 @@ class SavePipeline:
             metrics=save.call.metrics,
         )
         save.begin("making its directory durable", stage="commit")
-        await commit.sync_pending(ctx.storage, pending, root_manifest)
+        await publish.sync_pending(ctx.storage, pending, root_manifest)
         save.timer.reached("dir_synced")
         save.begin("waiting while other checkpoints are renamed")
         async with self.quarantine.renames:
@@ -286,7 +285,7 @@ class SavePipeline:
         ctx, limit_secs, final = self.ctx, self.ctx.config.stall_timeout_secs, self.ctx.final_path(save.step)
         # Shielded: a rename that was begun is finished or undone.
         with anyio.move_on_after(limit_secs, shield=True) as scope:
-            left = await commit.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
+            left = await publish.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
             for directory in left:
                 self.pending_cleanup.add(directory, lambda: True)
         if scope.cancelled_caught:

@@ -14,8 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
-from aio_ckpt.commit import publish as commit
-from aio_ckpt.commit import retention
+from aio_ckpt.commit import discovery, retention
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import clear_leftovers, make_engine_dirs
 from aio_ckpt.commit.quarantine import Quarantine
@@ -181,7 +180,7 @@ class RootSession:
     async def _abandon_after(self, step: int) -> list[int]:
         ctx = self._ctx
         async with self._quarantine.renames:
-            abandoned = await commit.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
+            abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
         await retention.unprotect_after(ctx.storage, ctx.root, step)
         return abandoned
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import step_numbers
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
@@ -275,7 +275,7 @@ class SaveFrontend:
         coordinator, timeout_secs = members.coordinator, 2 * members.stall_secs
         try:
             await_met(members, NO_DEADLINE)
-            step = commit.check_step_number(step)
+            step = step_numbers.check_step_number(step)
             mine = step, bool(self.in_flight.pending)
             asked = self._portal.call(
                 _ROLLBACK.gather, coordinator, topic, mine, timeout=timeout_secs, what="rollback()"

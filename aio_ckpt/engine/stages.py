@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import anyio
 
 from aio_ckpt.checks import check_flag
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.memory.copies import CopyEvent
@@ -65,7 +65,7 @@ class SaveCall:
             deadline = replace(Deadline.after(deadline_secs), began=began)
             check_flag("overwrite", overwrite)
             if step is not None:
-                commit.check_step_number(step)
+                step_numbers.check_step_number(step)
             return cls(
                 overwrite=overwrite,
                 metrics=check_metrics(metrics),

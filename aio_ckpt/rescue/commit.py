@@ -12,7 +12,7 @@ import anyio
 import msgspec
 from isal import isal_zlib
 
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import publish
 from aio_ckpt.commit.cleanup import SETTLE_SECS
 from aio_ckpt.commit.manifests import metadata_file, render_root
 from aio_ckpt.commit.owner import Owner, clear_leftovers, make_engine_dirs, pending_path, write_owner
@@ -171,8 +171,8 @@ async def _commit(
             created_unix=time.time(),
             metrics=record.metrics,
         )
-        await commit.sync_pending(storage, pending, root_manifest)
-        await commit.publish(storage, pending=pending, final=final, overwrite=record.overwrite)
+        await publish.sync_pending(storage, pending, root_manifest)
+        await publish.publish(storage, pending=pending, final=final, overwrite=record.overwrite)
     except BaseException as error:
         if not (isinstance(error, AioCkptError) and error.in_doubt):
             with anyio.CancelScope(shield=True), contextlib.suppress(AioCkptError, OSError):

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from aio_ckpt.checks import is_path
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner, is_abandoned, owner_by_name
 from aio_ckpt.errors import AioCkptError
@@ -192,7 +192,7 @@ async def decide_against_root(
     steps = {orphan.record.step for orphan in found if orphan.record is not None}
     committed = {
         checkpoint.step: await read_save_id(storage, checkpoint.path) if checkpoint.step in steps else ""
-        for checkpoint in (await commit.discover(storage, root, names) if found else ())
+        for checkpoint in (await discovery.discover(storage, root, names) if found else ())
     }
     return decide(found, committed)
 

@@ -12,7 +12,7 @@ import torch
 from gated_storage import gated_engine
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
-from aio_ckpt.commit.publish import MAX_STEP
+from aio_ckpt.commit.step_numbers import MAX_STEP
 from aio_ckpt.engine import in_flight as inflight
 from aio_ckpt.errors import (
     ConfigError,

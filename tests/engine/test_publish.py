@@ -14,7 +14,7 @@ from builders import listing, weights
 from gated_storage import TIMEOUT, Call, GatedStorage, gated_engine
 from power_loss import CHECKPOINT, NotDurableError, check_root_mode, dropped
 
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import CheckpointNotFoundError, WriteError
@@ -265,7 +265,7 @@ async def test_a_power_loss_during_a_rollback_leaves_no_gap_in_the_steps(storage
     for step in (1, 2, 3):
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / META).touch()
-    assert await commit.abandon_after(storage, tmp_path, names, 1, "tag") == [3, 2]
+    assert await discovery.abandon_after(storage, tmp_path, names, 1, "tag") == [3, 2]
     assert shown(storage.calls) == [
         "rename step_3 -> abandoned/*",
         "sync_dir abandoned",
@@ -289,10 +289,10 @@ async def test_a_directory_that_lost_its_metadata_counts_only_where_its_step_has
         (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).touch()
-    committed, torn = await commit.discover_all(storage, tmp_path, StepNames("step_{step:09d}"))
+    committed, torn = await discovery.discover_all(storage, tmp_path, StepNames("step_{step:09d}"))
     assert [(found.step, found.path.name) for found in committed] == [(5, "step_000000005")]
     assert [(found.step, found.path.name) for found in torn] == [(6, "step-6")]
-    assert await commit.discover(storage, tmp_path, StepNames("step_{step:09d}")) == committed
+    assert await discovery.discover(storage, tmp_path, StepNames("step_{step:09d}")) == committed
 
 
 async def test_a_rollback_takes_nothing_for_a_step_that_only_has_the_name_of_one(
@@ -308,7 +308,7 @@ async def test_a_rollback_takes_nothing_for_a_step_that_only_has_the_name_of_one
     (tmp_path / "iter_7").touch()
     for step in (1, 7, 500):
         with pytest.raises(CheckpointNotFoundError, match=r"committed are \[2, 3\]"):
-            await commit.abandon_after(storage, tmp_path, names, step, "tag")
-    assert await commit.abandon_after(storage, tmp_path, names, 2, "tag") == [3]
+            await discovery.abandon_after(storage, tmp_path, names, step, "tag")
+    assert await discovery.abandon_after(storage, tmp_path, names, 2, "tag") == [3]
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
     assert left == {names.name(2), "checkpoint-1", "checkpoint-500", "iter_7"}

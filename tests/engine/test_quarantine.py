@@ -18,7 +18,7 @@ from gated_storage import TIMEOUT, GatedStorage, gated_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli.commands import run
-from aio_ckpt.commit.publish import discover
+from aio_ckpt.commit.discovery import discover
 from aio_ckpt.commit.quarantine import CorruptCandidate, Quarantine
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.errors import (

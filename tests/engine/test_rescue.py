@@ -32,7 +32,7 @@ from warm_python import WarmPython, run_warm
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit.discovery import read_save_id
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import BudgetExceededError, CheckpointNotFoundError, ConfigError, ReadError, WriteError
@@ -506,7 +506,7 @@ def test_an_engine_is_opened_where_the_steps_cannot_be_read(
 
     killed.copy(root, shm)
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "discover", discover)
+        patched.setattr(discovery, "discover", discover)
         SyncCheckpointEngine(root).close()
     assert "could not be compared with its steps" in caplog.text
     assert [saved["step"] for saved in called(capsys, root)[1]["rescued"]] == [2]

@@ -25,7 +25,7 @@ from warm_python import run_warm
 
 from aio_ckpt import CheckpointEngine, EngineConfig, KeepBest, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
-from aio_ckpt.commit.publish import CommittedCheckpoint
+from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.retention import Policy, best, check_metrics, expired
 from aio_ckpt.errors import CheckpointNotFoundError, ConfigError, StepOrderError, WriteError
 from aio_ckpt.format.manifests import ROOT_MANIFEST, decode_root

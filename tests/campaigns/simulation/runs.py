@@ -25,7 +25,7 @@ import anyio
 import anyio.abc
 import torch
 
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import discovery
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
@@ -237,7 +237,7 @@ class World:
         while not in_flight.steps.are_known:
             try:
                 with anyio.fail_after(_STALL_SECS):
-                    found = await commit.discover(self.storage, _ROOT, self.ctx.names)
+                    found = await discovery.discover(self.storage, _ROOT, self.ctx.names)
             except (OSError, TimeoutError):
                 continue
             in_flight.steps.learn(lambda: [checkpoint.step for checkpoint in found])  # noqa: B023 - called at once
@@ -310,7 +310,7 @@ class World:
         storage = SimStorage(calm, random.Random(0), Chances(), disk, _ROOT)
         ctx = self._ctx(storage, calm, self.ctx.config)
         loader = Loader(ctx=ctx, quarantine=Quarantine())
-        found = {checkpoint.step for checkpoint in await commit.discover(storage, _ROOT, ctx.names)}
+        found = {checkpoint.step for checkpoint in await discovery.discover(storage, _ROOT, ctx.names)}
         if not promised.keys() <= found:
             raise BrokenPromiseError(
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"

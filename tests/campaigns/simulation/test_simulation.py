@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aio_ckpt.commit import publish as commit
+from aio_ckpt.commit import publish
 from aio_ckpt.engine.in_flight import InFlight
 from aio_ckpt.memory.lifetime import Lease
 from tests.campaigns.simulation import runs as simulation
@@ -78,7 +78,7 @@ def test_it_sees_a_directory_that_is_visible_before_it_is_durable(monkeypatch: p
     async def write_only(storage: Any, pending: Any, root_manifest: bytes) -> None:
         await storage.write_file(pending / "aio_ckpt.json", root_manifest)
 
-    monkeypatch.setattr(commit, "sync_pending", write_only)
+    monkeypatch.setattr(publish, "sync_pending", write_only)
     assert failure_of(range(SEEDS)) is not None
 
 

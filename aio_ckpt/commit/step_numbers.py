@@ -1,0 +1,59 @@
+"""Step numbers: what can be one, and which one a save may have."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Collection
+from typing import TypeVar
+
+from aio_ckpt.checks import shown
+from aio_ckpt.errors import StepOrderError
+
+__all__ = ["MAX_STEP", "check_step", "check_step_number", "whole_number"]
+
+MAX_STEP = 1 << 62
+"""Largest number that a manifest holds."""
+T = TypeVar("T")
+
+
+def check_step(
+    step: object, *, newest: int | None, committed: Collection[int], pending: Collection[int], overwrite: bool
+) -> int:
+    """The step of a save: ``step``, or one after the newest committed or pending.
+
+    Raises:
+        StepOrderError: no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
+    """
+    if step is None:
+        return 1 if newest is None else check_step_number(newest + 1)
+    step = check_step_number(step)
+    if newest is None or step > newest or (overwrite and step in committed):
+        return step
+    hint = "overwrite=True replaces it" if step in committed else f"rollback({step}) goes back"
+    if step in pending:
+        hint = (
+            "its save is pending: await its ticket (or engine.ready(), if one save is in flight) before overwrite=True"
+        )
+    raise StepOrderError(f"step={step} does not exceed the newest committed or pending step {newest}: {hint}")
+
+
+def check_step_number(step: object) -> int:
+    """``step`` as an int if it can be the number of a step.
+
+    Raises:
+        StepOrderError: no :func:`whole_number` from 0 to ``MAX_STEP``.
+    """
+    number = whole_number(step)
+    if type(number) is not int or not 0 <= number <= MAX_STEP:
+        told = shown(step) if type(number) is not int or abs(number) <= MAX_STEP else "so large a number"
+        raise StepOrderError(f"step={told}: give a whole number of at least 0 and at most {MAX_STEP}")
+    return number
+
+
+def whole_number(step: T) -> T | int:
+    """``step`` as an int if it is one of any kind, numpy's too; everything else unchanged, to be refused by name.
+
+    No bool, and no tensor, although Python would take one for an index: reading it waits for its device.
+    """
+    return operator.index(step) if isinstance(step, numbers.Integral) and not isinstance(step, bool) else step
