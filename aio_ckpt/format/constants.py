@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Envelope", "TensorSpec", "align_up"]
+__all__ = ["BLOCK_BYTES", "MAX_DIMS", "PAGE_BYTES", "Envelope", "TensorSpec", "align_up"]
 
 BLOCK_BYTES = 1 << 20
 """Raw bytes of an item that one stored CRC32 covers (format)."""
+
+MAX_DIMS = 64
+"""Dimensions of a tensor, at most (format)."""
 
 PAGE_BYTES = 4096
 """Data files are padded to it and direct I/O keeps to it (format)."""

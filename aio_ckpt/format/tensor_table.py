@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from aio_ckpt.format.constants import MAX_DIMS
 from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
 
 __all__ = [
@@ -35,7 +36,7 @@ Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 """A length or an offset."""
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 """At least one."""
-_Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
+_Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
 TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
 """dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]

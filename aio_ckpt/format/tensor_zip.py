@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.format.constants import Envelope, TensorSpec, align_up
+from aio_ckpt.format.constants import MAX_DIMS, Envelope, TensorSpec, align_up
 from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle, storable_dtype
 
 __all__ = [
@@ -121,11 +121,13 @@ def render(spec: TensorSpec) -> Envelope:
     """Header and trailer around the raw bytes of a tensor; CRC fields are zero until :func:`fill_crc`.
 
     Raises:
-        UnsupportedLeafError: a dtype that ``torch.save`` does not store as a plain tensor, or hundreds of dims.
+        UnsupportedLeafError: a dtype that ``torch.save`` does not store as a plain tensor; more than ``MAX_DIMS`` dims.
         ValueError: ``spec.stride`` is not dense: the caller forgot :func:`stored_stride`.
     """
     if not storable_dtype(spec.dtype):
         raise UnsupportedLeafError(f"{spec.dtype} cannot be stored as a plain tensor: convert it first")
+    if len(spec.shape) > MAX_DIMS:
+        raise UnsupportedLeafError(f"a tensor of {len(spec.shape)} dimensions has too many: reshape it")
     if not is_dense(spec.shape, spec.stride):
         raise ValueError(f"stride {spec.stride} of shape {spec.shape} is not dense: give stored_stride()")
     nbytes = raw_bytes(spec)
@@ -139,8 +141,6 @@ def render(spec: TensorSpec) -> Envelope:
     crc_in_central = len(central) + 16
     central += _render_data_entry(nbytes, len(header), zip64=zip64)
     header += _render_data_header(len(header), zip64=zip64)
-    if len(header) > HEAD_BYTES:
-        raise UnsupportedLeafError(f"a tensor of {len(spec.shape)} dimensions has too many: reshape it")
     descriptor = struct.pack("<4sI2Q" if zip64 else "<4s3I", b"PK\7\10", 0, nbytes, nbytes)
     end = _render_end(len(small) + 1, len(central), len(header) + nbytes + len(descriptor), zip64=zip64)
     trailer, crc_offsets = descriptor + central + end, (4, len(descriptor) + crc_in_central)
