@@ -237,10 +237,10 @@ def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
     """Show what the checkpoint at PATH holds (of a root: its newest one). Reads no tensor."""
     screen, names, at = Screen(as_json=as_json), _names(step_dir), path.absolute()
 
-    async def look(storage: Storage, executor: Executor) -> Contents:
+    async def describe(storage: Storage, executor: Executor) -> Contents:
         return await describe_newest(storage, executor, at, names)
 
-    contents = _call(look)
+    contents = _call(describe)
     if as_json:
         screen.json(contents)
         return 0
@@ -277,7 +277,6 @@ class _Verified(msgspec.Struct, frozen=True, kw_only=True):
     """What the verification of one checkpoint found."""
 
     path: str
-    """Its directory."""
     nbytes: int
     """Of all files in it."""
     secs: float
@@ -322,7 +321,7 @@ def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advan
         done += more
         advance(done, f"{amount(done)} of {amount(nbytes)}")
 
-    async def look(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
+    async def verify(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
         try:
             return await verify_checkpoint(
                 storage,
@@ -340,7 +339,7 @@ def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advan
         faults: tuple[Fault, ...] = ()
         for _ in range(MAX_RETRIES):
             before = await storage.status(checkpoint)
-            faults = await look(storage, executor)
+            faults = await verify(storage, executor)
             after = await storage.status(checkpoint)
             is_gone = after is None
             if is_gone or after == before or not faults:

@@ -93,7 +93,6 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """What one checkpoint holds."""
 
     path: str
-    """Its directory."""
     step: int | None
     """Its step; None where nothing tells it."""
     format: str
@@ -109,7 +108,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     object_bytes: int
     """Of all objects as stored."""
     leaves: tuple[LeafRow, ...]
-    """By name."""
+    """Leaves, sorted by name."""
 
 
 async def list_root(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootTable:
@@ -218,7 +217,7 @@ async def describe_newest(storage: Storage, executor: Executor, path: Path, name
             return await describe(storage, executor, newest, names)
         except (CheckpointNotFoundError, CorruptCheckpointError):
             if before is not None and await storage.status(newest) == before:
-                raise  # else it was deleted or replaced: look again
+                raise  # if it was deleted or replaced, describe the next one
     raise CheckpointNotFoundError(
         f"{path}: each of {MAX_RETRIES} checkpoints was deleted by its writer when it was read"
     )

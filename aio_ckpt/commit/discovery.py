@@ -32,11 +32,9 @@ class CommittedCheckpoint:
     """A committed checkpoint."""
 
     step: int
-    """Its step."""
     path: Path
-    """Its directory."""
     identity: tuple[int, ...] = ()
-    """Of its ``.metadata`` when it was found; empty if it had lost it."""
+    """Identity of its ``.metadata`` when it was found; empty if ``.metadata`` was missing."""
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:

@@ -68,7 +68,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     """Identity of the engine."""
     host: str
-    """Host name."""
     machine_id: str
     """Identity of the machine, across its boots: two machines may have one name."""
     boot_id: str
@@ -76,7 +75,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     pid_namespace: str
     """Identity of what numbers the processes: a pid means nothing in another container."""
     pid: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PID)]
-    """Process."""
     started_ticks: int
     """When the process started, in clock ticks since the boot: a pid may be reused. Not by the wall clock, which may be
     set while the process runs."""

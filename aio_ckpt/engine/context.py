@@ -24,13 +24,12 @@ class EngineContext:
     names: StepNames
     """Directory names of steps."""
     owner: Owner
-    """This process."""
+    """Owner record of this process."""
     config: EngineConfig
-    """Settings."""
     members: Membership
     """All ranks, this one included."""
     storage: Storage
-    """Where the bytes go."""
+    """File system of the checkpoints."""
     executor: Executor
     """The engine's I/O threads."""
 

@@ -58,7 +58,6 @@ class SavePipeline:
     """The way of a save from its captured image to a visible checkpoint. :meth:`_save` shows all of it."""
 
     ctx: EngineContext
-    """The engine's."""
     throttle: WriteThrottle
     """The rate of writing."""
     quarantine: Quarantine

@@ -85,7 +85,6 @@ class CapturedSave:
     """One save whose copies are issued, and whose bytes are in the image as they end."""
 
     step: int
-    """Its step."""
     number: int
     """Number of the call of ``save()``, the same on every rank."""
     requested: Sequence[str]
@@ -97,7 +96,6 @@ class CapturedSave:
     fingerprint_hit: bool
     """Whether the copy descriptors were reused."""
     objects: ObjectBytes
-    """Encoded objects."""
     image: Image
     """The bytes of the data file."""
     progress: CaptureProgress
@@ -115,7 +113,7 @@ class WrittenRank:
     manifest_bytes: int
     """Length of the rank's manifest."""
     manifest_crc32: int
-    """CRC32 of it."""
+    """CRC32 of the rank's manifest."""
 
 
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
@@ -168,7 +166,7 @@ class PendingSave:
     call: SaveCall
     """What was asked for, the deadline included."""
     captured: CapturedSave
-    """What is saved."""
+    """Captured bytes, their plan and their image."""
     round: SaveRound
     """Its state, and its agreement with the other ranks."""
     ticket: SaveTicket
@@ -179,7 +177,7 @@ class PendingSave:
     timer: SaveTimer
     """When it reached what."""
     threads: Threads = field(default_factory=Threads)
-    """At work for it."""
+    """Threads that work for this save."""
     settled: Future[None] = field(default_factory=Future)
     """Committed or failed, everything cleaned up."""
     events: tuple[CopyEvent, ...] = ()
@@ -193,12 +191,12 @@ class PendingSave:
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """Step of the save."""
         return self.captured.step
 
     @property
     def number(self) -> int:
-        """Number of its call."""
+        """Number of the call of ``save()``."""
         return self.captured.number
 
     @property

@@ -97,7 +97,7 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
     """Divide the tensor part of an image at the multiples of ``chunk_bytes``."""
     count = -(-stop // chunk_bytes)
     pieces: list[list[Piece]] = [[] for _ in range(count)]
-    sealed: list[list[int]] = [[] for _ in range(count)]
+    patched: list[list[int]] = [[] for _ in range(count)]
     constants: list[list[tuple[int, bytes]]] = [[] for _ in range(count)]
     position = 0
     pending: list[bytes] = []
@@ -110,7 +110,7 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             nbytes = min(raw_stop, (number + 1) * chunk_bytes) - cursor
             pieces[number].append(Piece(index, cursor - item.raw_offset, cursor, nbytes))
             cursor += nbytes
-        sealed[raw_stop // chunk_bytes].append(index)
+        patched[raw_stop // chunk_bytes].append(index)
         position, pending = raw_stop, [item.envelope.trailer]
     _cut_bytes(b"".join(pending), position, chunk_bytes, constants)
     return tuple(
@@ -120,14 +120,14 @@ def cut_chunks(items: Sequence[TensorItem], chunk_bytes: int, stop: int) -> tupl
             stop=min((number + 1) * chunk_bytes, stop),
             pieces=tuple(pieces[number]),
             constants=tuple(constants[number]),
-            sums=_plan_sums(items, pieces[number], sealed[number], number * chunk_bytes),
+            sums=_plan_sums(items, pieces[number], patched[number], number * chunk_bytes),
         )
         for number in range(count)
     )
 
 
 def _plan_sums(
-    items: Sequence[TensorItem], pieces: Sequence[Piece], sealed: Sequence[int], chunk_start: int
+    items: Sequence[TensorItem], pieces: Sequence[Piece], patched: Sequence[int], chunk_start: int
 ) -> ChunkSums:
     def is_whole(piece: Piece) -> bool:
         return piece.nbytes == items[piece.item].raw_bytes <= BLOCK_BYTES
@@ -135,7 +135,7 @@ def _plan_sums(
     wholes = [piece for piece in pieces if is_whole(piece)]
     fields = [
         [items[index].trailer_offset - chunk_start + offset for offset in items[index].envelope.crc_offsets]
-        for index in sealed
+        for index in patched
     ]
     return ChunkSums(
         spans=tuple(
@@ -143,8 +143,9 @@ def _plan_sums(
         ),
         span_items=np.array([piece.item for piece in wholes], dtype=np.intp),
         parts=tuple(piece for piece in pieces if not is_whole(piece)),
-        crc_patches=np.array(sealed, dtype=np.intp),
-        seals=np.array(fields, dtype=np.intp).reshape(len(sealed), len(fields[0]) if fields else 0, 1) + np.arange(4),
+        crc_patches=np.array(patched, dtype=np.intp),
+        patch_offsets=np.array(fields, dtype=np.intp).reshape(len(patched), len(fields[0]) if fields else 0, 1)
+        + np.arange(4),
     )
 
 

@@ -75,7 +75,7 @@ class ChunkSums:
     """All other pieces."""
     crc_patches: npt.NDArray[np.intp]
     """Items whose trailer lies in the chunk."""
-    seals: npt.NDArray[np.intp]
+    patch_offsets: npt.NDArray[np.intp]
     """Positions in the chunk of their CRC32 fields, byte by byte: shape (items, fields, 4)."""
 
 

@@ -52,7 +52,6 @@ class Checkpoint:
     """One opened checkpoint: its small files, read and proven against each other. No data file was touched."""
 
     path: Path
-    """Its directory."""
     step: int | None
     """Step of the root manifest; None for plain DCP."""
     metadata_bytes: bytes

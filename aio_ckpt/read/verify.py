@@ -55,16 +55,14 @@ class Fault:
 
 
 class _CheckedRange(NamedTuple):
-    """Bytes of a file that have a CRC32."""
+    """Bytes of a file that have a CRC32 of their own."""
 
     start: int
-    """File offset."""
     nbytes: int
-    """Length."""
     crc32: int
-    """Of them."""
+    """CRC32 of these bytes."""
     name: str
-    """Tensor or object that they belong to."""
+    """Tensor or object that the bytes belong to."""
 
 
 async def verify_checkpoint(
@@ -127,7 +125,7 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
 
 @contextmanager
 def _noting(faults: list[Fault], file: str, tensor: str | None = None) -> Iterator[None]:
-    """Turns an error into a fault."""
+    """Note an error of the block as a fault."""
     try:
         yield
     except AioCkptError as error:
@@ -139,15 +137,12 @@ class _Verification:
     """One verification: notes faults and goes on."""
 
     files: Files
-    """Data files."""
     executor: Executor
     """Threads that read and sum."""
     readers: int
-    """Reads in flight."""
     on_progress: Callable[[int], None]
     """Told of bytes read."""
     faults: list[Fault]
-    """Found so far."""
 
     async def ours(self, checkpoint: Checkpoint) -> None:
         """Every rank's data file, against its manifest and ``.metadata``."""

@@ -56,7 +56,7 @@ class SharedSegment:
             os.posix_fallocate(descriptor, 0, PAGE_BYTES)
             os.posix_fallocate(descriptor, IMAGE_OFFSET, capacity)
             self.memory = mmap.mmap(descriptor, capacity, flags=mmap.MAP_SHARED, offset=IMAGE_OFFSET)
-            """The image's."""
+            """Memory of the image."""
             header = mmap.mmap(descriptor, PAGE_BYTES, flags=mmap.MAP_SHARED)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -184,7 +184,6 @@ class StoredSegment:
     """The content of a segment file."""
 
     path: Path
-    """Its file."""
     generation: int = 0
     """Even if the segment is valid."""
     capacity: int = 0

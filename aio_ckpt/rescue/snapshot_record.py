@@ -48,41 +48,38 @@ _Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/\x00]+\Z", max_length=25
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands behind the image of a whole snapshot, which one rank alone stores."""
+    """What a commit needs beside the image of a complete snapshot, of one rank."""
 
     directory: _Name
-    """Name of its directory under the root."""
+    """Name of the checkpoint's directory under the root."""
     save_id: str
-    """As in every file of the save."""
+    """Id that every file of the save holds."""
     step: _Size
-    """Its step."""
     overwrite: bool
-    """Whether it replaces a committed step."""
+    """Whether the save replaces a committed step."""
     replaces: str | None = None
-    """Save id of the committed checkpoint that it was to replace, "" if none could be read; None: an older version's
-    seal, which did not tell."""
+    """Save id of the committed checkpoint that the save replaces, "" if none could be read; None if an older version,
+    which did not store it, wrote the record."""
     metrics: dict[str, float | None]
-    """What the caller measured."""
+    """Metrics that the caller passed."""
     metadata: bytes
-    """``.metadata``."""
     created_unix: float = msgspec.field(default_factory=time.time)
-    """When it was sealed, by the trainer's clock."""
+    """Time of the record, by the trainer's clock."""
     since_boot_secs: float = 0.0
-    """The same by the clock of the boot, which nobody sets and no segment outlives; 0: an older version's."""
+    """Time of the record by the monotonic clock, in seconds; 0 if an older version wrote the record."""
     version: int = _VERSION
-    """Of this struct."""
+    """Version of this struct."""
     generation: _Size = 0
-    """Of the segment when it was sealed."""
+    """Generation of the segment that the record belongs to."""
     chunk_bytes: Annotated[int, msgspec.Meta(ge=PAGE_BYTES, le=MAX_BYTES, multiple_of=PAGE_BYTES)] = PAGE_BYTES
-    """Size of a chunk."""
     tensor_bytes: _Size = 0
-    """Where the tensors end and the objects begin."""
+    """Offset in the image where the tensors end and the objects begin."""
     image_bytes: _Size = 0
     """Length of the data file."""
     objects: bytes = b""
-    """What follows the tensors in the image."""
+    """Encoded objects, which follow the tensors in the image."""
     manifest: bytes = b""
-    """The rank's manifest but for the sum of the whole file, which is not known yet."""
+    """The rank's manifest. The CRC32 of the file in it is 0, because it is not known yet."""
 
 
 _RECORDS = msgspec.msgpack.Decoder(SnapshotRecord)
@@ -97,7 +94,7 @@ def record_of(
     metrics: Mapping[str, float | None],
     metadata: bytes,
 ) -> SnapshotRecord:
-    """What a snapshot record says of a save, before it is known what was captured."""
+    """Make the part of a snapshot record that is known before the capture ends."""
     return SnapshotRecord(
         directory=directory,
         save_id=save_id,
@@ -115,7 +112,7 @@ def store_record(
 ) -> None:
     """Sum a captured image, write its record and mark the segment valid. If there is no room for the record, log it.
 
-    Only raw bytes are summed, which nobody changes any more: the write may be rendering the rest of the image.
+    Only raw bytes are summed: they change no more, while the write may still render the headers and trailers.
     """
     layout, image_bytes = plan.layout, image.chunks[-1].stop
     result = WriteResult(
@@ -159,7 +156,7 @@ async def store_record_when_captured(
     progress: CaptureProgress,
     executor: Executor,
 ) -> None:
-    """Beside the write: seal the snapshot once all is captured. The caller holds its memory."""
+    """Beside the write: store the record once every chunk is captured. The caller holds the image's lease."""
     segment = image.lease.arena.segment
     assert isinstance(segment, SharedSegment)
     for chunk in image.chunks:
@@ -169,10 +166,10 @@ async def store_record_when_captured(
 
 
 def decode_record(stored: StoredSegment) -> SnapshotRecord:
-    """The snapshot record of a segment, its numbers checked.
+    """Decode the snapshot record of a segment and check its numbers.
 
     Raises:
-        CorruptCheckpointError: it is none of this version, or does not belong to this filling of the segment.
+        CorruptCheckpointError: the record is of another version, or of another generation of the segment.
     """
     name = stored.path.name
     try:
@@ -189,10 +186,10 @@ def decode_record(stored: StoredSegment) -> SnapshotRecord:
 
 
 def layout_of(record: SnapshotRecord) -> tuple[RankManifest, ImageLayout]:
-    """The rank's manifest in a snapshot record, checked, and the layout that it describes.
+    """Return the rank's manifest of a snapshot record, checked, and the layout that it describes.
 
     Raises:
-        CorruptCheckpointError: it is not what this version would have laid out.
+        CorruptCheckpointError: this version would lay the tensors out otherwise.
     """
     manifest = decode_rank(record.manifest, name="record")
     items = []
@@ -227,7 +224,7 @@ def layout_of(record: SnapshotRecord) -> tuple[RankManifest, ImageLayout]:
 
 
 def raw_sums(layout: ImageLayout, memory: memoryview) -> bytes:
-    """CRC32 of each block of raw bytes, little-endian, as in the rank's manifest. ``memory`` holds the whole image."""
+    """Return the CRC32 of each block of raw bytes, as the rank's manifest stores it. ``memory`` holds the image."""
     crc32 = isal_zlib.crc32
     return b"".join(
         crc32(memory[start : min(start + BLOCK_BYTES, item.trailer_offset)]).to_bytes(4, "little")

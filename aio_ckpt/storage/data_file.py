@@ -186,7 +186,7 @@ class LocalDataFile:
                 done += written
 
     async def sync(self) -> None:
-        """fdatasync."""
+        """Call fdatasync in a thread."""
         with translated(WriteError, self.path), self._files.use():
             await run_blocking(self._executor, os.fdatasync, self._base)
 
@@ -333,7 +333,7 @@ class _Opened:
     """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
 
     def close(self) -> None:
-        """Close them."""
+        """Close all descriptors."""
         _close_numbers(self.numbers)
 
 

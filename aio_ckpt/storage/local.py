@@ -49,7 +49,7 @@ class DataFile(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the file."""
 
     @property
     def mode(self) -> WriteMode:
@@ -77,7 +77,7 @@ class ReadFile(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -210,12 +210,12 @@ class LocalStorage:
             await run_blocking(self._executor, _write_file, path, parts)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """The whole file."""
+        """Read the whole file in one thread hop."""
         with translated(ReadError, path):
             return await run_blocking(self._executor, _read_file, path, max_bytes)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """mkdir."""
+        """Call mkdir; with ``parents``, fsync each parent that is made."""
         with translated(WriteError, path):
             await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
 
@@ -225,7 +225,7 @@ class LocalStorage:
             await run_blocking(self._executor, sync_dir, path)
 
     async def list_dir(self, path: Path) -> list[str]:
-        """Names, sorted."""
+        """Call os.listdir and sort the names."""
         with translated(ReadError, path):
             return sorted(await run_blocking(self._executor, os.listdir, path))
 
@@ -255,7 +255,7 @@ class LocalStorage:
             await run_blocking(self._executor, _exchange, a, b)
 
     async def replace(self, src: Path, dst: Path) -> None:
-        """os.replace."""
+        """Call os.replace."""
         with translated(WriteError, dst):
             await run_blocking(self._executor, os.replace, src, dst)
 
@@ -265,7 +265,7 @@ class LocalStorage:
             await run_blocking(self._executor, path.unlink, True)
 
     async def remove_tree(self, path: Path) -> None:
-        """shutil.rmtree."""
+        """Call shutil.rmtree."""
         with translated(WriteError, path):
             await run_blocking(self._executor, _remove_tree, path)
 

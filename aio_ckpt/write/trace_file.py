@@ -76,7 +76,7 @@ class _NoTrace:
 
 _NOTHING = contextlib.nullcontext()
 NO_TRACE: SaveTrace = _NoTrace()
-"""Keeps nothing."""
+"""Trace of a save whose caller asked for none: it records nothing."""
 
 
 class TraceFile(SpanRecorder):

@@ -69,7 +69,7 @@ class ChunkPreparer:
         self._item_crc32s[plan.span_items] = [crc32(view[start:stop]) for start, stop in plan.spans]
         totals = [self._sum_part(piece, view, chunk.start) for piece in plan.parts]
         fields = self._item_crc32s[plan.crc_patches].view(np.uint8).reshape(-1, 1, 4)
-        np.frombuffer(view, dtype=np.uint8)[plan.seals] = fields
+        np.frombuffer(view, dtype=np.uint8)[plan.patch_offsets] = fields
         self.items_patched += len(plan.crc_patches)
         self._sum_file(chunk, view, totals)
 

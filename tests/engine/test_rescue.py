@@ -26,7 +26,7 @@ from builders import listing
 from gated_storage import TIMEOUT, GatedStorage, gated_engine
 from image_files import pin_chunk_bytes
 from rank_processes import Ranks, engine_on
-from rescued_trainer import NOT_SEALED, POINTS, kill, start_trainer, state, train_until_killed
+from rescued_trainer import NOT_RECORDED, POINTS, kill, start_trainer, state, train_until_killed
 from tensor_bits import assert_same_tensor
 from warm_python import WarmPython, run_warm
 
@@ -156,11 +156,11 @@ def test_two_snapshots_in_flight_are_committed_in_their_order(
     source = """
         import sys, threading
         from gated_storage import GatedStorage
-        from rescued_trainer import Sealing, state
+        from rescued_trainer import RecordGate, state
         from aio_ckpt import CheckpointEngine, EngineConfig
         from aio_ckpt.runtime.portal import Executor
 
-        sealing, storage = Sealing(), GatedStorage(Executor("gated", 8))
+        sealing, storage = RecordGate(), GatedStorage(Executor("gated", 8))
         config = EngineConfig(staging="shm", shm_path=sys.argv[2], max_in_flight=2)
         engine = CheckpointEngine(sys.argv[1], config, storage=storage)
         storage.hold("write", "*.distcp")
@@ -184,11 +184,11 @@ def test_two_snapshots_in_flight_are_committed_in_their_order(
 OVERWRITER = """
     import sys, threading
     from gated_storage import GatedStorage
-    from rescued_trainer import Sealing, state
+    from rescued_trainer import RecordGate, state
     from aio_ckpt import CheckpointEngine, EngineConfig
     from aio_ckpt.runtime.portal import Executor
 
-    sealing, storage = Sealing(), GatedStorage(Executor("gated", 6))
+    sealing, storage = RecordGate(), GatedStorage(Executor("gated", 6))
     gate = storage.hold(*sys.argv[3:5])
     engine = CheckpointEngine(sys.argv[1], EngineConfig(staging="shm", shm_path=sys.argv[2]), storage=storage)
     engine.save(state(float(sys.argv[5])), step=1, overwrite=True)
@@ -313,7 +313,7 @@ def test_a_disk_that_is_full_leaves_the_snapshot_where_it_is(
 def test_a_snapshot_that_was_not_whole_is_refused_and_its_memory_given_back(
     root: Path, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_until_killed(root, shm, NOT_SEALED)
+    train_until_killed(root, shm, NOT_RECORDED)
     code, told = called(capsys, root)
     assert (code, told["rescued"]) == (0, [])
     (refused,) = told["refused"]
@@ -609,7 +609,7 @@ def test_the_next_engine_reclaims_what_nobody_can_commit(
 ) -> None:
     """Also one without ``shm_path``: the root tells where to look."""
     caplog.set_level("INFO", "aio_ckpt")
-    train_until_killed(root, shm, NOT_SEALED)
+    train_until_killed(root, shm, NOT_RECORDED)
     with SyncCheckpointEngine(root, EngineConfig(shm_path=shm if with_path else None)) as engine:
         assert engine.save(state(2)).result(TIMEOUT) is not None
         assert len(segments_in(shm)) == with_path

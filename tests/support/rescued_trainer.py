@@ -27,7 +27,7 @@ POINTS = {
 }
 """Where the last save is held when the trainer is killed: a call of the storage."""
 
-NOT_SEALED = "summing its snapshot"
+NOT_RECORDED = "summing its snapshot"
 
 
 def state(value: float) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def state(value: float) -> dict[str, Any]:
     }
 
 
-class Sealing:
+class RecordGate:
     """Counts the seals of this process; holds them while ``gate`` is closed."""
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class Sealing:
 
 def train(root: str, shm: str, point: str, saves: int, settings: dict[str, Any]) -> None:
     """In the child: save steps 1, 2, ...; all but the last are committed. Says ``held`` at the point, and waits."""
-    sealing = Sealing()
+    sealing = RecordGate()
     storage = GatedStorage(Executor("gated", 6))
     engine = CheckpointEngine(root, EngineConfig(staging="shm", shm_path=shm, **settings), storage=storage)
     for step in range(1, saves):
         engine.save(state(step), step=step).result(TIMEOUT)
         sealing.wait_for(step)
-    if point == NOT_SEALED:
+    if point == NOT_RECORDED:
         sealing.gate.clear()
         sealing.reached.clear()
         engine.save(state(saves), step=saves)

@@ -207,7 +207,7 @@ class Holder:
         self.memory = memory
 
 
-def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") -> tuple[SharedSegment, Any]:
+def valid_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") -> tuple[SharedSegment, Any]:
     plan = plan_of(values).plan
     layout = plan.layout
     objects = ObjectBytes(region=b"objects!", spans=tuple((0, 8) for _ in plan.object_names))
@@ -230,9 +230,9 @@ def sealed_segment(shm: Path, values: dict[str, Any], *, name: str = "segment") 
     return segment, plan
 
 
-def test_a_seal_holds_the_layout_and_the_sums(shm: Path) -> None:
+def test_a_snapshot_record_holds_the_layout_and_the_sums(shm: Path) -> None:
     values = {"a": torch.arange(700_000.0), "b": torch.ones(3, 5), "e": torch.zeros(0, 4), "o": 7}
-    segment, plan = sealed_segment(shm, values)
+    segment, plan = valid_segment(shm, values)
     stored = read_segment(segment.path)
     record = decode_record(stored)
     manifest, layout = layout_of(record)
@@ -260,8 +260,8 @@ def test_a_seal_holds_the_layout_and_the_sums(shm: Path) -> None:
         {"step": -1},
     ],
 )
-def test_a_seal_whose_numbers_cannot_be_is_refused(shm: Path, changes: dict[str, Any]) -> None:
-    segment, _ = sealed_segment(shm, {"a": torch.ones(1000)})
+def test_a_snapshot_record_whose_numbers_cannot_be_is_refused(shm: Path, changes: dict[str, Any]) -> None:
+    segment, _ = valid_segment(shm, {"a": torch.ones(1000)})
     stored = read_segment(segment.path)
     record = msgspec.structs.replace(msgspec.msgpack.decode(stored.record, type=SnapshotRecord), **changes)
     with pytest.raises(CorruptCheckpointError):
@@ -270,8 +270,8 @@ def test_a_seal_whose_numbers_cannot_be_is_refused(shm: Path, changes: dict[str,
         )
 
 
-def test_a_seal_of_an_older_version_is_read(shm: Path) -> None:
-    segment, _ = sealed_segment(shm, {"a": torch.ones(1000)})
+def test_a_snapshot_record_of_an_older_version_is_read(shm: Path) -> None:
+    segment, _ = valid_segment(shm, {"a": torch.ones(1000)})
     stored = read_segment(segment.path)
     told = msgspec.msgpack.decode(stored.record)
     del told["replaces"], told["since_boot_secs"]
@@ -282,7 +282,7 @@ def test_a_seal_of_an_older_version_is_read(shm: Path) -> None:
 
 @examples(100)
 @given(st.data())
-def test_no_bytes_in_a_seal_are_an_untyped_error(data: st.DataObject) -> None:
+def test_no_bytes_in_a_snapshot_record_are_an_untyped_error(data: st.DataObject) -> None:
     manifest = msgspec.msgpack.encode(msgspec.structs.asdict(left().record))  # type: ignore[arg-type]
     cut = data.draw(st.integers(0, len(manifest)))
     noise = data.draw(st.binary(max_size=40))
@@ -292,7 +292,7 @@ def test_no_bytes_in_a_seal_are_an_untyped_error(data: st.DataObject) -> None:
 
 
 def test_a_manifest_that_was_laid_out_otherwise_is_refused(shm: Path) -> None:
-    segment, _ = sealed_segment(shm, {"a": torch.ones(1000), "b": torch.ones(1000)})
+    segment, _ = valid_segment(shm, {"a": torch.ones(1000), "b": torch.ones(1000)})
     record = decode_record(read_segment(segment.path))
     manifest = decode_rank(record.manifest, name="record")
     assert len(manifest.tensors) == 2
@@ -344,7 +344,7 @@ def test_what_cannot_be_opened_is_told(shm: Path) -> None:
     assert "cannot be opened" in read_segment(shm / "none").fault
 
 
-def test_an_unsealed_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path: Path) -> None:
+def test_an_invalid_segment_of_the_dead_is_found_by_its_name(shm: Path, tmp_path: Path) -> None:
     dead = msgspec.structs.replace(HERE, session="gone", pid=2**31 - 1)
     other = SegmentDirectory(shm, f"{segment_prefix(tmp_path)}gone-{dead.tag}", make_room=lambda: False)
     other.make(1 << 16)
