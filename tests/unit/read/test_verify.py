@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import warnings
 import zipfile
@@ -19,7 +20,9 @@ from property_examples import examples
 
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format import manifests as manifest
-from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
+from aio_ckpt.read import verify as scrub
+from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.verify import verify_checkpoint
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.values import PerRank
@@ -216,3 +219,38 @@ async def test_tensors_that_are_not_plain_are_no_fault_and_damage_in_them_is(exe
 async def test_what_is_no_checkpoint_is_an_error_not_a_fault(executor, tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         await verify(executor, tmp_path)
+
+
+# -- ranges that are summed -----------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    nbytes=st.integers(0, 100_000),
+    edges=st.lists(st.tuples(st.integers(0, 99_999), st.integers(0, 30_000)), max_size=12),
+)
+def test_ranges_and_the_whole_file_are_summed_whether_ranges_overlap_or_not(executor, tmp_path_factory, nbytes, edges):
+    folder = tmp_path_factory.mktemp("file")
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    (folder / "f").write_bytes(data)
+    ranges = [(start, min(length, nbytes - start)) for start, length in edges if start < nbytes]
+    wrong = {number for number, (_, length) in enumerate(ranges) if length and number % 3 == 0}
+    spans = [
+        scrub._CheckedRange(
+            start, length, isal_zlib.crc32(data[start : start + length]) ^ (number in wrong), str(number)
+        )
+        for number, (start, length) in enumerate(ranges)
+    ]
+    faults, read = [], []
+
+    async def run():
+        async with Files(LocalStorage(executor, "auto"), folder, readers=2) as files:
+            await files.measure(["f"], {})
+            found = scrub._Verification(files, executor, 2, read.append, faults)
+            return await found._sum_file("f", spans)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scrub, "_CHUNK_BYTES", 4 * PAGE_BYTES)
+        assert asyncio.run(run()) == isal_zlib.crc32(data)
+    assert {fault.tensor for fault in faults} == {str(number) for number in wrong}
+    assert sum(read) == nbytes
