@@ -6,7 +6,6 @@ import copy
 import os
 import weakref
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
-from aio_ckpt.runtime.at_exit import drain_at_exit
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import Image, lease_image
@@ -104,18 +102,7 @@ def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
         for leaf, (key, owner) in zip(aliases, found.owners.items(), strict=True):
             memo[key] = _like(owner, views[leaf])
     # Every other value is copied with its containers; each tensor is found in the memo, by its id.
-    staged = _Staged(copy.deepcopy(state, memo))
-    # DCP's thread holds it to the end of its save; the error of one that failed holds it on. Not the tensors tell: a
-    # planner may keep those for ever.
-    ended: Future[None] = Future()
-    weakref.finalize(staged, ended.set_result, None).atexit = False
-    late = "a state staged for dcp.async_save was still being saved after drain_timeout_secs: it may not be committed"
-    drain_at_exit(ended, runtime.config.drain_timeout_secs, late=late)
-    return staged
-
-
-class _Staged(dict[str, Any]):
-    """A dict that can be referred to weakly."""
+    return copy.deepcopy(state, memo)
 
 
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:

@@ -8,15 +8,20 @@ task never ran stays unresolved, and leaving it joins the thread however long th
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import logging
+import multiprocessing
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import Future
+from multiprocessing.util import Finalize
 from threading import Condition, Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
@@ -36,7 +41,6 @@ from aio_ckpt.errors import (
     ThreadDiedError,
     WrongThreadError,
 )
-from aio_ckpt.runtime.at_exit import at_exit, forget_exit
 
 __all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
 __all__ += ["run_blocking", "run_owned", "unwatched", "watch_submissions"]
@@ -94,26 +98,33 @@ def _watched_by(watcher: Watcher | None) -> Iterator[None]:
         ON_SUBMIT.reset(token)
 
 
-class Executor(ThreadPoolExecutor):
-    """``threads`` threads named ``{name}-io-{n}``, all started at once.
+Work = tuple["Future[Any]", Callable[[], Any]]
 
-    Started at once because CPython's ``submit`` queues the work before it starts a thread: when the thread
-    cannot be had it raises although an older thread will still run the work, on bytes that nobody holds.
+
+class Executor(concurrent.futures.Executor):
+    """``threads`` daemon threads named ``{name}-io_{n}``, all started at once.
+
+    Started at once: if a thread cannot be had, no work was queued yet. Daemon threads: at interpreter exit Python joins
+    the threads of its own pools and refuses them work before any ``atexit`` hook runs. A drain needs threads that still
+    work, and a thread that is stuck in the system must not keep the process.
     """
 
     def __init__(self, name: str, threads: int, owner: object = None, begin: Begin | None = None) -> None:
         """``Portal.check_thread`` knows the threads by ``owner``; each calls ``begin()``. RuntimeError: no more."""
-        super().__init__(threads, thread_name_prefix=f"{name}-io", initializer=_own_thread, initargs=(owner, begin))
         self._pid = os.getpid()
         self._name = name
-        self._unfinished: set[Future[Any]] = set()
-        all_started = threading.Barrier(threads + 1)
+        self._lock = Lock()
+        self._is_closed = False
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         try:
-            for _ in range(threads):
-                super().submit(all_started.wait, _START_TIMEOUT_SECS)
-            all_started.wait(_START_TIMEOUT_SECS)
+            for number in range(threads):
+                thread = threading.Thread(
+                    target=_work, args=(self._queue, owner, begin), name=f"{name}-io_{number}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
         except BaseException:
-            all_started.abort()
             self.shutdown(wait=False)
             raise
 
@@ -123,25 +134,71 @@ class Executor(ThreadPoolExecutor):
         EngineClosedError: the executor was shut down. EngineForkedError: its threads are another process's.
         """
         _check_process(self._pid, self._name)
-        try:
-            future = super().submit(_survive, fn, *args, **kwargs)
-        except RuntimeError as error:
-            raise EngineClosedError(f"{self._name}: closed, no more I/O ({error})") from error
-        self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
+        future: Future[T] = Future()
+        work = future, functools.partial(fn, *args, **kwargs)
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError(
+                    f"{self._name}: closed, no more I/O (cannot schedule new futures after shutdown)"
+                )
+            self._queue.put(work)
         watcher = ON_SUBMIT.get()
         if watcher is not None:
             watcher(future)
         return future
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Refuse new work; the threads end behind what is queued, which ``cancel_futures`` drops. Idempotent."""
+        dropped: list[Work] = []
+        with self._lock:
+            self._is_closed = True
+            while cancel_futures and not self._queue.empty():
+                with contextlib.suppress(queue.Empty):  # a thread was faster
+                    work = self._queue.get_nowait()
+                    dropped += [] if work is None else [work]
+            for _ in self._threads:
+                self._queue.put(None)
+        for future, _ in dropped:
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        if wait:
+            self._join(None)
+
     def close(self, timeout_secs: float) -> bool:
         """Refuse new work and drop what is queued; False if a thread is still at work after ``timeout_secs``."""
         self.shutdown(wait=False, cancel_futures=True)
-        running = [future for future in list(self._unfinished) if not future.cancelled()]
-        stuck = wait_for_futures(running, timeout_secs).not_done
-        if not stuck:
-            self.shutdown(wait=True)
-        return not stuck
+        return self._join(timeout_secs)
+
+    def _join(self, timeout_secs: float | None) -> bool:
+        deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in started)
+
+
+def _work(works: queue.SimpleQueue[Work | None], owner: object, begin: Begin | None) -> None:
+    """What each thread of an executor does."""
+    _own_thread(owner, begin)
+    while (work := works.get()) is not None:
+        _run_one(*work)
+        del work  # until the next one comes, nothing of this one is kept
+
+
+def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        try:
+            result = fn()
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop with what it awaits there
+            raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
+    except BaseException as error:  # noqa: BLE001 - the waiter's to handle
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    finally:
+        del future, fn  # an error's traceback holds this frame: without them it holds no cycle
 
 
 async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -159,18 +216,13 @@ async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, disp
         raise
 
 
-def _survive(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """``fn(...)``; no SystemExit reaches whoever awaits it: asyncio would end the loop with it."""
-    try:
-        return fn(*args, **kwargs)
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
-
-
 def _own_thread(owner: object, begin: Begin | None = None) -> None:
     _OWNER.value = owner
     if begin is not None:
         begin()
+
+
+def _nothing() -> None: ...
 
 
 def _check_process(pid: int, name: str) -> None:
@@ -203,6 +255,7 @@ class Portal:
         self._group: anyio.abc.TaskGroup | None = None
         self._ready: Future[None] = Future()
         self._unresolved: set[Future[Any]] = set()
+        self._forget_exit: Callable[[], object] = _nothing
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
@@ -301,7 +354,16 @@ class Portal:
     def at_exit(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
         _check_process(self._pid, self.name)
-        at_exit(lambda: self.is_closed or callback(), self)
+        hook = functools.partial(self._run_at_exit, callback)
+        if multiprocessing.parent_process() is None:
+            atexit.register(hook)
+            self._forget_exit = functools.partial(atexit.unregister, hook)
+        else:  # a child that multiprocessing forked ends by os._exit(), which calls no atexit hook
+            self._forget_exit = Finalize(None, hook, exitpriority=0).cancel
+
+    def _run_at_exit(self, callback: Callable[[], object]) -> None:
+        if os.getpid() == self._pid and not self.is_closed:
+            callback()
 
     def close(self, timeout: float) -> None:
         """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.
@@ -312,7 +374,8 @@ class Portal:
         self.check_thread("close()")
         deadline = time.monotonic() + timeout
         self._is_closing = True
-        forget_exit(self)
+        forget, self._forget_exit = self._forget_exit, _nothing
+        forget()
         if self._executor is None:
             return
         if self._group is not None:

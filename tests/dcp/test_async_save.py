@@ -22,7 +22,7 @@ from child_python import child_environment
 from dcp_states import assert_same_state, blank, leaves_of, needs_stagers, state_of
 from gated_storage import TIMEOUT, GatedStorage
 from torch.distributed.checkpoint.staging import AsyncStager as StockAsyncStager
-from warm_python import WarmPython, run_warm
+from warm_python import run_warm
 
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
@@ -407,35 +407,6 @@ def test_at_exit_a_failed_save_is_not_waited_for_although_its_error_is_held(tmp_
     # Far below drain_timeout_secs, far above what the process takes.
     done = run_warm(FAILED, str(tmp_path / "file" / "below"), writer, timeout=120)
     assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["CheckpointException True"], "")
-
-
-STUCK = """
-    import sys, warnings
-    warnings.simplefilter("ignore")
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from aio_ckpt import EngineConfig
-    from aio_ckpt.dcp import Writer
-    from aio_ckpt.runtime.at_exit import at_exit
-    from aio_ckpt.runtime.portal import Executor
-    from gated_storage import GatedStorage
-
-    at_exit(lambda: print("drained", file=sys.stderr, flush=True), "behind the drain")
-    storage = GatedStorage(Executor("gated", 4))
-    gate = storage.hold("create_data_file")
-    writer = Writer(sys.argv[1], config=EngineConfig(drain_timeout_secs=0.2), storage=storage)
-    dcp.async_save({"w": torch.zeros(9)}, storage_writer=writer)
-    gate.wait_reached()
-"""
-
-
-def test_at_exit_a_save_that_outlasts_the_drain_is_told(tmp_path: Path) -> None:
-    with WarmPython(STUCK, str(tmp_path / "a"), stderr=subprocess.PIPE) as child:
-        try:
-            assert child.stderr is not None
-            assert "after drain_timeout_secs: it may not be committed" in child.stderr.readline()
-        finally:
-            child.kill()
 
 
 IN_A_PROCESS = """

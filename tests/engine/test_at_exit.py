@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warm_python import WarmPython
+from warm_python import WarmPython, run_warm
 
 from aio_ckpt import SyncCheckpointEngine
 
 PREAMBLE = """
-    import asyncio, sys, threading, torch
+    import asyncio, sys, threading, time, torch
     from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
     from aio_ckpt.runtime.portal import Executor
     from gated_storage import GatedStorage
@@ -150,3 +150,87 @@ def test_ctrl_c_inside_save_leaves_nothing_of_that_save_and_the_process_ends(tmp
     assert child.returncode in (1, -signal.SIGINT)
     assert steps(tmp_path) == [1]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".pending")] == []
+
+
+BESIDE = {
+    "a thread that the interpreter joins, and that saves": """
+        engine = engine_of(SyncCheckpointEngine, max_in_flight=2)
+        engine.save(state(1)).result()
+        storage.slow("sync", secs=0.3)
+        threading.Thread(target=lambda: (time.sleep(0.2), engine.save(state(2)))).start()
+    """,
+    "an executor's thread that waits for the save": """
+        from concurrent.futures import ThreadPoolExecutor
+        engine = engine_of(SyncCheckpointEngine)
+        engine.save(state(1)).result()
+        storage.slow("sync", secs=0.3)
+        ThreadPoolExecutor(1).submit(lambda: print(engine.save(state(2)).result().step, flush=True))
+    """,
+    "the workers of a data loader": """
+        from torch.utils.data import DataLoader
+        batches = iter(DataLoader(list(range(1000)), num_workers=2, persistent_workers=True))
+        next(batches)
+        engine = engine_of(SyncCheckpointEngine)
+        engine.save(state(1)).result()
+        storage.slow("sync", secs=0.3)
+        engine.save(state(2))
+    """,
+    "a handler of its own": """
+        import atexit
+        engine = engine_of(SyncCheckpointEngine)
+        engine.save(state(1)).result()
+        storage.slow("sync", secs=0.3)
+        atexit.register(lambda: engine.save(state(2)))
+    """,
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_is_pending_is_committed_beside_what_else_the_exit_ends(tmp_path: Path, what: str) -> None:
+    with trainer(BESIDE[what], tmp_path, drain_secs=60) as child:
+        _, err = child.communicate(timeout=90)
+    assert (child.returncode, err) == (0, "")
+    assert steps(tmp_path) == [1, 2]
+
+
+STUCK_THREAD = """
+    engine = engine_of(SyncCheckpointEngine)
+    engine.save(state(1)).result()
+    engine._portal.executor.submit(threading.Event().wait)
+    say_when_held(storage.hold("sync", "*.distcp"))
+    engine.save(state(2))
+"""
+
+
+def test_a_thread_that_never_ends_does_not_keep_the_process(tmp_path: Path) -> None:
+    with trainer(STUCK_THREAD, tmp_path, drain_secs=0.2) as child:
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    assert "steps [2] were not committed" in err
+    assert steps(tmp_path) == [1]
+
+
+IN_A_CHILD = """
+    import multiprocessing, sys, torch
+    from pathlib import Path
+    from aio_ckpt import SyncCheckpointEngine
+    from aio_ckpt.runtime.portal import Executor
+    from gated_storage import GatedStorage
+
+    def train():
+        storage = GatedStorage(Executor("gated", 4))
+        engine = SyncCheckpointEngine(sys.argv[1], storage=storage)
+        engine.save({"w": torch.ones(9)}).result()
+        storage.slow("sync", secs=0.3)
+        engine.save({"w": torch.ones(9)})
+
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+def test_a_trainer_that_multiprocessing_forked_is_drained_too(tmp_path: Path) -> None:
+    assert run_warm(IN_A_CHILD, str(tmp_path)).returncode == 0
+    assert steps(tmp_path) == [1, 2]

@@ -259,7 +259,7 @@ def test_what_was_not_begun_when_the_engine_ends_fails_and_nobody_waits_for_ever
     engine = SyncCheckpointEngine(tmp_path, EngineConfig(workers=1))
     executor = engine._portal.executor
     gate = Gate()
-    busy = [executor.submit(gate.hold) for _ in range(executor._max_workers)]
+    busy = [executor.submit(gate.hold) for _ in executor._threads]
     gate.wait_held(len(busy))  # what no thread took up yet would be cancelled by the end
     engine._frontend._root_session.become_writer = lambda *_: None  # needs a thread
     prepared = engine.prepare(state(1.0))

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,22 @@ def small_chunks() -> Iterator[None]:
     """Chunks of 64 KiB instead of 4 MiB and more, so that a tiny state has several."""
     with mock.patch.object(layout, "chunk_bytes_for", return_value=CHUNK_BYTES):
         yield
+
+
+def _wait_idle(executor: Executor) -> None:
+    """Until each thread of ``executor`` has taken up work that was queued after all other.
+
+    Not by ``submit``, which a campaign replaces.
+    """
+    if executor._is_closed:
+        executor.close(WAIT_SECS)
+        return
+    together = threading.Barrier(len(executor._threads))
+    met: list[Future[int]] = [Future() for _ in executor._threads]
+    for thread in met:
+        executor._queue.put((thread, together.wait))
+    for thread in met:
+        thread.result(WAIT_SECS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +171,7 @@ class Ground:
         for deletion in self.engine._root_session.passes:
             deletion.exception(WAIT_SECS)
         for executor in (self.executor, self.engine._portal.executor):
-            wait(list(executor._unfinished), WAIT_SECS)
+            _wait_idle(executor)
 
     def shows(self, outcome: Outcome) -> bool:
         """Whether the step holds what that save was to store."""

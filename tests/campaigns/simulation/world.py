@@ -97,13 +97,13 @@ class SimThreads(Executor):
         self._rng = rng
         self._free = threads
         self._chances = chances
-        self._queue: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
         self.has_hung = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``fn`` and tell the context's watcher."""
         future: Future[T] = Future()
-        self._queue.append((future, lambda: fn(*args, **kwargs)))
+        self._waiting.append((future, lambda: fn(*args, **kwargs)))
         watcher = ON_SUBMIT.get()
         if watcher is not None:
             watcher(future)
@@ -117,13 +117,13 @@ class SimThreads(Executor):
     @property
     def are_idle(self) -> bool:
         """Whether nothing is queued and nothing runs."""
-        return not self._queue and self._busy == 0
+        return not self._waiting and self._busy == 0
 
     _busy = 0
 
     def _begin(self) -> None:
-        while self._queue and self._free:
-            future, work = self._queue.pop(0)
+        while self._waiting and self._free:
+            future, work = self._waiting.pop(0)
             if future.set_running_or_notify_cancel():
                 self._free -= 1
                 self._busy += 1

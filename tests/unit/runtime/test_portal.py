@@ -549,45 +549,6 @@ def test_a_callback_that_fails_at_exit_does_not_keep_the_others_from_running() -
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("start", ["threading.Thread(target=work).start()", "ThreadPoolExecutor(1).submit(work)"])
-def test_the_drain_at_exit_waits_for_a_thread_that_is_at_work(start: str) -> None:
-    done = run_python(
-        f"""
-        import threading
-        from concurrent.futures import Future, ThreadPoolExecutor
-        from aio_ckpt.runtime.at_exit import at_exit, drain_at_exit
-
-        begun, drained, done = threading.Event(), threading.Event(), Future()
-
-        def work():
-            begun.wait()
-            print("still drained for:", not drained.wait(0.5), flush=True)
-            done.set_result(None)
-
-        {start}
-        at_exit(lambda: (drained.set(), print("drained")), "the last hook")
-        drain_at_exit(done, 60, late="must not be logged")
-        at_exit(begun.set, "the first hook")
-        """
-    )
-    assert (done.stdout, done.stderr) == ("still drained for: True\ndrained\n", "")
-
-
-def test_without_threadings_private_hook_the_callback_still_runs_at_exit() -> None:
-    done = run_python(
-        """
-        import threading
-        from aio_ckpt.runtime.portal import Portal
-
-        del threading._register_atexit
-        portal = Portal("engine", 1)
-        portal.start()
-        portal.at_exit(lambda: print("logged"))
-        """
-    )
-    assert (done.stdout, done.stderr) == ("logged\n", "")
-
-
 def test_it_runs_on_uvloop_where_that_is_the_policy() -> None:
     pytest.importorskip("uvloop")
     done = run_python(
