@@ -371,6 +371,9 @@ EXITS = """
 """
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no thread while it exits: docs/limits.md"
+)
 @pytest.mark.parametrize("stager", ["writer", pytest.param("stager", marks=needs_stagers)])
 def test_a_save_that_is_pending_at_interpreter_exit_is_finished(tmp_path: Path, stager: str) -> None:
     run_warm(EXITS, str(tmp_path / "a"), stager).check_returncode()
