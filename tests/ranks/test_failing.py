@@ -449,7 +449,8 @@ def hold_the_shares(rank: int, count: int, root: Path) -> tuple[str, bool, float
 def test_a_save_ends_by_its_deadline_while_the_leader_assigns_shares(two: Ranks, tmp_path: Path) -> None:
     leader, (kind, in_doubt, secs) = two.run(hold_the_shares, tmp_path)
     assert leader[0] in ("StallError", "PeerFailedError")
-    assert (kind, in_doubt) == ("StallError", False), "nothing of this rank was told that could be committed"
+    assert kind in ("StallError", "PeerFailedError"), "its own deadline, or the leader's, which may be told first"
+    assert not in_doubt, "nothing of this rank was told that could be committed"
     assert secs < DEADLINE_SECS + LATE_SECS
 
 
