@@ -371,7 +371,7 @@ def stop_for_a_while() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def miss_a_commit(rank: int, count: int, root: Path) -> tuple[bool, list[int]]:
+def miss_a_commit(rank: int, count: int, root: Path) -> tuple[str, bool, list[int]]:
     with acting_engine(root, STOPPED_SECS) as (engine, storage):
         engine.save(state_at(1)).result(SECS)
         dist.barrier()
@@ -385,11 +385,13 @@ def miss_a_commit(rank: int, count: int, root: Path) -> tuple[bool, list[int]]:
             ticket.result(SECS)
             found.append(ticket.step)
         dist.barrier()
-    return isinstance(error, PeerFailedError) and error.in_doubt, found
+    return repr(error), isinstance(error, PeerFailedError) and error.in_doubt, found
 
 
 def test_a_rank_that_missed_what_the_leader_committed_names_the_same_steps_later(two: Ranks, tmp_path: Path) -> None:
-    assert two.run(miss_a_commit, tmp_path) == [(False, [3, 4, 5]), (True, [3, 4, 5])]
+    leader, other = two.run(miss_a_commit, tmp_path)
+    assert leader == ("None", False, [3, 4, 5])
+    assert other[1:] == (True, [3, 4, 5]), other[0]
 
 
 def retry_a_step(rank: int, count: int, root: Path, in_flight: int) -> list[int]:
