@@ -38,8 +38,8 @@ from aio_ckpt.errors import (
     WrongThreadError,
 )
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
-from aio_ckpt.reports import LoadReport, SaveReport
-from aio_ckpt.state.values import PerRank
+from aio_ckpt.reports import LoadReport, ReadReport, SaveReport
+from aio_ckpt.state.values import PerRank, UntrustedObject
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
@@ -66,6 +66,7 @@ __all__ = [
     "PerRank",
     "PlanChangedError",
     "ReadError",
+    "ReadReport",
     "RootError",
     "SaveCancelledError",
     "SaveReport",
@@ -81,6 +82,7 @@ __all__ = [
     "UnexpectedNameError",
     "UnsafeObjectError",
     "UnsupportedLeafError",
+    "UntrustedObject",
     "WriteError",
     "WrongThreadError",
     "__version__",

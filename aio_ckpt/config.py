@@ -158,7 +158,8 @@ class EngineConfig:
     """How long interpreter exit waits for pending saves (``close()`` waits until each has settled)."""
 
     trusted_objects: bool = False
-    """Allow objects that only unpickling with code can read back. Loading such a checkpoint runs its code."""
+    """Read objects that only running code can bring back: loading a checkpoint that has any runs its code. A save needs
+    no trust; with it, the save does not warn of such objects."""
 
     debug: bool = False
     """Poison released arena bytes with 0xCB, so that a use after release shows in the data."""

@@ -66,7 +66,7 @@ class EmptyStateError(AioCkptError, ValueError):
 
 
 class DuplicateNameError(AioCkptError, ValueError):
-    """Two leaves have names that are equal as text (``0`` and ``'0'``, ``'a.b'`` and ``a`` -> ``b``)."""
+    """Two ranks give one name to things of different kind, dtype or shape."""
 
 
 class UnsupportedLeafError(AioCkptError, TypeError):
@@ -74,7 +74,7 @@ class UnsupportedLeafError(AioCkptError, TypeError):
 
 
 class UnsafeObjectError(AioCkptError, TypeError):
-    """An object that could be read back only by running code; names the leaf and its type."""
+    """An object that only running code could read back, or that pickle cannot store; names the leaf and its type."""
 
 
 class SourceChangedError(AioCkptError, RuntimeError):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from aio_ckpt.errors import AioCkptError
 
-__all__ = ["LoadReport", "SaveReport", "SkippedCheckpoint", "StageTimings", "WriteMode", "amount"]
+__all__ = ["LoadReport", "ReadReport", "SaveReport", "SkippedCheckpoint", "StageTimings", "WriteMode", "amount"]
 
 WriteMode = Literal["direct", "dontcache", "buffered"]
 
@@ -93,6 +93,28 @@ class LoadReport:
     """Template names absent from the checkpoint (only with ``allow_missing=True``)."""
     unexpected: tuple[str, ...] = ()
     """Names of the checkpoint that the template lacks."""
+    untrusted: tuple[str, ...] = ()
+    """Objects that only running code reads, left as they were in the template (only with ``skip_untrusted=True``)."""
+    bytes_read: int = 0
+    """Bytes read from data files."""
+    verified: bool = True
+    """Whether sums were there and were checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReport:
+    """What one ``read(with_report=True)`` did."""
+
+    step: int
+    """Step that was read."""
+    path: Path
+    """Directory of the checkpoint."""
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    """Newer checkpoints that did not verify, newest first."""
+    untrusted: tuple[str, ...] = ()
+    """Objects that only running code reads; an ``UntrustedObject`` stands in the place of each."""
+    plain: tuple[str, ...] = ()
+    """Containers that came back as a plain dict, list or tuple, as their type is not trusted: ``name (type)``."""
     bytes_read: int = 0
     """Bytes read from data files."""
     verified: bool = True

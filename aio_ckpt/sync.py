@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from aio_ckpt.engine.engine import BaseEngine
 from aio_ckpt.engine.shutdown import second_to
@@ -34,15 +34,29 @@ class SyncCheckpointEngine(BaseEngine):
         strict: bool = False,
         allow_missing: bool = False,
         fallback: bool = True,
+        skip_untrusted: bool = False,
     ) -> LoadReport:
         """See :meth:`CheckpointEngine.load`; what a ``load_state_dict`` of the template raises comes through, too."""
         given_up: Future[None] = Future()
-        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
+        options = {
+            "strict": strict,
+            "allow_missing": allow_missing,
+            "fallback": fallback,
+            "skip_untrusted": skip_untrusted,
+        }
         return outcome_blocking(self._submit_load(state, step, given_up, **options), given_up)
 
-    def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
+    def read(
+        self,
+        step: int | None = None,
+        *,
+        only: Collection[str] | None = None,
+        skip_untrusted: bool = False,
+        with_report: bool = False,
+    ) -> Any:
         """See :meth:`CheckpointEngine.read`."""
-        return self._submit_read(step, only=only).result()
+        options = {"skip_untrusted": skip_untrusted, "with_report": with_report}
+        return self._submit_read(step, only=only, **options).result()
 
     def close(self) -> None:
         """See :meth:`CheckpointEngine.close`."""

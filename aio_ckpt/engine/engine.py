@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from aio_ckpt._torch import log_untried_torch
-from aio_ckpt.checks import check_kind
+from aio_ckpt.checks import check_flag, check_kind
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.commit.owner import Owner
@@ -172,7 +172,7 @@ class BaseEngine:
                 settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
         Raises:
-            StepOrderError, DuplicateNameError, EmptyStateError, ConfigError: bad input; nothing was touched.
+            StepOrderError, EmptyStateError, ConfigError: bad input; nothing was touched.
             UnsupportedLeafError, UnsafeObjectError, SourceChangedError: a bad leaf; nothing was touched.
             BudgetExceededError: the host state alone exceeds ``budget_bytes``.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
@@ -317,11 +317,20 @@ class BaseEngine:
         self._portal.check_thread("load()")
         return self._portal.submit(self._loader.load, state, step, options, given_up or Future())
 
-    def _submit_read(self, step: int | None, *, only: Collection[str] | None) -> Future[object]:
-        """Future of the state that is read."""
+    def _submit_read(
+        self,
+        step: int | None,
+        *,
+        only: Collection[str] | None,
+        skip_untrusted: bool = False,
+        with_report: bool = False,
+    ) -> Future[Any]:
+        """Future of the state that is read; ``with_report``: and of its report."""
         self._portal.check_thread("read()")
+        check_flag("skip_untrusted", skip_untrusted)
+        check_flag("with_report", with_report)
         step = None if step is None else step_numbers.check_step_number(step)
-        return self._portal.submit(self._loader.read, step, selection(only))
+        return self._portal.submit(self._loader.read, step, selection(only), skip_untrusted, with_report)
 
     def _close_blocking(self) -> None:
         """Finish pending saves, then release everything."""
@@ -384,6 +393,7 @@ class CheckpointEngine(BaseEngine):
         strict: bool = False,
         allow_missing: bool = False,
         fallback: bool = True,
+        skip_untrusted: bool = False,
     ) -> LoadReport:
         """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
 
@@ -397,33 +407,50 @@ class CheckpointEngine(BaseEngine):
             allow_missing: leave template names that the checkpoint lacks as they are.
             fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.commit.quarantine`);
                 False raises at the newest.
+            skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
             CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
             ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
-            UnsafeObjectError, UnsupportedLeafError: an object needs ``trusted_objects``; a leaf that nothing can fill.
+            UnsafeObjectError: only running code reads an object; see ``trusted_objects`` and ``skip_untrusted``.
+            UnsupportedLeafError: a leaf that nothing can fill.
             FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
             PeerFailedError, StallError: another rank failed, or gave no sign of life.
             Exception: of a ``load_state_dict``, with ``target_modified``: the tensors outside of it are filled by then.
         """
         given_up: Future[None] = Future()
-        options = {"strict": strict, "allow_missing": allow_missing, "fallback": fallback}
+        options = {
+            "strict": strict,
+            "allow_missing": allow_missing,
+            "fallback": fallback,
+            "skip_untrusted": skip_untrusted,
+        }
         return await outcome(self._submit_load(state, step, given_up, **options), given_up)
 
-    async def read(self, step: int | None = None, *, only: Collection[str] | None = None) -> object:
+    async def read(
+        self,
+        step: int | None = None,
+        *,
+        only: Collection[str] | None = None,
+        skip_untrusted: bool = False,
+        with_report: bool = False,
+    ) -> Any:
         """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
 
         Args:
             step: which one; None takes the newest that verifies.
             only: names of leaves, or of branches above them.
+            skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
+            with_report: return a tuple of the state and a :class:`ReadReport`.
 
         Raises:
             MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
-        return await asyncio.wrap_future(self._submit_read(step, only=only))
+        options = {"skip_untrusted": skip_untrusted, "with_report": with_report}
+        return await asyncio.wrap_future(self._submit_read(step, only=only, **options))
 
     async def __aenter__(self) -> Self:
         return self

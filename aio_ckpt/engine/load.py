@@ -29,9 +29,9 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.errors import AioCkptError, ConfigError
-from aio_ckpt.read.load import LoadOutcome, load_checkpoint, read_state
+from aio_ckpt.read.load import LoadOutcome, ReadOutcome, load_checkpoint, read_state
 from aio_ckpt.read.match import OnMatched, at_once
-from aio_ckpt.reports import LoadReport, SkippedCheckpoint
+from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
@@ -54,9 +54,11 @@ class LoadCall:
     """Leave template names that the checkpoint lacks."""
     fallback: bool
     """Without a step: fall back past what does not verify."""
+    skip_untrusted: bool = False
+    """Leave objects that only running code reads as they are."""
 
     def __post_init__(self) -> None:
-        for name in ("strict", "allow_missing", "fallback"):
+        for name in ("strict", "allow_missing", "fallback", "skip_untrusted"):
             check_flag(name, getattr(self, name))
 
 
@@ -100,11 +102,13 @@ class Loader:
         chosen, skipped, loaded = found
         return self._report(chosen, skipped, loaded.outcome)
 
-    async def read(self, step: int | None, only: Collection[str] | None) -> object:
-        """The nested state of ``step``, or of the newest checkpoint that verifies."""
+    async def read(
+        self, step: int | None, only: Collection[str] | None, skip_untrusted: bool = False, with_report: bool = False
+    ) -> Any:
+        """The nested state of ``step``, or of the newest that verifies; ``with_report``: and a ReadReport."""
         ctx = self.ctx
 
-        async def read(candidate: CommittedCheckpoint, _: bool) -> object:
+        async def read(candidate: CommittedCheckpoint, _: bool) -> ReadOutcome:
             return await read_state(
                 ctx.storage,
                 candidate.path,
@@ -116,10 +120,21 @@ class Loader:
                 readers=ctx.config.workers,
                 verify=ctx.config.verify == "load",
                 trusted=ctx.config.trusted_objects,
+                skip_untrusted=skip_untrusted,
             )
 
-        _, _, state = await newest_good(ctx, self.quarantine, step, read, fallback=True)
-        return state
+        chosen, skipped, outcome = await newest_good(ctx, self.quarantine, step, read, fallback=True)
+        if not with_report:
+            return outcome.state
+        return outcome.state, ReadReport(
+            step=chosen.step,
+            path=chosen.path,
+            skipped=skipped,
+            untrusted=outcome.untrusted,
+            plain=outcome.plain,
+            bytes_read=outcome.bytes_read,
+            verified=outcome.verified,
+        )
 
     # -- accept ---------------------------------------------------------------------------------------
 
@@ -163,6 +178,7 @@ class Loader:
             strict=call.strict,
             allow_missing=call.allow_missing,
             trusted=ctx.config.trusted_objects,
+            skip_untrusted=call.skip_untrusted,
             on_matched=on_matched,
         )
         return _Loaded(outcome=outcome, executor=ctx.executor)
@@ -181,6 +197,7 @@ class Loader:
             skipped=skipped,
             missing=outcome.missing,
             unexpected=outcome.unexpected,
+            untrusted=outcome.untrusted,
             bytes_read=outcome.bytes_read,
             verified=outcome.verified,
         )

@@ -314,7 +314,7 @@ class SaveFrontend:
         return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
 
     def _flatten(self, state: object) -> tree.FlatState:
-        return tree.flatten(state, rank=self._ctx.members.coordinator.rank, trusted=self._ctx.config.trusted_objects)
+        return tree.flatten(state, rank=self._ctx.members.coordinator.rank)
 
     def _assign(
         self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,9 +42,18 @@ from aio_ckpt.read.rank_names import skeleton_of, wanted_names
 from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import UntrustedObject
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Checkpoint", "LoadOutcome", "load_checkpoint", "open_checkpoint", "read_state", "synchronize"]
+__all__ = [
+    "Checkpoint",
+    "LoadOutcome",
+    "ReadOutcome",
+    "load_checkpoint",
+    "open_checkpoint",
+    "read_state",
+    "synchronize",
+]
 
 _FREED_AFTER_SECS = 0.01
 _MAX_EXPANSION = 1 << 16
@@ -58,6 +68,8 @@ class LoadOutcome:
     """Template names that the checkpoint lacks (only with ``allow_missing``)."""
     unexpected: tuple[str, ...]
     """Names of the checkpoint that the template lacks."""
+    untrusted: tuple[str, ...]
+    """Objects that were left as they are (only with ``skip_untrusted``)."""
     bytes_read: int
     """Bytes read from data files."""
     verified: bool
@@ -66,6 +78,22 @@ class LoadOutcome:
     """Of the checkpoint that was read: another one in its place has another."""
     put_back: Callable[[], None]
     """Sets objects and calls every ``load_state_dict``, once; blocks. What that raises has ``target_modified``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOutcome:
+    """A state that was read without a template."""
+
+    state: object
+    """The nested state."""
+    untrusted: tuple[str, ...]
+    """Objects in whose place an ``UntrustedObject`` stands."""
+    plain: tuple[str, ...]
+    """Containers that are of another type than they were: ``name (type)``."""
+    bytes_read: int
+    """Bytes read from data files."""
+    verified: bool
+    """False if ``verify`` was, or nothing that was read has a sum."""
 
 
 async def load_checkpoint(
@@ -84,11 +112,13 @@ async def load_checkpoint(
     strict: bool,
     allow_missing: bool,
     trusted: bool,
+    skip_untrusted: bool = False,
     on_matched: OnMatched = at_once,
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
+    With ``skip_untrusted`` an object that needs ``trusted`` is left as it is.
     Without ``may_share`` all is read past the page cache, which would give what it gave before.
 
     Raises:
@@ -106,7 +136,7 @@ async def load_checkpoint(
         found = await run_blocking(executor, functools.partial(match, **options))
         if may_share:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
-        draft, segments = await _planned(files, checkpoint, found, executor, readers, trusted)
+        draft, segments = await _planned(files, checkpoint, found, executor, readers, trusted, skip_untrusted)
         await on_matched(checkpoint.identity)
         with _target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -115,6 +145,7 @@ async def load_checkpoint(
     return LoadOutcome(
         missing=found.missing,
         unexpected=found.unexpected,
+        untrusted=tuple(draft.untrusted),
         bytes_read=fetched.bytes_read,
         verified=_is_verified(fetched, draft, checkpoint, verify),
         identity=checkpoint.identity,
@@ -142,7 +173,7 @@ def _decode(
 ) -> Callable[[], None]:
     """See :attr:`LoadOutcome.put_back`."""
     _settle(draft, checkpoint, trusted)
-    return _prepare_apply(checkpoint, state, found, draft.values, rank)
+    return _prepare_apply(checkpoint, state, found, draft, rank, trusted)
 
 
 def _free(_: Checkpoint) -> None:
@@ -150,7 +181,13 @@ def _free(_: Checkpoint) -> None:
 
 
 async def _planned(
-    files: Files, checkpoint: Checkpoint, found: Match, executor: Executor, readers: int, trusted: bool
+    files: Files,
+    checkpoint: Checkpoint,
+    found: Match,
+    executor: Executor,
+    readers: int,
+    trusted: bool,
+    skip_untrusted: bool,
 ) -> tuple[_LoadPlan, list[ReadRequest]]:
     """What to read for a template, and by which reads."""
     catalog = checkpoint.catalog
@@ -158,7 +195,7 @@ async def _planned(
     names = [*(name for name, _ in found.tensors), *fresh, *objects]
     await files.measure({item.file for item, _, _ in found.whole}, catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    draft = _LoadPlan(source=source, plan=ReadPlan(), sharded=found.sharded)
+    draft = _LoadPlan(source=source, plan=ReadPlan(), sharded=found.sharded, skip_untrusted=skip_untrusted)
 
     def plan() -> list[ReadRequest]:
         draft.plan.add_whole(found.whole)
@@ -187,7 +224,8 @@ async def read_state(
     readers: int,
     verify: bool,
     trusted: bool,
-) -> object:
+    skip_untrusted: bool = False,
+) -> ReadOutcome:
     """The nested state, or the part of it that ``only`` names, in fresh host memory. Tied names share a tensor.
 
     Raises:
@@ -207,14 +245,24 @@ async def read_state(
     fresh = [name for name in names if name in catalog.shards]
     async with Files(storage, checkpoint.path, readers=readers) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-        draft = _LoadPlan(source=source, plan=ReadPlan())
+        draft = _LoadPlan(source=source, plan=ReadPlan(), skip_untrusted=skip_untrusted)
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)
         segments = await run_blocking(executor, draft.plan.segments, readers)
-        await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
+        fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
         await run_blocking(executor, _settle, draft, checkpoint, trusted)
-    if not checkpoint.has_skeleton:
-        return tree.unflatten_dcp(_dcp_paths(checkpoint), draft.values)
-    return tree.build(skeleton_of(checkpoint, rank), draft.values, rank=rank, only=only)
+    values = draft.values | {name: UntrustedObject(name, reason) for name, reason in draft.untrusted.items()}
+    plain: list[str] = []
+    if checkpoint.has_skeleton:
+        state = tree.build(skeleton_of(checkpoint, rank), values, rank=rank, only=only, trusted=trusted, plain=plain)
+    else:
+        state = tree.unflatten_dcp(_dcp_paths(checkpoint), values)
+    return ReadOutcome(
+        state=state,
+        untrusted=tuple(draft.untrusted),
+        plain=tuple(plain),
+        bytes_read=fetched.bytes_read,
+        verified=_is_verified(fetched, draft, checkpoint, verify),
+    )
 
 
 # -- where everything is ----------------------------------------------------------------------------
@@ -277,6 +325,10 @@ class _LoadPlan:
     """Name -> target of what DCP's own reader must read; None for an object."""
     sharded: dict[str, DTensor] = field(default_factory=dict)
     """Fresh names that are read as the shard of a DTensor like this one."""
+    skip_untrusted: bool = False
+    """Leave objects that need trust unread."""
+    untrusted: dict[str, str] = field(default_factory=dict)
+    """Names of such objects, and why they need it."""
     devices: set[torch.device] = field(default_factory=set)
     """Devices of targets that are no host memory."""
 
@@ -293,11 +345,20 @@ class _LoadPlan:
             elif trusted:
                 self.by_dcp[name] = None
             else:
-                raise UnsafeObjectError(
-                    f"{name}: written through an extension of DCP, whose reader runs code; set trusted_objects=True "
-                    "if you trust whoever wrote the checkpoint"
+                self.refuse(
+                    name,
+                    UnsafeObjectError(
+                        f"{name}: written through an extension of DCP, whose reader runs code; set "
+                        "trusted_objects=True if you trust whoever wrote the checkpoint"
+                    ),
                 )
         synchronize(self.devices)
+
+    def refuse(self, name: str, error: UnsafeObjectError) -> None:
+        """Note an object that needs trust, or raise ``error``."""
+        if not self.skip_untrusted:
+            raise error
+        self.untrusted[name] = str(error)
 
     def _add_fresh(self, names: Iterable[str]) -> None:
         tied: dict[tuple[int, ...], torch.Tensor] = {}
@@ -370,7 +431,10 @@ def _settle(draft: _LoadPlan, checkpoint: Checkpoint, trusted: bool) -> None:
     for name, data in draft.undecoded.items():
         if checkpoint.root is None:
             check_zip(name, data)
-        draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
+        try:
+            draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
+        except UnsafeObjectError as error:
+            draft.refuse(name, error)
 
 
 def _load_by_dcp(checkpoint: Checkpoint, draft: _LoadPlan) -> None:
@@ -392,13 +456,11 @@ def _is_verified(fetched: Fetched, draft: _LoadPlan, checkpoint: Checkpoint, ver
 
 
 def _prepare_apply(
-    checkpoint: Checkpoint, state: object, found: Match, values: Mapping[str, object], rank: int
+    checkpoint: Checkpoint, state: object, found: Match, draft: _LoadPlan, rank: int, trusted: bool
 ) -> Callable[[], None]:
-    """What sets the objects of ``state`` and calls each ``load_state_dict``; all that can be damaged is built before.
-
-    ``values``: fresh tensors and decoded objects, by name.
-    """
-    leaves = {name: values[name] for name in found.objects}
+    """Build all that can be damaged; return what sets the objects and calls each ``load_state_dict``."""
+    values = draft.values
+    leaves = {name: values[name] for name in found.objects if name not in draft.untrusted}
     for name, kind in found.arrays:
         tensor = values[name]
         assert isinstance(tensor, torch.Tensor)
@@ -406,10 +468,15 @@ def _prepare_apply(
     skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
     below: list[tuple[Any, object]] = []
     for prefix, value, names in found.stateful:
+        if not draft.untrusted.keys().isdisjoint(names):  # which keep what the template has
+            own = tree.leaves_of(value.state_dict(), prefix, rank=rank)
+            values |= {name: own[name] for name in names if name in draft.untrusted and name in own}
         if skeleton is not None:
-            below.append((value, tree.build_below(skeleton, prefix, values, rank=rank)))
+            inner = tree.build_below(skeleton, prefix, values, rank=rank, trusted=trusted)
         else:
-            below.append((value, _plain_below(checkpoint, prefix, {name: values[name] for name in names}, value)))
+            leaves_below = {name: values[name] for name in names if name in values}
+            inner = _plain_below(checkpoint, prefix, leaves_below, value)
+        below.append((value, _with_versions(inner, value)))
 
     def put_back() -> None:
         with _target_modified():
@@ -419,6 +486,18 @@ def _prepare_apply(
                 value.load_state_dict(state_dict)
 
     return put_back
+
+
+def _with_versions(state_dict: Any, value: object) -> Any:
+    """A module's ``state_dict`` without versions gets those of the module, as stock's ``dcp.load`` fills that."""
+    if not isinstance(value, torch.nn.Module) or hasattr(state_dict, "_metadata"):
+        return state_dict
+    versions = getattr(value.state_dict(), "_metadata", None)
+    if versions is None or not isinstance(state_dict, Mapping):
+        return state_dict
+    made: Any = OrderedDict(state_dict)
+    made._metadata = versions
+    return made
 
 
 @contextmanager

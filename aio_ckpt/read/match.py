@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from aio_ckpt.errors import EmptyStateError, MissingNameError, TemplateMismatchError, UnexpectedNameError
+from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.read.open import Checkpoint
@@ -86,8 +86,9 @@ def match_template(
     template = tree.read_template(state, rank=rank)
     found = Match()
     missing, faults = _match_leaves(checkpoint, template, found, trusted)
+    faults += _ambiguous(checkpoint.catalog, template)
     faults += _overlaps(checkpoint.catalog, found, template)
-    unmatched, misfits = _match_stateful(checkpoint, template, found, rank, world_size)
+    unmatched, misfits = _match_stateful(checkpoint, template, found, rank)
     missing, faults = missing + unmatched, faults + misfits
     if missing and not allow_missing:
         remedy = _wrapped_otherwise(missing, checkpoint) or "allow_missing=True leaves them as they are"
@@ -154,6 +155,19 @@ def _match_leaves(
             else:
                 into.arrays.append((name, kind))
     return missing, faults
+
+
+def _ambiguous(catalog: Catalog, template: tree.Template) -> list[str]:
+    """Names that two values of the checkpoint have, where the template has one of them: which one, no name tells."""
+    if not any("~" in name for name in (*catalog.shards, *catalog.objects)):
+        return []
+    names, stored = set(template.names), catalog.names()
+    return [
+        f"{name!r} is the name of two values in the checkpoint, whose keys are equal as text, and the template has one "
+        "of them: give both"
+        for name in template.names
+        if f"{name}~2" in stored and f"{name}~2" not in names
+    ]
 
 
 def _object_fault(checkpoint: Checkpoint, kind: LeafKind, trusted: bool) -> str | None:
@@ -256,7 +270,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _match_stateful(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int, world_size: int
+    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int
 ) -> tuple[list[str], list[str]]:
     """Fills ``into``; names of Stateful values of which the checkpoint has nothing, and what does not fit."""
     if not template.stateful:
@@ -270,30 +284,27 @@ def _match_stateful(
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or is_empty_container(checkpoint, prefix, rank):
             into.stateful.append((prefix, value, below))
-            if _may_be_sharded(value, world_size):
+            if _may_be_sharded(value, below, checkpoint):
                 into.sharded.update(_sharded_below(prefix, value, below, rank))
         else:
             missing.append(prefix)
     return missing, faults
 
 
-def _may_be_sharded(value: Any, world_size: int) -> bool:
+def _may_be_sharded(value: Any, names: Sequence[str], checkpoint: Checkpoint) -> bool:
     """Whether to look into ``value.state_dict()``: for a data loader, say, that is no idle question."""
     if isinstance(value, torch.nn.Module):
         return any(isinstance(tensor, DTensor) for tensor in (*value.parameters(), *value.buffers()))
     if isinstance(value, torch.optim.Optimizer):
         return any(isinstance(parameter, DTensor) for group in value.param_groups for parameter in group["params"])
-    return world_size > 1
+    return any(name in checkpoint.catalog.shards for name in names)
 
 
 def _sharded_below(prefix: str, value: Any, names: Sequence[str], rank: int) -> dict[str, DTensor]:
     """DTensors of ``value`` by full name; state of an optimizer that is still empty is laid out as its parameters."""
-    try:
-        flat = tree.flatten(value.state_dict(), rank=rank)
-    except EmptyStateError:
-        return {}
+    leaves = tree.leaves_of(value.state_dict(), prefix, rank=rank)
+    found = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
     dot = prefix and f"{prefix}."
-    found = {f"{dot}{n}": leaf for n, leaf in zip(flat.names, flat.values, strict=True) if isinstance(leaf, DTensor)}
     if isinstance(value, torch.optim.Optimizer):
         parameters = [parameter for group in value.param_groups for parameter in group["params"]]
         for name in names:

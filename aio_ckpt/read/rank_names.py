@@ -71,11 +71,23 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
     expect each other's names; other ranks' PerRank values are nobody else's.
     """
     beyond = checkpoint.catalog.names() - known
-    if not beyond or len(checkpoint.ranks) < 2 or not checkpoint.has_skeleton:
+    if not beyond or not checkpoint.has_skeleton:
+        return beyond
+    beyond -= _copies(checkpoint)
+    if len(checkpoint.ranks) < 2:
         return beyond
     if world_size == len(checkpoint.ranks):
         return beyond.intersection(_names_of(checkpoint, rank))
     return beyond - _per_rank_names(checkpoint)
+
+
+def _copies(checkpoint: Checkpoint) -> set[str]:
+    """Second items for stock DCP, which are nobody's leaves."""
+    owners: dict[bytes, list[int]] = {}
+    for rank, manifest in enumerate(checkpoint.ranks):
+        owners.setdefault(manifest.skeleton, []).append(rank)
+    found = [tree.copy_names(skeleton_of(checkpoint, ranks[0]), ranks=ranks) for ranks in owners.values()]
+    return set().union(*found)
 
 
 def _per_rank_names(checkpoint: Checkpoint) -> set[str]:

@@ -2,18 +2,21 @@
 
 A name is the path joined by ``.``, as DCP's ``flatten_state_dict`` makes it, and a container is entered when DCP
 enters it: every mapping; a list that holds a tensor or mapping at any depth of lists. Beyond DCP, which pickles them,
-a tuple that holds a tensor or mapping is entered, and so are Stateful values and
-:class:`~aio_ckpt.state.values.PerRank` inside either. Every other list or tuple, whatever arrays it holds, is one
-object leaf.
+a tuple, another sequence, a dataclass or a namespace that holds a tensor or mapping is entered, and so are Stateful
+values and :class:`~aio_ckpt.state.values.PerRank` inside any of them. Every other value, whatever arrays it holds, is
+one object leaf.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from types import NoneType
+from itertools import compress, repeat
+from operator import attrgetter, is_, itemgetter
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,11 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import local_tensor
 from aio_ckpt.errors import EmptyStateError, SourceChangedError, UnsupportedLeafError
+from aio_ckpt.state.containers import fields_of, has_fields, is_mapping, is_transparent, notes_of, parts_of, remade
 from aio_ckpt.state.objects import (
     MAX_DEPTH,
     TORCH_ARRAY_DTYPES,
     as_tensor,
-    check_object,
     decode_object,
     encode_object,
     from_tensor,
@@ -36,22 +39,25 @@ from aio_ckpt.state.objects import (
 )
 from aio_ckpt.state.skeleton import (
     MAPPINGS,
+    TENSOR_WITH_GRAD,
     Container,
     Key,
     Skeleton,
     build,
     build_below,
-    check_names,
+    copy_names,
     dcp_paths,
     decode_skeleton,
     encode_skeleton,
     freeze_key,
     is_below,
+    key_text,
     skeleton_names,
     subtree,
     unflatten_dcp,
+    unique_names,
 )
-from aio_ckpt.state.values import LeafKind, PerRank
+from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
 
 __all__ = [
     "TENSOR_TYPES",
@@ -63,7 +69,7 @@ __all__ = [
     "build",
     "build_below",
     "check_leaves",
-    "check_object",
+    "copy_names",
     "dcp_paths",
     "decode_object",
     "decode_skeleton",
@@ -73,6 +79,7 @@ __all__ = [
     "from_tensor",
     "is_below",
     "is_immutable",
+    "leaves_of",
     "put_back",
     "read_template",
     "skeleton_names",
@@ -122,15 +129,29 @@ _SHOWN = 80
 """Characters of a name that a message shows where it may be as long as the nesting is deep."""
 _MAX_ENTERED = 1 << 20
 """Containers, at most: 60 tuples of which each holds the next one twice stand in 2**60 places."""
-_CONTAINERS_FROM = int(min(Container))
+_CONTAINERS_FROM, _STATEFUL = int(min(Container)), int(Container.STATEFUL)
+_TEXT, _INT = {str}, {int}
+_MANY_DIGITS = 1 << 64
+_TENSOR_TYPES = frozenset(TENSOR_TYPES)
+_requires_grad = attrgetter("requires_grad")
+_COPY_BYTES = 1 << 20
+"""Largest container that is stored a second time."""
+_MUTABLE = frozenset({*MAPPINGS, Container.LIST, Container.FIELDS})
+"""Containers that may hold themselves."""
+_UNNOTED = frozenset({dict, Counter, list, tuple, PerRank})
+"""Types of which a skeleton says everything by its code."""
 _KEY, _VALUE = itemgetter(0), itemgetter(1)
 _MANY = 16
 """From so many entries on a mapping of leaves is worth a look at all their types first."""
 _CODES: dict[type, int] = {
     **_LEAVES,
-    **{kind: code for code, kind in MAPPINGS.items()},
-    PerRank: Container.PER_RANK,
+    **{kind: int(code) for code, kind in MAPPINGS.items()},
+    PerRank: int(Container.PER_RANK),
 }
+
+
+class _UnreadableError(Exception):
+    """A mapping whose entries cannot be read."""
 
 
 @dataclass(slots=True)
@@ -161,36 +182,48 @@ class Template:
     """(name, value) of each Stateful value; the name is ``""`` if the state itself is one."""
 
 
-def flatten(state: object, *, rank: int, trusted: bool = False) -> FlatState:
+def flatten(state: object, *, rank: int) -> FlatState:
     """Names, leaves and skeleton of ``state`` (a mapping or Stateful). Checks no tensor: :func:`check_leaves` does.
 
-    ``trusted`` lets a namedtuple and the like without tensors pass as one object.
-
     Raises:
-        UnsupportedLeafError: a container or key that cannot be stored, or a cycle.
-        DuplicateNameError: two leaves share a name.
+        UnsupportedLeafError: a container or key that cannot be stored.
         EmptyStateError: no leaf.
     """
-    walk = _Walk(rank=rank, trusted=trusted)
+    walk = _Walk(rank=rank, copies={})
     skeleton = walk.root(state)
-    check_names(walk.names, skeleton, rank=rank)
     if not walk.names:
         raise EmptyStateError("the state holds no leaf: give at least one tensor or object")
-    return FlatState(walk.names, walk.values, walk.kinds, skeleton)
+    skeleton = _with_grads(skeleton, walk.values, walk.kinds)
+    names = unique_names(walk.names)
+    if walk.copies:
+        names = [*names, *walk.copies]
+        walk.values += map(StockCopy, walk.copies.values())
+        walk.kinds += [LeafKind.OBJECT] * len(walk.copies)
+    return FlatState(names, walk.values, walk.kinds, skeleton)
 
 
 def read_template(state: object, *, rank: int) -> Template:
     """Like :func:`flatten`, for ``load``: Stateful values are listed, not entered.
 
     Raises:
-        UnsupportedLeafError, DuplicateNameError, EmptyStateError: as :func:`flatten`.
+        UnsupportedLeafError, EmptyStateError: as :func:`flatten`.
     """
     stateful: list[tuple[str, Any]] = []
-    walk = _Walk(rank=rank, trusted=True, stateful=stateful)
-    check_names(walk.names, walk.root(state), rank=rank)
+    walk = _Walk(rank=rank, stateful=stateful)
+    walk.root(state)
     if not walk.names and not stateful:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
-    return Template(walk.names, walk.values, walk.kinds, stateful)
+    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful)
+
+
+def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
+    """Leaves of a ``state_dict()`` by name, as they are called below ``prefix``."""
+    try:
+        flat = flatten(state, rank=rank)
+    except EmptyStateError:
+        return {}
+    dot = prefix and f"{prefix}."
+    return {f"{dot}{name}": value for name, value in zip(flat.names, flat.values, strict=True)}
 
 
 def check_leaves(flat: FlatState) -> None:
@@ -212,7 +245,8 @@ def put_back(state: object, objects: Mapping[str, object], *, rank: int) -> None
 
     What a Stateful value or a tensor stands in is left alone, and so is every name that ``objects`` lacks.
     """
-    _replaced(state, None, objects, rank, 0)
+    names = read_template(state, rank=rank).names if any("~" in name for name in objects) else None
+    _PutBack(objects=objects, rank=rank, names=names).replaced(state, None)
 
 
 # -- the walk ---------------------------------------------------------------------------------------
@@ -224,8 +258,6 @@ class _Walk:
 
     rank: int
     """Rank that PerRank values are stored for."""
-    trusted: bool
-    """Whether odd list and tuple classes pass as objects."""
     stateful: list[tuple[str, Any]] | None = None
     """Collects Stateful values instead of entering them, if given."""
     names: list[str] = field(default_factory=list)
@@ -234,66 +266,142 @@ class _Walk:
     kinds: list[LeafKind] = field(default_factory=list)
     entered: int = 0
     """Containers so far, each as often as it stands somewhere."""
+    number: int = 0
+    """Of the next container in the skeleton."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Number of a container by its id."""
+    alive: list[object] = field(default_factory=list)
+    """Containers, whose ids stay theirs so."""
+    around: list[int] = field(default_factory=lambda: [-1] * (MAX_DEPTH + 1))
+    """By depth: numbers of the containers around the one that is entered; behind its depth, of no meaning."""
+
+    copies: dict[str, object] | None = None
+    """Collects containers that stock DCP stores as one object, if given, by their names."""
+    is_copied: bool = False
+    """Whether the walk is inside such a container."""
+    barred: int = 0
+    """How often the walk met what no copy can hold."""
 
     def root(self, state: object, depth: int = 0) -> Skeleton:
         """The skeleton of the state itself, which must be a mapping or Stateful."""
-        code = _code(state, "the state", trusted=False)
+        code = _code(state, "the state")
         if code not in MAPPINGS and code != Container.STATEFUL:
             raise UnsupportedLeafError(f"the state is a {type_name(state)}: give a dict or an object with state_dict()")
         return self.node(state, None, depth)
 
     def node(self, value: Any, name: str | None, depth: int) -> Skeleton:
         """The skeleton of ``value``, whose name is ``name`` (None: the state itself)."""
-        code = _code(value, name, trusted=self.trusted)
-        if code >= _CONTAINERS_FROM:
-            self.entered += 1
-            if depth > MAX_DEPTH or self.entered > _MAX_ENTERED:
-                raise _endless(f"{name}", depth)
-        if code in MAPPINGS:
-            return self.mapping(value, code, name, depth)
+        kind = type(value)
+        code = _CODES.get(kind)
+        if code is None:
+            code = _code(value, name)
+        if code < _CONTAINERS_FROM:
+            return self.leaf(value, name, code)
+        self.entered += 1
+        if depth > MAX_DEPTH or self.entered > _MAX_ENTERED:
+            raise _endless(f"{name}", depth)
+        if code == _STATEFUL:
+            self.around[depth] = -1
+            return self.state_of(value, name, depth)
+        number, known = self.number, self.places.setdefault(id(value), self.number)
+        if known != number and code in _MUTABLE and known in self.around[:depth]:
+            self.number += 1
+            self.barred += 1
+            return Container.REFERENCE, (), (), (("same", known),)
+        self.number = number + 1
+        self.alive.append(value)
+        self.around[depth] = number
+        skeleton = self.mapping(value, code, name, depth) if code in MAPPINGS else self.copied(value, code, name, depth)
+        if known == number and kind in _UNNOTED and type(skeleton) is tuple:
+            return skeleton
+        return self.noted(value, skeleton, name, number, known)
+
+    def noted(self, value: Any, skeleton: Any, name: str | None, number: int, known: int) -> Skeleton:
+        """The skeleton of a container with its notes; ``known`` is the number of its first place."""
+        if isinstance(skeleton, int):  # stored as one object
+            self.number = number
+            if known == number:
+                del self.places[id(value)]
+            return LeafKind.OBJECT
+        notes = skeleton[3] if len(skeleton) > 3 else ()
+        if type(value) not in _UNNOTED:
+            notes = (*notes, *notes_of(value, name or "the state"))
+        if known != number:
+            notes = (*notes, ("same", known))
+        return (*skeleton[:3], notes) if notes else skeleton
+
+    def copied(self, value: Any, code: int, name: str | None, depth: int) -> Any:
+        """The skeleton of a container that is no mapping; a small one that stock takes whole is noted."""
+        if self.copies is None or self.is_copied or not name or code == Container.PER_RANK or not _is_stock_leaf(value):
+            return self.container(value, code, name, depth)
+        self.is_copied, barred, start = True, self.barred, len(self.values)
+        skeleton = self.container(value, code, name, depth)
+        self.is_copied = False
+        is_free = name not in self.copies and self.barred == barred
+        if is_free and _copy_bytes(self.values[start:]) <= _COPY_BYTES:
+            self.copies[name] = value
+            return (*skeleton, (("copy", 1),))
+        return skeleton
+
+    def container(self, value: Any, code: int, name: str | None, depth: int) -> Any:
+        """The skeleton of a container that is no mapping, without its notes."""
         prefix = _prefix(name)
         if code == Container.PER_RANK:
+            self.barred += 1
             return code, (), (self.node(value.value, f"{prefix}rank{self.rank}", depth + 1),)
-        if code == Container.STATEFUL:
-            return self.state_of(value, name, depth)
-        if code in (Container.LIST, Container.TUPLE):
-            return code, (), tuple([self.node(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(value)])
+        if code == Container.FIELDS:
+            keys, items = fields_of(value)
+            children = [self.node(item, prefix + key, depth + 1) for key, item in zip(keys, items, strict=True)]
+            return code, tuple(keys), tuple(children)
+        return code, (), tuple([self.node(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(value)])
+
+    def leaf(self, value: Any, name: str | None, code: int) -> Skeleton:
         kind = LeafKind(code)
         self.names.append(name or "")
         self.values.append(value)
         self.kinds.append(kind)
         return kind
 
-    def mapping(self, value: Mapping[Any, object], code: int, name: str | None, depth: int) -> Skeleton:
+    def mapping(self, value: Mapping[Any, object], code: int, name: str | None, depth: int) -> Any:
         """The hot loop: 20,000 tensors in one dict take no call each."""
-        given, items = _entries(value, name)
+        try:
+            given, items = _entries(value, name)
+        except _UnreadableError:
+            return self.leaf(value, name, LeafKind.OBJECT)
         if len(given) >= _MANY and (skeleton := self.leaves(given, items, code, name)) is not None:
             return skeleton
         names, values, kinds, prefix = self.names, self.values, self.kinds, _prefix(name)
-        keys: list[Key] = []
+        keys: tuple[Key, ...] = given
+        texts: Sequence[str] = given
+        for key in given:  # of the few of a parameter's state: quicker than the set of their types
+            if type(key) is not str:
+                keys, texts = _frozen(given, name)
+                if len(set(texts)) != len(texts):
+                    if name is not None and not _holds_leaves(items, name, 0, set(), tensors_only=True):
+                        return self.leaf(value, name, LeafKind.OBJECT)
+                    _check_keys(keys, name)
+                break
         children: list[Skeleton] = []
-        for key, item in zip(given, items, strict=True):
-            if type(key) is str:
-                text = prefix + key
-                keys.append(key)
-            else:
-                keys.append(freeze_key(key, name or "the state"))
-                text = f"{prefix}{key}"
+        for text, item in zip(texts, items, strict=True):
             kind = _LEAVES.get(type(item))
             if kind is None:
-                children.append(self.node(item, text, depth + 1))
-            else:
-                names.append(text)
-                values.append(item)
-                kinds.append(kind)
-                children.append(kind)
-        return code, tuple(keys), tuple(children)
+                children.append(self.node(item, prefix + text, depth + 1))
+                continue
+            names.append(prefix + text)
+            values.append(item)
+            kinds.append(kind)
+            children.append(kind)
+        return code, keys, tuple(children)
 
     def leaves(self, keys: tuple[Any, ...], values: list[object], code: int, name: str | None) -> Skeleton | None:
         """A mapping from str to leaves alone, without a line of Python a leaf; None if it is none."""
-        if not {*map(type, values)} <= _LEAVES.keys() or {*map(type, keys)} != {str}:
+        types = {*map(type, values)}
+        if not types <= _LEAVES.keys() or {*map(type, keys)} != _TEXT:
             return None
-        kinds = tuple(map(_LEAVES.__getitem__, map(type, values)))
+        if types <= _TENSOR_TYPES:
+            kinds = (LeafKind.TENSOR,) * len(values)
+        else:
+            kinds = tuple(map(_LEAVES.__getitem__, map(type, values)))
         self.names += keys if name is None else map(_prefix(name).__add__, keys)
         self.values += values
         self.kinds += kinds
@@ -303,11 +411,54 @@ class _Walk:
         """A Stateful value: the skeleton of its ``state_dict()``, or an entry in ``stateful``."""
         if name == "":
             raise UnsupportedLeafError(f"a {type_name(value)} under the key '': give it a name")
+        self.barred += 1
         if self.stateful is None:
             inner = value.state_dict()
             return self.root(inner, depth + 1) if name is None else self.node(inner, name, depth + 1)
         self.stateful.append((name or "", value))
         return Container.STATEFUL, (), ()
+
+
+def _is_stock_leaf(value: Any) -> bool:
+    """Whether DCP's ``flatten_state_dict`` takes the value, which is no mapping, as one leaf."""
+    if not isinstance(value, list):
+        return True
+    for item in value:
+        if isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_stock_leaf(item)):
+            return False
+    return True
+
+
+def _copy_bytes(values: Sequence[object]) -> float:
+    """About as many bytes as torch.save stores for these leaves: whole storages; no end for what it cannot store."""
+    total = 0.0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+            total += value.untyped_storage().nbytes() if is_plain and not value.is_nested else math.inf
+        elif isinstance(value, np.ndarray):
+            total += value.nbytes
+        elif isinstance(value, (str, bytes, bytearray, list, tuple)):
+            total += len(value)
+    return total
+
+
+def _with_grads(skeleton: Skeleton, values: Sequence[Any], kinds: Sequence[LeafKind]) -> Skeleton:
+    """``skeleton``, where leaf tensors that require gradients are marked. One pass in C where none does."""
+    tensors = compress(values, map(is_, kinds, repeat(LeafKind.TENSOR)))
+    if not any(map(_requires_grad, tensors)):
+        return skeleton
+    codes = (
+        TENSOR_WITH_GRAD if kind is LeafKind.TENSOR and value.requires_grad and value.is_leaf else kind
+        for kind, value in zip(kinds, values, strict=True)
+    )
+    return _with_codes(skeleton, codes)
+
+
+def _with_codes(node: Any, codes: Iterator[int]) -> Skeleton:
+    if isinstance(node, int):
+        return next(codes)
+    return (*node[:2], tuple([_with_codes(child, codes) for child in node[2]]), *node[3:])
 
 
 def _endless(name: str, depth: int) -> UnsupportedLeafError:
@@ -334,6 +485,8 @@ def _entries(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any, 
             f"{name or 'the state'}: another thread changed this {type_name(value)} while it was read ({error}): keep "
             "the state still until save() returns"
         ) from error
+    except Exception as error:  # a mapping that cannot be read, such as one with values that are missing
+        raise _UnreadableError from error
     return tuple(map(_KEY, items)), list(map(_VALUE, items))
 
 
@@ -341,7 +494,21 @@ def _prefix(name: str | None) -> str:
     return "" if name is None else name + "."
 
 
-def _code(value: Any, name: str | None, *, trusted: bool) -> int:
+def _frozen(keys: Sequence[Any], name: str | None) -> tuple[tuple[Key, ...], list[str]]:
+    """Keys as a skeleton has them, and the parts of names that they make."""
+    if {*map(type, keys)} == _INT and max(max(keys), -min(keys)) < _MANY_DIGITS:  # of an optimizer
+        texts = list(map(str, keys))
+        return tuple([("i", text) for text in texts]), texts
+    frozen = tuple([key if type(key) is str else freeze_key(key, name or "the state") for key in keys])
+    return frozen, list(map(key_text, frozen))
+
+
+def _check_keys(keys: Sequence[Key], name: str | None) -> None:
+    if len(set(keys)) != len(keys):
+        raise UnsupportedLeafError(f"{name or 'the state'}: two keys that are stored alike: rename one of them")
+
+
+def _code(value: Any, name: str | None) -> int:
     """``LeafKind`` or ``Container`` of a value, by its exact type wherever there is one."""
     kind = type(value)
     code = _CODES.get(kind)
@@ -353,44 +520,46 @@ def _code(value: Any, name: str | None, *, trusted: bool) -> int:
         return LeafKind.SCALAR_ARRAY if value.dtype in TORCH_ARRAY_DTYPES else LeafKind.OBJECT
     if kind is np.ndarray:
         return LeafKind.ARRAY if value.dtype in TORCH_ARRAY_DTYPES else LeafKind.OBJECT
+    if isinstance(value, type):
+        return LeafKind.OBJECT
     if _is_stateful_type(kind):
         return Container.STATEFUL
-    if isinstance(value, Mapping):
-        raise UnsupportedLeafError(f"{name}: a {type_name(value)} would come back as another type; give dict(value)")
-    if isinstance(value, (list, tuple)):
-        return _sequence_code(value, name, trusted)
-    return LeafKind.OBJECT
-
-
-def _sequence_code(value: Any, name: str | None, trusted: bool) -> int:
-    is_entered = _holds_leaves(value, name, 0, set())
-    if type(value) not in (list, tuple) and (is_entered or not trusted):
-        raise UnsupportedLeafError(
-            f"{name}: a {type_name(value)} would come back as another type; give a list, a tuple, or ._asdict()"
-        )
-    if not is_entered:
+    if is_mapping(kind):
+        return Container.ORDERED_DICT if isinstance(value, OrderedDict) else Container.DICT
+    if not is_transparent(kind):
         return LeafKind.OBJECT
-    return Container.LIST if isinstance(value, list) else Container.TUPLE
+    if not _holds_leaves(parts_of(value), name, 0, {id(value)}):
+        return LeafKind.OBJECT
+    if has_fields(kind):
+        return Container.FIELDS
+    return Container.TUPLE if isinstance(value, tuple) else Container.LIST
 
 
-def _holds_leaves(values: Any, name: str | None, depth: int, without: set[int]) -> bool:
-    """Whether a list or tuple is entered: decided by the set of its types, so that 10,000 ints cost one pass in C.
+def _holds_leaves(values: Any, name: str | None, depth: int, without: set[int], *, tensors_only: bool = False) -> bool:
+    """Whether a container is entered: decided by the set of its types, so that 10,000 ints cost one pass in C.
 
-    ``without``: ids of those that hold others and no leaf; one that stands in many places is looked at once.
+    ``without``: ids of those that are looked at, or hold no leaf; one that stands in many places is looked at once.
+    ``tensors_only``: mappings are looked into, too.
     """
     nested = False
     for kind in set(map(type, values)) - _NO_LEAVES:
-        if issubclass(kind, (torch.Tensor, PerRank, Mapping)) or _is_stateful_type(kind):
+        if issubclass(kind, (torch.Tensor, PerRank)) or _is_stateful_type(kind):
             return True
-        nested = nested or issubclass(kind, (list, tuple))
+        is_keyed = is_mapping(kind)
+        if is_keyed and not tensors_only:
+            return True
+        nested = nested or is_keyed or is_transparent(kind)
     if nested and depth > MAX_DEPTH:
         raise UnsupportedLeafError(f"{name}: a list nested deeper than {MAX_DEPTH} (does it hold itself?)")
     if nested:
         for item in values:
-            is_new = isinstance(item, (list, tuple)) and id(item) not in without
-            if is_new and _holds_leaves(item, name, depth + 1, without):
+            kind = type(item)
+            if id(item) in without or kind in _NO_LEAVES or not (is_transparent(kind) or is_mapping(kind)):
+                continue
+            without.add(id(item))
+            parts = list(item.values()) if is_mapping(kind) else parts_of(item)
+            if _holds_leaves(parts, name, depth + 1, without, tensors_only=tensors_only):
                 return True
-        without.add(id(values))
     return False
 
 
@@ -398,23 +567,76 @@ def _is_stateful_type(kind: type) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
-def _replaced(value: Any, name: str | None, objects: Mapping[str, object], rank: int, depth: int) -> object:
-    """``value`` itself, changed in place where it can be, or what must stand in its parent in its stead."""
-    code = _code(value, name, trusted=True)
-    prefix = _prefix(name)
-    if code in MAPPINGS or code == Container.LIST:
-        items = list(value.items()) if code in MAPPINGS else list(enumerate(value))
-        for key, item in items:
-            new = _replaced(item, f"{prefix}{key}", objects, rank, depth + 1)
-            if new is not item:
-                value[key] = new
-        return value
+@dataclass(slots=True, kw_only=True)
+class _PutBack:
+    """Sets objects in the containers of a caller, in the order of the walk."""
+
+    objects: Mapping[str, object]
+    """What to set, by name."""
+    rank: int
+    """Rank whose PerRank values are set."""
+    names: Sequence[str] | None
+    """Names of the leaves, where they are not their paths."""
+    leaf_number: int = 0
+    """Of the next leaf."""
+    around: set[int] = field(default_factory=set)
+    """Ids of the containers around the one that is entered."""
+
+    def replaced(self, value: Any, name: str | None) -> Any:
+        """``value`` itself, changed in place where it can be, or what must stand in its parent in its stead."""
+        code = _code(value, name)
+        if code < _CONTAINERS_FROM:
+            return self.leaf(value, name, code)
+        if code == Container.STATEFUL or id(value) in self.around:
+            return value
+        self.around.add(id(value))
+        try:
+            return self.entered(value, code, name)
+        finally:
+            self.around.discard(id(value))
+
+    def leaf(self, value: Any, name: str | None, code: int) -> Any:
+        if self.names is not None:
+            name = self.names[self.leaf_number]
+            self.leaf_number += 1
+        return value if name is None or code == LeafKind.TENSOR else self.objects.get(name, value)
+
+    def entered(self, value: Any, code: int, name: str | None) -> Any:
+        prefix = _prefix(name)
+        if code == Container.PER_RANK:
+            inner = self.replaced(value.value, f"{prefix}rank{self.rank}")
+            return value if inner is value.value else PerRank(inner)
+        if code in MAPPINGS:
+            try:
+                keys, items = _entries(value, name)
+            except _UnreadableError:
+                return self.leaf(value, name, LeafKind.OBJECT)
+            texts = _frozen(keys, name)[1]
+            is_one = name is not None and len(set(texts)) != len(texts)
+            if is_one and not _holds_leaves(items, name, 0, set(), tensors_only=True):
+                return self.leaf(value, name, LeafKind.OBJECT)
+        elif code == Container.FIELDS:
+            keys, items = fields_of(value)  # type: ignore[assignment]
+            texts = keys  # type: ignore[assignment]
+        else:
+            items = list(value)
+            keys = range(len(items))  # type: ignore[assignment]
+            texts = list(map(str, keys))
+        new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]
+        changed = [(key, now) for key, was, now in zip(keys, items, new, strict=True) if now is not was]
+        return _with(value, code, changed, new) if changed else value
+
+
+def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[object]) -> Any:
+    """``value`` with its parts set, or another one of its type where it takes none."""
     if code == Container.TUPLE:
-        elements = [_replaced(item, f"{prefix}{i}", objects, rank, depth + 1) for i, item in enumerate(value)]
-        return value if all(map(lambda a, b: a is b, elements, value)) else tuple(elements)
-    if code == Container.PER_RANK:
-        inner = _replaced(value.value, f"{prefix}rank{rank}", objects, rank, depth + 1)
-        return value if inner is value.value else PerRank(inner)
-    if name is None or code in (Container.STATEFUL, LeafKind.TENSOR):
+        return tuple(items) if type(value) is tuple else remade(type(value), items)
+    if code == Container.FIELDS:
+        for key, item in changed:
+            object.__setattr__(value, key, item)
         return value
-    return objects.get(name, value)
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType({**value, **dict(changed)})
+    for key, item in changed:
+        value[key] = item
+    return value

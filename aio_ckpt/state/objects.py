@@ -1,19 +1,19 @@
 """Objects (every leaf that is no tensor) to and from bytes, without running code when they are read.
 
-The bytes are a ``torch.save`` zip that ``torch.load(weights_only=True)`` takes. What that refuses (numpy values,
-``BytesIO``, ``frozenset``, empty ``bytes``, very large ``int``) is stored as a tagged dict ``{"__aio_ckpt__": kind}``
-with the fields of that kind; a dict of the user's own that has this key is stored as tagged pairs, so it comes back
-too.
+The bytes are a ``torch.save`` zip that ``torch.load(weights_only=True)`` takes. What that refuses and is harmless is
+stored as a tagged dict (:mod:`aio_ckpt.state.harmless`); a dict of the user's own that has the tag as a key is stored
+as tagged pairs, so it comes back too. What else pickle can store is stored as it is, and needs trust when it is read.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
-import math
+import logging
 import pickle
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -21,11 +21,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.format.pickle_scan import check_calls
 from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
 from aio_ckpt.format.tensor_zip import records_of
-from aio_ckpt.state.values import LeafKind
+from aio_ckpt.state.harmless import (
+    BY_KIND,
+    TAG,
+    ClassNotImportedError,
+    Fields,
+    NotEncodableError,
+    harmless_type,
+    is_short,
+)
+from aio_ckpt.state.values import LeafKind, StockCopy
 
 __all__ = [
     "MAX_DEPTH",
@@ -33,7 +42,7 @@ __all__ = [
     "ObjectBytes",
     "ObjectEncoder",
     "as_tensor",
-    "check_object",
+    "check_key",
     "decode_object",
     "encode_object",
     "from_tensor",
@@ -53,12 +62,18 @@ TORCH_ARRAY_DTYPES: frozenset[np.dtype[Any]] = frozenset(
 )
 """numpy dtypes (native byte order) whose elements a tensor holds bit for bit."""
 
-_TAG = "__aio_ckpt__"
 _IMMUTABLE = frozenset({NoneType, bool, int, float, complex, str, bytes})
-_CONTAINERS = frozenset({list, tuple, dict, OrderedDict, set, frozenset})
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_CONTAINERS = frozenset({list, tuple, set, frozenset}) | _MAPPINGS
 _ALWAYS_PLAIN = frozenset({NoneType, bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
-_INT_BITS = 2000
-"""Larger ints pickle as LONG4 (above 255 bytes), an opcode that ``weights_only`` lacks."""
+_MAX_HASHED = 1 << 22
+"""Values in one key, at most, each counted in every place where it stands."""
+_REMEDY = (
+    "set trusted_objects=True if you trust whoever wrote the checkpoint, allow its type with "
+    "torch.serialization.add_safe_globals, or leave it out with skip_untrusted=True"
+)
+
+_log = logging.getLogger("aio_ckpt")
 
 
 def is_immutable(value: object) -> bool:
@@ -70,30 +85,31 @@ def is_immutable(value: object) -> bool:
     return kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value)))  # type: ignore[call-overload]
 
 
-def check_object(name: str, value: object, trusted: bool) -> None:
-    """Refuse what :func:`encode_object` would refuse; with ``trusted`` only a cycle.
-
-    Raises:
-        UnsafeObjectError: something inside could be read back only by running code; names leaf and type.
-        UnsupportedLeafError: nested deeper than ``MAX_DEPTH`` (a cycle), or a closed ``BytesIO``.
-    """
-    _Encoding(name, trusted).of(value)
-
-
-def encode_object(name: str, value: object, *, trusted: bool) -> bytes:
+def encode_object(name: str, value: object) -> bytes:
     """The ``torch.save`` bytes of one object leaf. ``value`` may change as soon as this returns.
 
     Raises:
-        UnsafeObjectError, UnsupportedLeafError: as :func:`check_object`; with ``trusted``, the first also for
-            what cannot be pickled at all.
+        UnsafeObjectError: pickle cannot store it (a lambda, an open file); names leaf and type.
+        UnsupportedLeafError: nested deeper than ``MAX_DEPTH``, or a closed ``BytesIO``.
     """
+    return _encoded(name, value)[0]
+
+
+def _encoded(name: str, value: object) -> tuple[bytes, list[str]]:
+    """See :func:`encode_object`; and the types of what is stored as it is, because nothing here knows it."""
     buffer = io.BytesIO()
-    plain = _Encoding(name, trusted).of(value)
+    encoding = _Encoding(name)
+    plain = value.value if isinstance(value, StockCopy) else encoding.of(value)
     try:
         torch.save(plain, buffer)
-    except (pickle.PicklingError, TypeError, AttributeError) as exc:
-        raise UnsafeObjectError(f"{name}: a {type_name(value)} that cannot be pickled: {exc}") from exc
-    return buffer.getvalue()
+    except MemoryError:
+        raise
+    except Exception as exc:  # whatever a type's own __reduce__ raises
+        raise UnsafeObjectError(
+            f"{name}: a {type_name(value)} that cannot be pickled: {_first_line(exc)}; give plain values, or leave it "
+            "out"
+        ) from exc
+    return buffer.getvalue(), encoding.unknown
 
 
 def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
@@ -107,17 +123,19 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         _check_stored(data, name)
     try:
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted, mmap=False)
-        return _Decoding().of(value)
+        return _Decoding(trusted=trusted).of(value)
     except pickle.UnpicklingError as exc:
         reason = _unsafe_reason(exc)
         if not reason:
             raise CorruptCheckpointError(f"{name}: the stored object does not unpickle: {_first_line(exc)}") from exc
-        raise UnsafeObjectError(
-            f"{name}: only running code can read this object back ({reason}); "
-            "set trusted_objects=True if you trust whoever wrote the checkpoint"
-        ) from exc
+        raise UnsafeObjectError(f"{name}: only running code can read this object back ({reason}); {_REMEDY}") from exc
     except MemoryError:
         raise  # of this machine: what could take more than the bytes that are there was refused
+    except ClassNotImportedError as exc:
+        raise UnsafeObjectError(
+            f"{name}: the object needs the class {exc}, which is not imported here: import its module before, or leave "
+            "the object out with skip_untrusted=True"
+        ) from exc
     except (ImportError, AttributeError) as exc:
         raise UnsafeObjectError(f"{name}: the object needs a class that is not found here: {exc}") from exc
     except Exception as exc:  # torch raises many types for a damaged archive
@@ -133,7 +151,7 @@ def _check_stored(data: bytes, name: str) -> None:
     except CorruptCheckpointError as exc:
         raise CorruptCheckpointError(f"{name}: the stored object does not read: {exc}") from exc
     except UnsafeObjectError as exc:
-        raise UnsafeObjectError(f"{name}: {exc}; set trusted_objects=True if you trust whoever wrote it") from exc
+        raise UnsafeObjectError(f"{name}: {exc}; {_REMEDY}") from exc
 
 
 def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
@@ -162,61 +180,85 @@ def from_tensor(tensor: torch.Tensor, kind: LeafKind) -> object:
 
 # -- to plain values --------------------------------------------------------------------------------
 
-_Recurse = Callable[[object], object]
-
 
 class _Encoding:
     """One object in types that ``weights_only`` reads back; a container is rebuilt, never changed.
 
-    A container that stands in several places is rebuilt for each of them.
+    A container that stands in several places, in itself too, is rebuilt once and stands in all of them.
     """
 
-    def __init__(self, name: str, trusted: bool) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._trusted = trusted
         self._depth = 0
+        self._known: dict[int, tuple[object, object]] = {}
+        """By id: the value, which stays alive with it, and what stands for it."""
+        self.unknown: list[str] = []
+        """Types of the values that stand for themselves, as nothing here knows them."""
 
-    def of(self, value: object) -> object:
+    def of(self, value: Any) -> object:
         """What stands for ``value``, a part of the object."""
         kind = type(value)
-        if kind in _ALWAYS_PLAIN or ((kind is list or kind is tuple) and _is_plain(value)):  # type: ignore[arg-type]
+        if kind in _ALWAYS_PLAIN or ((kind is list or kind is tuple) and _is_plain(value)):
             return value
-        if kind not in _CONTAINERS:
-            return self._anew(value)
+        if (kind is int and is_short(value)) or (kind is bytes and value):
+            return value
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
         if self._depth > MAX_DEPTH:
-            raise UnsupportedLeafError(f"{self._name}: an object nested deeper than {MAX_DEPTH} (does it hold itself?)")
+            raise UnsupportedLeafError(f"{self._name}: an object nested deeper than {MAX_DEPTH}")
         self._depth += 1
-        plain = self._anew(value)
+        plain = self._anew(value, kind)
         self._depth -= 1
+        return self._known.setdefault(id(value), (value, plain))[1]
+
+    def _anew(self, value: Any, kind: type) -> object:
+        if kind is list:
+            return self._filled(value, [])
+        if kind is tuple:
+            return tuple([self.of(item) for item in value])
+        if kind in _MAPPINGS:
+            return self._mapping(value, kind)
+        if kind is set and all(map(_is_plain_key, value)):
+            return value
+        return self._tagged(value)
+
+    def _filled(self, value: list[object], plain: list[object]) -> object:
+        self._known[id(value)] = value, plain
+        plain += map(self.of, list(value))
         return plain
 
-    def _anew(self, value: object) -> object:
-        encoder = _ENCODERS.get(type(value))
-        if encoder is None and isinstance(value, np.generic):
-            encoder = _encode_scalar
-        if encoder is not None:
+    def _mapping(self, value: dict[object, object], kind: Any) -> object:
+        """As itself where the keys allow it; a key that itself needs a tag cannot be a key."""
+        items = list(value.items())
+        if TAG not in value and all(_is_plain_key(key) for key, _ in items):
+            plain = kind()
+            self._known[id(value)] = value, plain
+            for key, item in items:
+                plain[key] = self.of(item)
+            return plain
+        tagged: Fields = {TAG: "dict", "ordered": kind is OrderedDict}
+        if kind is Counter:
+            tagged["counter"] = True
+        self._known[id(value)] = value, tagged
+        tagged["pairs"] = [(self.of(key), self.of(item)) for key, item in items]
+        return tagged
+
+    def _tagged(self, value: Any) -> object:
+        row = harmless_type(value)
+        if row is not None:
+            tagged: Fields = {TAG: row.kind}
+            self._known[id(value)] = value, tagged
             try:
-                return encoder(value, self.of)
-            except _NotEncodableError as exc:
-                if not self._trusted:
-                    raise UnsafeObjectError(f"{self._name}: {exc}") from None
+                tagged.update(row.encode(value, self.of))
+            except NotEncodableError:
+                del self._known[id(value)]
             except ValueError as exc:
                 raise UnsupportedLeafError(f"{self._name}: a {type_name(value)} that cannot be read: {exc}") from exc
-        elif not self._trusted:
-            remedy = "convert it to plain values (numbers, str, bytes, list, tuple, dict, set, numpy)"
-            if isinstance(value, np.ndarray):
-                remedy = "give its numpy.asarray(), which has the elements and nothing else"
-            what = f"a {type_name(value)} could be read back only by running code"
-            raise UnsafeObjectError(f"{self._name}: {what}; {remedy}, or set trusted_objects=True")
+            else:
+                return tagged
+        self.unknown.append(type_name(value))
         return value
-
-
-class _NotEncodableError(Exception):
-    """A numpy value without an encoding of its own."""
-
-
-def _tagged(kind: str, **fields: object) -> dict[str, object]:
-    return {_TAG: kind, **fields}
 
 
 def _is_plain(values: list[object] | tuple[object, ...]) -> bool:
@@ -224,156 +266,104 @@ def _is_plain(values: list[object] | tuple[object, ...]) -> bool:
     kinds = set(map(type, values))
     if kinds == {int}:
         numbers: Any = values
-        return int(max(-min(numbers), max(numbers))).bit_length() <= _INT_BITS
+        return is_short(int(max(-min(numbers), max(numbers))))
     return kinds <= _ALWAYS_PLAIN
 
 
-def _encode_int(value: int, _: _Recurse) -> object:
-    return value if value.bit_length() <= _INT_BITS else _tagged("int", hex=hex(value))
-
-
-def _encode_bytes(value: bytes, _: _Recurse) -> object:
-    return value or _tagged("bytes")
-
-
-def _encode_list(value: list[object], recurse: _Recurse) -> object:
-    return [recurse(item) for item in value]
-
-
-def _encode_tuple(value: tuple[object, ...], recurse: _Recurse) -> object:
-    return tuple([recurse(item) for item in value])
-
-
-def _encode_dict(value: dict[object, object], recurse: _Recurse) -> object:
-    """As itself where the keys allow it; a key that itself needs a tag cannot be a key."""
-    kind = type(value)
-    if _TAG not in value and set(map(type, value)) <= _ALWAYS_PLAIN:
-        return kind((key, recurse(item)) for key, item in value.items())
-    pairs = [(recurse(key), recurse(item)) for key, item in value.items()]
-    return _tagged("dict", ordered=kind is OrderedDict, pairs=pairs)
-
-
-def _encode_set(value: set[object], recurse: _Recurse) -> object:
-    if set(map(type, value)) <= _ALWAYS_PLAIN:
-        return value
-    return _tagged("set", items=[recurse(item) for item in value])
-
-
-def _encode_frozenset(value: frozenset[object], recurse: _Recurse) -> object:
-    return _tagged("frozenset", items=[recurse(item) for item in value])
-
-
-def _encode_bytes_io(value: io.BytesIO, _: _Recurse) -> object:
-    return _tagged("BytesIO", data=_byte_tensor(value.getbuffer()), position=value.tell())
-
-
-def _encode_array(value: np.ndarray[Any, Any], _: _Recurse) -> object:
-    descr = _describe(value.dtype)
-    return _tagged("ndarray", dtype=descr, shape=tuple(value.shape), data=_byte_tensor(memoryview(value.tobytes())))
-
-
-def _encode_scalar(value: Any, _: _Recurse) -> object:
-    array = np.array(value)
-    if array.dtype.kind in "US" and array[()] != value:
-        raise _NotEncodableError(f"a {type_name(value)} that ends in NUL, which numpy drops; convert it to str")
-    data = _byte_tensor(memoryview(array.tobytes()))
-    return _tagged("scalar", dtype=_describe(array.dtype), data=data)
-
-
-def _describe(dtype: np.dtype[Any]) -> object:
-    """The dtype as numpy's own file format spells it: a str, or a list of fields."""
-    if not dtype.hasobject:
-        descr = np.lib.format.dtype_to_descr(dtype)
-        if np.lib.format.descr_to_dtype(descr) == dtype:
-            return descr
-    raise _NotEncodableError(
-        f"numpy dtype {dtype!r} could be read back only by running code; convert it to plain values"
-    )
-
-
-def _byte_tensor(data: memoryview) -> torch.Tensor:
-    return torch.from_numpy(np.array(data, dtype=np.uint8))
-
-
-_ENCODERS: dict[type, Callable[[Any, _Recurse], object]] = {
-    int: _encode_int,
-    bytes: _encode_bytes,
-    list: _encode_list,
-    tuple: _encode_tuple,
-    dict: _encode_dict,
-    OrderedDict: _encode_dict,
-    set: _encode_set,
-    frozenset: _encode_frozenset,
-    io.BytesIO: _encode_bytes_io,
-    np.ndarray: _encode_array,
-}
+def _is_plain_key(key: Any) -> bool:
+    kind = type(key)
+    if kind is tuple:
+        return all(map(_is_plain_key, key))
+    return kind in _ALWAYS_PLAIN or (kind is int and is_short(key)) or (kind is bytes and bool(key))
 
 
 # -- and back ---------------------------------------------------------------------------------------
 
 
 class _Decoding:
-    """Replaces tagged dicts by what they stand for, each container once; every other type is passed through."""
+    """Replaces tagged dicts by what they stand for, each once; containers are changed in place, other types left."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, object] = {}
+    def __init__(self, *, trusted: bool) -> None:
+        self._trusted = trusted
+        self._known: dict[int, tuple[object, object]] = {}
+        """By id: the stored value, which stays alive with it, and what it stands for."""
+        self._hashed: dict[int, int] = {}
 
-    def of(self, value: Any) -> object:
+    def of(self, value: Any) -> Any:
         """Return what ``value``, a part of what was read, stands for."""
         kind = type(value)
         if kind not in _CONTAINERS or (kind in (list, tuple) and _is_plain(value)):
             return value
-        known = self._known.get(id(value), self)
-        if known is self:
-            self._known[id(value)] = known = self._anew(value, kind)
-        return known
+        known = self._known.get(id(value))
+        if known is None:
+            made = self._anew(value, kind)
+            known = self._known.setdefault(id(value), (value, made))  # a tuple may have come by itself meanwhile
+        return known[1]
+
+    def key(self, value: Any) -> Any:
+        """What ``value`` stands for where it is hashed.
+
+        Raises:
+            ValueError: a key of which a hash would take for ever.
+        """
+        _places(value, self._hashed)
+        return self.of(value)
 
     def _anew(self, value: Any, kind: Any) -> object:
-        if kind is dict and _TAG in value:
-            return _DECODERS[value[_TAG]](value, self.of)
-        if kind is dict or kind is OrderedDict:
-            return kind((key, self.of(item)) for key, item in value.items())
-        return kind(map(self.of, value)) if kind in (list, tuple) else value
+        if kind is tuple:
+            return tuple(map(self.of, value))
+        if kind is dict and TAG in value:
+            return self._untagged(value)
+        self._known[id(value)] = value, value
+        if kind is list:
+            value[:] = map(self.of, list(value))
+        elif kind in _MAPPINGS:
+            for key, item in list(value.items()):
+                value[key] = self.of(item)
+        return value
+
+    def _untagged(self, fields: Fields) -> object:
+        kind = fields[TAG]
+        if kind == "dict":
+            made: Any = OrderedDict() if fields["ordered"] else Counter() if fields.get("counter") else {}
+            self._known[id(fields)] = fields, made
+            for key, item in fields["pairs"]:
+                made[self.key(key)] = self.of(item)
+            return made
+        row = BY_KIND[kind]
+        if self._trusted and "module" in fields:
+            importlib.import_module(fields["module"])
+        for key, _ in fields.get("pairs", ()):
+            _places(key, self._hashed)
+        recurse = self.key if "items" in fields or kind == "slice" else self.of
+        made = row.decode(fields, recurse)
+        if row.fill is not None:
+            self._known[id(fields)] = fields, made
+            row.fill(made, fields, recurse)
+        return made
 
 
-def _decode_dict(fields: dict[str, Any], recurse: _Recurse) -> object:
-    pairs: Iterable[tuple[object, object]] = ((recurse(key), recurse(item)) for key, item in fields["pairs"])
-    return OrderedDict(pairs) if fields["ordered"] else dict(pairs)
+def check_key(value: Any) -> None:
+    """Raise TypeError or ValueError for what cannot be hashed, or not in any time."""
+    _places(value, {})
+    hash(value)
 
 
-def _decode_bytes_io(fields: dict[str, Any], _: _Recurse) -> object:
-    stream = io.BytesIO(_stored_bytes(fields["data"]).tobytes())
-    stream.seek(fields["position"])
-    return stream
+def _places(value: Any, known: dict[int, int]) -> int:
+    """Values that a hash of ``value`` goes through, each as often as it stands there.
 
-
-def _stored_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """What :func:`_byte_tensor` made; an expanded one would be more bytes than are stored."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"bytes stored as {tensor.dtype} of shape {tuple(tensor.shape)}")
-    return tensor.numpy()
-
-
-def _decode_array(fields: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """The length is checked first: numpy takes a forged negative dimension."""
-    dtype = np.lib.format.descr_to_dtype(fields["dtype"])
-    shape = fields.get("shape", ())
-    raw = _stored_bytes(fields["data"])
-    if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != raw.nbytes:
-        raise ValueError(f"shape {shape} of {dtype} over {raw.nbytes} bytes")
-    return np.ndarray(shape, dtype=dtype, buffer=raw)
-
-
-_DECODERS: dict[str, Callable[[dict[str, Any], _Recurse], object]] = {
-    "int": lambda fields, _: int(fields["hex"], 16),
-    "bytes": lambda *_: b"",
-    "dict": _decode_dict,
-    "set": lambda fields, recurse: set(map(recurse, fields["items"])),
-    "frozenset": lambda fields, recurse: frozenset(map(recurse, fields["items"])),
-    "BytesIO": _decode_bytes_io,
-    "ndarray": lambda fields, _: _decode_array(fields),
-    "scalar": lambda fields, _: _decode_array(fields)[()],
-}
+    Raises:
+        ValueError: more than ``_MAX_HASHED``.
+    """
+    if type(value) not in (tuple, list, dict):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 1
+        parts: Iterable[Any] = value.values() if type(value) is dict else value
+        known[id(value)] = 1 + sum(_places(part, known) for part in parts)
+        if known[id(value)] > _MAX_HASHED:
+            raise ValueError(f"a key of more than {_MAX_HASHED} values")
+    return known[id(value)]
 
 
 def type_name(value: object) -> str:
@@ -410,41 +400,76 @@ class ObjectBytes:
 class ObjectEncoder:
     """Encodes the object leaves of a save; the bytes of the last save's immutable values are used again.
 
+    A leaf that only running code can read back is told once, in a warning.
     Borrowed fact: ``torch.save(1e-3)`` costs 39 us (FACTS), 4,000 hyperparameters 150 ms.
     """
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
         self._known: dict[tuple[object, ...], bytes] = {}
+        self._judged: set[str] = set()
+        """Leaves of which it is known, and told, whether reading them needs trust."""
 
     def encode(self, leaves: Sequence[tuple[str, object]]) -> ObjectBytes:
         """Encode leaves given as (name, value); mutable values are captured by it.
 
         Raises:
-            UnsafeObjectError: names a leaf that could be read back only by running code.
+            UnsafeObjectError, UnsupportedLeafError: names a leaf that cannot be stored.
         """
         seen: dict[tuple[object, ...], bytes] = {}
         parts: dict[bytes, int] = {}
         spans: list[tuple[int, int]] = []
+        unsafe: list[str] = []
         end = 0
         for name, value in leaves:
-            data = self._bytes(name, value, seen)
+            data = self._bytes(name, value, seen, unsafe)
             start = parts.setdefault(data, end)
             if start == end:
                 end += len(data)
             spans.append((start, len(data)))
         self._known = seen
+        if unsafe:
+            _warn(unsafe)
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
 
-    def _bytes(self, name: str, value: object, seen: dict[tuple[object, ...], bytes]) -> bytes:
+    def _bytes(self, name: str, value: object, seen: dict[tuple[object, ...], bytes], unsafe: list[str]) -> bytes:
         if not is_immutable(value):
-            return encode_object(name, value, trusted=self._trusted)
+            data, unknown = _encoded(name, value)
+            if unknown and not self._trusted and name not in self._judged:
+                self._judged.add(name)
+                if not _is_readable(name, data):
+                    unsafe.append(f"{name!r} (a {unknown[0]})")
+            return data
         key = _identity(value)
-        data = seen.get(key)
-        if data is None:
-            data = self._known.get(key)
-            seen[key] = data = encode_object(name, value, trusted=self._trusted) if data is None else data
-        return data
+        known = seen.get(key)
+        if known is None:
+            known = self._known.get(key)
+            seen[key] = known = encode_object(name, value) if known is None else known
+        return known
+
+
+def _is_readable(name: str, data: bytes) -> bool:
+    """Whether a reader without trust takes the object, with the types that the user has allowed by now."""
+    try:
+        decode_object(data, name=name, trusted=False)
+    except AioCkptError:
+        return False
+    return True
+
+
+def _warn(unsafe: list[str]) -> None:
+    more = f" and {len(unsafe) - _SHOWN} more" if len(unsafe) > _SHOWN else ""
+    _log.warning(
+        "stored, but only running code can read it back: %s%s; to load it %s. Everything else of the checkpoint needs "
+        "no trust; told once",
+        ", ".join(unsafe[:_SHOWN]),
+        more,
+        _REMEDY,
+    )
+
+
+_SHOWN = 5
+"""Leaves that a warning names."""
 
 
 def _identity(value: object) -> tuple[object, ...]:

@@ -1,12 +1,13 @@
 """The skeleton of a state: its containers, keys and order without the leaves; names and values by it.
 
-A skeleton is built of tuples and ints only, so that it compares and hashes by value, and is stored as msgpack in each
-rank's manifest. DCP's own flattening loses all of this: key 0 comes back as ``'0'``, and ``{}`` does not come back.
+A skeleton is built of tuples and plain values only, so that it compares and hashes by value, and is stored as msgpack
+in each rank's manifest. DCP's own flattening loses all of this: key 0 comes back as ``'0'``, and ``{}`` does not come
+back.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,27 +17,31 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from aio_ckpt.checks import shown
-from aio_ckpt.errors import CorruptCheckpointError, DuplicateNameError, MissingNameError, UnsupportedLeafError
-from aio_ckpt.state.objects import MAX_DEPTH, from_tensor
+from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.state.containers import Notes, Opened, decode_metadata, open_container
+from aio_ckpt.state.harmless import harmless_type
+from aio_ckpt.state.objects import MAX_DEPTH, check_key, decode_object, encode_object, from_tensor
 from aio_ckpt.state.values import LeafKind
 
 __all__ = [
     "MAPPINGS",
+    "TENSOR_WITH_GRAD",
     "Container",
     "Key",
     "Skeleton",
     "build",
     "build_below",
-    "check_names",
+    "copy_names",
     "dcp_paths",
     "decode_skeleton",
     "encode_skeleton",
     "freeze_key",
     "is_below",
+    "key_text",
     "skeleton_names",
     "subtree",
     "unflatten_dcp",
+    "unique_names",
 ]
 
 
@@ -53,13 +58,23 @@ class Container(IntEnum):
     """One child, whose name ends in ``.rank{rank}``."""
     STATEFUL = 22
     """Never stored: its ``state_dict()`` stands in its place."""
+    FIELDS = 23
+    """A dataclass or namespace, by its attributes."""
+    REFERENCE = 24
+    """The container around it whose number its note ``same`` gives; has no children."""
 
 
-Key: TypeAlias = "str | tuple[str, str | tuple[Key, ...]]"
+Key: TypeAlias = "str | tuple[str, Any]"
 """A mapping's key: a str as itself, others as (type tag, text), so that 1, True and 1.0 never compare equal."""
 
-Skeleton: TypeAlias = "int | tuple[int, tuple[Key, ...], tuple[Skeleton, ...]]"
-"""A ``LeafKind``, or (``Container``, keys (of a mapping), children). Equal if and only if types, keys, order are."""
+Skeleton: TypeAlias = (
+    "int | tuple[int, tuple[Key, ...], tuple[Skeleton, ...]] | tuple[int, tuple[Key, ...], tuple[Skeleton, ...], Notes]"
+)
+"""A leaf code, or (``Container``, keys (of a mapping), children), and notes if there are any. Equal if and only if
+types, keys, order are. Containers are numbered in the order of the walk, each before its children."""
+
+TENSOR_WITH_GRAD = 4
+"""Leaf code of a tensor that requires gradients; its ``LeafKind`` is TENSOR."""
 
 MAPPINGS: dict[int, type[dict[Any, Any]]] = {
     Container.DICT: dict,
@@ -69,9 +84,14 @@ MAPPINGS: dict[int, type[dict[Any, Any]]] = {
 """Mappings that are kept as what they are."""
 
 _INDEXED: frozenset[int] = frozenset({Container.LIST, Container.TUPLE})
+_KEYED: frozenset[int] = frozenset({*MAPPINGS, Container.FIELDS})
 _MISSING = object()
-_LEAF_CODES = frozenset(map(int, LeafKind))
-_KEY_BITS = 1024
+_LEAF_CODES = frozenset({*map(int, LeafKind), TENSOR_WITH_GRAD})
+_HELD_KEYS = frozenset("ot")
+"""Tags of keys that hold others."""
+_LEAF_TYPES = {int, LeafKind}
+_KEY_BITS = 2040
+"""What ``weights_only`` reads."""
 _INDEX_SLACK = 1000
 """A list index of foreign metadata may exceed its number of leaves by this factor (empty containers have none)."""
 
@@ -83,34 +103,76 @@ def freeze_key(key: object, name: str) -> Key:
     """A mapping's key as it stands in a skeleton.
 
     Raises:
-        UnsupportedLeafError: not a str, int, bool, finite float, None, or tuple of those.
+        UnsupportedLeafError: a tensor, or a whole number that no reader takes.
+        UnsafeObjectError: a key that pickle cannot store.
     """
-    kind = type(key)
-    if isinstance(key, str) and kind is str:
+    if type(key) is str:
         return key
-    if isinstance(key, int) and kind in (bool, int):
+    frozen = _simple_key(key, name)
+    if frozen is not None:
+        return frozen
+    if isinstance(key, torch.Tensor):
+        raise UnsupportedLeafError(f"{name}: a tensor as a key, which has no name: give a str or a number")
+    if harmless_type(key) is not None:
+        return _object_key(key)
+    return "o", (_text_of(key, name), encode_object(f"{name}: a key of type {type(key).__qualname__}", key))
+
+
+def _simple_key(key: Any, name: str) -> Key | None:
+    """A key that needs no object; None if it is another one."""
+    kind = type(key)
+    if kind is str:
+        return str(key)
+    if kind is int or kind is bool:
         if key.bit_length() > _KEY_BITS:
             raise UnsupportedLeafError(
                 f"{name}: a whole number of {key.bit_length()} bits as a key, at most {_KEY_BITS}"
             )
         return ("b" if kind is bool else "i", str(int(key)))
-    if isinstance(key, float) and kind is float and math.isfinite(key):
+    if kind is float:
         return ("f", key.hex())
     if key is None:
         return ("n", "")
-    if isinstance(key, tuple) and kind is tuple:
-        return ("t", tuple(freeze_key(part, name) for part in key))
-    raise UnsupportedLeafError(
-        f"{name}: a key of type {kind.__qualname__} ({shown(key)}): "
-        "keys are str, int, bool, finite float, None or tuples of those"
-    )
+    if kind is complex:
+        return ("c", (key.real.hex(), key.imag.hex()))
+    if kind is bytes:
+        return ("y", key.hex())
+    if kind is tuple:
+        parts = [_simple_key(part, name) for part in key]
+        return None if None in parts else ("t", tuple(parts))
+    return None
 
 
-def _thaw_key(key: Any) -> Any:
-    """Inverse of :func:`freeze_key`; ValueError, TypeError or KeyError if ``key`` is none of its values."""
+@functools.lru_cache(maxsize=4096, typed=True)
+def _object_key(key: Any) -> Key:
+    return "o", (str(key), encode_object("a key", key))
+
+
+def _text_of(key: object, name: str) -> str:
+    try:
+        return str(key)
+    except Exception as error:  # whatever a type's own __str__ raises
+        raise UnsupportedLeafError(f"{name}: a key of type {type(key).__qualname__} without a text: {error}") from error
+
+
+def key_text(key: Key) -> str:
+    """The part of a name that a key makes: ``str(key)``."""
+    if isinstance(key, str):
+        return key
+    return str(key[1][0]) if key[0] == "o" else str(_thaw_key(key))
+
+
+def _thaw_key(key: Any, *, trusted: bool = False) -> Any:
+    """Inverse of :func:`freeze_key`; ValueError, TypeError or KeyError if ``key`` is none of its values.
+
+    Raises:
+        UnsafeObjectError: only running code reads the key.
+    """
     if isinstance(key, str):
         return key
     tag, text = key
+    if tag == "o":
+        return decode_object(text[1], name=f"the key {text[0]}", trusted=trusted)
     return _THAW[tag](text)
 
 
@@ -119,6 +181,8 @@ _THAW: dict[str, Any] = {
     "b": lambda text: {"0": False, "1": True}[text],
     "f": lambda text: float.fromhex(text),
     "n": lambda text: {"": None}[text],
+    "c": lambda parts: complex(float.fromhex(parts[0]), float.fromhex(parts[1])),
+    "y": lambda text: bytes.fromhex(text),
     "t": lambda parts: tuple(map(_thaw_key, parts)),
 }
 
@@ -131,9 +195,25 @@ def is_below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
+def unique_names(names: list[str]) -> list[str]:
+    """``names``, where the second of two that are equal is marked: ``0`` and ``0~2``."""
+    taken = set(names)
+    if len(taken) == len(names):
+        return names
+    seen: set[str] = set()
+    unique: list[str] = []
+    for name in names:
+        marked, number = name, 2
+        while marked in seen or (marked is not name and marked in taken):
+            marked, number = f"{name}~{number}", number + 1
+        seen.add(marked)
+        unique.append(marked)
+    return unique
+
+
 def skeleton_names(skeleton: Skeleton, *, rank: int) -> list[str]:
     """Names of the leaves, in the order of ``flatten``."""
-    return [name for name, _ in _leaf_paths(skeleton, "", (), (rank,))]
+    return unique_names([name for name, _ in _leaf_paths(skeleton, "", (), (rank,))])
 
 
 def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> dict[str, tuple[str | int, ...]]:
@@ -141,33 +221,47 @@ def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> d
 
     ``others``: ranks with the same skeleton, whose PerRank values are named too.
     """
-    return {
-        name: tuple(part if is_index else str(part) for is_index, part in path)
-        for name, path in _leaf_paths(skeleton, "", (), (rank, *others))
-    }
+    found = list(_leaf_paths(skeleton, "", (), (rank, *others)))
+    copies = dict(_copy_paths(skeleton, "", (), (rank, *others)))
+    paths = dict(found)
+    if len(paths) == len(found):
+        return paths | copies
+    paths = {}
+    for number in (rank, *others):  # names are marked by what one rank has
+        own = list(_leaf_paths(skeleton, "", (), (number,)))
+        for marked, (name, path) in zip(unique_names([name for name, _ in own]), own, strict=True):
+            paths[marked] = path if marked == name else (*path[:-1], f"{path[-1]}{marked.removeprefix(name)}")
+    return paths | copies
 
 
-def check_names(names: list[str], skeleton: Skeleton, *, rank: int) -> None:
-    """Every name once.
+def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
+    """Names of the containers of which a second item is stored, as stock DCP stores them."""
+    return {name for name, _ in _copy_paths(skeleton, "", (), tuple(ranks))}
 
-    Raises:
-        DuplicateNameError: names both paths.
-    """
-    if len(set(names)) == len(names):
+
+def _copy_paths(node: Skeleton, prefix: str, path: _Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, _Path]]:
+    """(name, path) of every container with such an item."""
+    if isinstance(node, int):
         return
-    seen: dict[str, str] = {}
-    for name, path in _leaf_paths(skeleton, "", (), (rank,)):
-        place = "state" + "".join(f"[{part!r}]" for _, part in path)
-        if name in seen:
-            raise DuplicateNameError(f"{seen[name]} and {place} are both named {name!r}: rename one of the keys")
-        seen[name] = place
+    if len(node) > 3 and ("copy", 1) in node[3]:
+        yield prefix[:-1], path
+        return
+    if set(map(type, node[2])) <= _LEAF_TYPES:
+        return
+    is_own = node[0] == Container.PER_RANK
+    for rank in ranks if is_own else ranks[:1]:
+        below = (rank,) if is_own else ranks
+        for part, text, child in _children(node, rank):
+            if not isinstance(child, int):
+                step = part if node[0] in _INDEXED else text
+                yield from _copy_paths(child, f"{prefix}{text}.", (*path, step), below)
 
 
-_Path: TypeAlias = "tuple[tuple[bool, Any], ...]"
+_Path: TypeAlias = "tuple[str | int, ...]"
 
 
 def _leaf_paths(node: Skeleton, prefix: str, path: _Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, _Path]]:
-    """(name, path of (whether it is an index, key)) of every leaf of these ranks."""
+    """(name, path) of every leaf of these ranks."""
     if isinstance(node, int):
         yield prefix[:-1], path
         return
@@ -175,18 +269,16 @@ def _leaf_paths(node: Skeleton, prefix: str, path: _Path, ranks: tuple[int, ...]
     for rank in ranks if is_own else ranks[:1]:
         below = (rank,) if is_own else ranks
         for part, text, child in _children(node, rank):
-            yield from _leaf_paths(child, f"{prefix}{text}.", (*path, (node[0] in _INDEXED, part)), below)
+            step = part if node[0] in _INDEXED else text
+            yield from _leaf_paths(child, f"{prefix}{text}.", (*path, step), below)
 
 
-def _children(
-    node: tuple[int, tuple[Key, ...], tuple[Skeleton, ...]], rank: int
-) -> Iterator[tuple[Any, str, Skeleton]]:
-    """(key or index, the same as a part of the name, child)."""
-    code, keys, children = node
-    if code in MAPPINGS:
+def _children(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
+    """(key as it is stored or index, the same as a part of the name, child)."""
+    code, keys, children = node[:3]
+    if code in _KEYED:
         for key, child in zip(keys, children, strict=True):
-            part = _thaw_key(key)
-            yield part, str(part), child
+            yield key, key_text(key), child
     elif code == Container.PER_RANK:
         yield f"rank{rank}", f"rank{rank}", children[0]
     else:
@@ -221,7 +313,7 @@ def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
         skeleton = _checked(msgspec.msgpack.decode(data), 0)
         if isinstance(skeleton, int):
             raise ValueError("the state is a leaf")  # noqa: TRY004, TRY301 - wrapped below like every other fault
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as exc:
         raise CorruptCheckpointError(f"{name}: the skeleton of the state is damaged: {exc}") from exc
     return skeleton
 
@@ -229,19 +321,50 @@ def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
 def _checked(raw: Any, depth: int) -> Skeleton:
     if type(raw) is int and raw in _LEAF_CODES:
         return raw
-    code, raw_keys, raw_children = raw
+    code, raw_keys, raw_children, *rest = raw
     keys = tuple(map(_checked_key, raw_keys))
     children = tuple(_checked(child, depth + 1) for child in raw_children)
-    wanted = len(children) if code in MAPPINGS else 0
-    is_known = code in MAPPINGS or code in _INDEXED or code == Container.PER_RANK
+    wanted = len(children) if code in _KEYED else 0
+    is_known = code in _KEYED or code in _INDEXED or code in (Container.PER_RANK, Container.REFERENCE)
     if not is_known or len(keys) != wanted or len(set(keys)) != wanted or depth > MAX_DEPTH:
         raise ValueError(f"container {code!r} with {len(keys)} keys and {len(children)} children")
-    if code == Container.PER_RANK and len(children) != 1:
-        raise ValueError(f"a per-rank value with {len(children)} children")
-    return int(code), keys, children
+    if len(children) != {Container.PER_RANK: 1, Container.REFERENCE: 0}.get(code, len(children)):
+        raise ValueError(f"a container {code} with {len(children)} children")
+    if code == Container.FIELDS and not all(type(key) is str for key in keys):
+        raise ValueError("an attribute whose name is no text")
+    notes = _checked_notes(rest[0]) if rest else ()
+    if code == Container.REFERENCE and "same" not in dict(notes):
+        raise ValueError("a reference to nothing")
+    return (int(code), keys, children, notes) if notes else (int(code), keys, children)
+
+
+_NOTE_TYPES: dict[str, tuple[type, ...]] = {
+    "metadata": (bytes,),
+    "type": (str,),
+    "maxlen": (int,),
+    "factory": (str, bytes),
+    "same": (int,),
+    "copy": (int,),
+}
+
+
+def _checked_notes(raw: Any) -> Notes:
+    """Notes that are not known here are kept, and mean nothing."""
+    notes = tuple((str(name), value) for name, value in raw)
+    for name, value in notes:
+        if name in _NOTE_TYPES and type(value) not in _NOTE_TYPES[name]:
+            raise ValueError(f"a note {name!r} of type {type(value).__name__}")
+        if type(value) not in (int, str, bytes, type(None)):
+            raise ValueError(f"a note {name!r} of type {type(value).__name__}")
+    return notes
 
 
 def _checked_key(raw: Any) -> Key:
+    if isinstance(raw, list) and len(raw) == 2 and raw[0] == "o":
+        text, data = raw[1]
+        if type(text) is not str or type(data) is not bytes:
+            raise ValueError("an object as a key that is none")
+        return "o", (text, data)
     return freeze_key(_thaw_key(raw), "key")
 
 
@@ -258,52 +381,183 @@ class _Builder:
     """Rank whose PerRank values are built."""
     only: frozenset[str] | None
     """Names to keep, with all below; None keeps all."""
+    trusted: bool
+    """Whether types and keys may be read by running code."""
+    marked: dict[int, str]
+    """Names of leaves that are not their path, by the number of the leaf."""
+    number: int = 0
+    """Of the next container."""
+    leaf_number: int = 0
+    """Of the next leaf."""
+    made: dict[int, Any] = field(default_factory=dict)
+    """Containers by their number."""
+    with_grad: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Tensors that require gradients, by the id of the leaf that was given."""
     absent: list[str] = field(default_factory=list)
     """Leaves that were wanted and not given."""
+    plain: list[str] = field(default_factory=list)
+    """Containers that are of another type than they were."""
 
     def value(self, node: Skeleton, prefix: str, is_kept: bool) -> Any:
         """The value at ``node``, or ``_MISSING`` if it was not selected; its name is ``prefix`` less the last dot."""
-        name = prefix[:-1]
-        is_kept = is_kept or self.only is None or (prefix != "" and name in self.only)
         if isinstance(node, int):
-            return self.leaf(name, node) if is_kept else _MISSING
-        parts = [
-            (part, self.value(child, f"{prefix}{text}.", is_kept)) for part, text, child in _children(node, self.rank)
-        ]
-        if not is_kept and all(item is _MISSING for _, item in parts):
+            return self.leaf(prefix[:-1], node, is_kept)
+        is_kept = is_kept or self.only is None or (prefix != "" and prefix[:-1] in self.only)
+        if len(node) == 3 and node[0] in MAPPINGS:
+            return self.plain_mapping(node, prefix, is_kept)
+        number, notes = self.number, dict(node[3]) if len(node) > 3 else _NO_NOTES
+        self.number += 1
+        if node[0] == Container.REFERENCE:
+            return self.made.get(notes["same"], _MISSING)
+        if "same" in notes and self.only is None and notes["same"] in self.made:
+            containers, leaves = _sizes(node)
+            self.number += containers - 1
+            self.leaf_number += leaves
+            return self.made[notes["same"]]
+        number = notes.get("same", number)
+        opened = self.opened(node[0], notes, prefix[:-1])
+        self.made[number] = opened.value
+        is_any = False
+        for part, text, child in _children(node, self.rank):
+            item = self.value(child, f"{prefix}{text}.", is_kept)
+            if item is not _MISSING:
+                is_any = True
+            elif node[0] in _KEYED:
+                continue
+            opened.put(part if isinstance(part, (str, int)) else self.key(part), None if item is _MISSING else item)
+        if not is_kept and not is_any:
             return _MISSING
-        if node[0] in MAPPINGS:
-            return MAPPINGS[node[0]]({key: item for key, item in parts if item is not _MISSING})
-        items = [None if item is _MISSING else item for _, item in parts]
-        if node[0] == Container.PER_RANK:
-            return items[0]
-        return items if node[0] == Container.LIST else tuple(items)
+        self.made[number] = made = self.finished(opened, node[0], notes, prefix[:-1])
+        return made
 
-    def leaf(self, name: str, kind: int) -> object:
+    def plain_mapping(self, node: Any, prefix: str, is_kept: bool) -> Any:
+        """What most containers are: the state of a parameter, of which there are thousands."""
+        made = self.made[self.number] = MAPPINGS[node[0]]()
+        self.number += 1
+        for key, text, child in _children(node, self.rank):
+            item = self.value(child, f"{prefix}{text}.", is_kept)
+            if item is not _MISSING:
+                made[key if type(key) is str else self.key(key)] = item
+        return made if is_kept or made else _MISSING
+
+    def opened(self, code: int, notes: Mapping[str, Any], name: str) -> Opened:
+        """An empty container of the type that is noted, or of the plain type of its code."""
+        if "type" in notes:
+            try:
+                found = open_container(
+                    notes, is_keyed=code in _KEYED, is_tuple=code == Container.TUPLE, trusted=self.trusted
+                )
+            except Exception:  # noqa: BLE001 - whatever a type's own __new__ raises
+                found = None
+            if found is not None:
+                return found
+            self.note_plain(notes, name)
+        made: Any = MAPPINGS.get(code, dict)() if code in _KEYED else []
+        if code in _KEYED:
+            return Opened(value=made, put=made.__setitem__, finish=lambda: made)
+        put = lambda _, item: made.append(item)  # noqa: E731
+        if code == Container.PER_RANK:
+            return Opened(value=made, put=put, finish=lambda: made[0])
+        return Opened(value=made, put=put, finish=(lambda: tuple(made)) if code == Container.TUPLE else lambda: made)
+
+    def note_plain(self, notes: Mapping[str, Any], name: str) -> None:
+        self.plain.append(f"{name or 'the state'} ({str(notes['type']).replace(':', '.')})")
+
+    def finished(self, opened: Opened, code: int, notes: Mapping[str, Any], name: str) -> Any:
+        """The container, with the versions that a ``state_dict()`` carries."""
+        try:
+            made = opened.finish()
+        except Exception:  # noqa: BLE001 - whatever a type's own __new__ raises
+            made = opened.value if code != Container.TUPLE else tuple(opened.value)
+            self.note_plain(notes, name)
+        if "metadata" in notes and isinstance(made, OrderedDict):
+            made._metadata = decode_metadata(notes["metadata"], name=name, trusted=self.trusted)  # type: ignore[attr-defined]
+        return made
+
+    def key(self, key: Key) -> Any:
+        """A mapping's key; its text where only running code reads it."""
+        if key[0] not in _HELD_KEYS:
+            return _thaw_key(key)
+        try:
+            thawed = _thaw_key(key, trusted=self.trusted)
+            check_key(thawed)
+        except UnsafeObjectError as error:
+            self.plain.append(f"the key {key_text(key)} ({error})")
+            return key_text(key)
+        except (TypeError, ValueError) as error:
+            raise CorruptCheckpointError(f"the key {key_text(key)}: {error}") from error
+        return thawed
+
+    def leaf(self, name: str, code: int, is_kept: bool) -> object:
+        name = self.marked.get(self.leaf_number, name)
+        self.leaf_number += 1
+        if not (is_kept or self.only is None or name in self.only):
+            return _MISSING
         value = self.leaves.get(name, _MISSING)
         if value is _MISSING:
             self.absent.append(name)
         elif isinstance(value, torch.Tensor):
-            return from_tensor(value, LeafKind(kind))
+            if code == TENSOR_WITH_GRAD:
+                return self.tensor_with_grad(value)
+            return from_tensor(value, LeafKind(code))
         return value
+
+    def tensor_with_grad(self, value: torch.Tensor) -> torch.Tensor:
+        """Over the same memory, which another name may have without gradients; tied names share a tensor."""
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        if id(value) not in self.with_grad:
+            self.with_grad[id(value)] = value.detach().requires_grad_()
+        return self.with_grad[id(value)]
+
+
+_NO_NOTES: dict[str, Any] = {}
+
+
+def _sizes(node: Skeleton) -> tuple[int, int]:
+    """Containers and leaves of a skeleton, itself among them."""
+    if isinstance(node, int):
+        return 0, 1
+    below = [_sizes(child) for child in node[2]]
+    return 1 + sum(containers for containers, _ in below), sum(leaves for _, leaves in below)
+
+
+@functools.lru_cache(maxsize=2)
+def _marked(skeleton: Skeleton, rank: int) -> dict[int, str]:
+    """Names of leaves that are not their path, by the number of the leaf."""
+    names = [name for name, _ in _leaf_paths(skeleton, "", (), (rank,))]
+    unique = unique_names(names)
+    if unique is names:
+        return {}
+    return {number: new for number, (old, new) in enumerate(zip(names, unique, strict=True)) if old != new}
 
 
 def build(
-    skeleton: Skeleton, leaves: Mapping[str, object], *, rank: int, only: Collection[str] | None = None
+    skeleton: Skeleton,
+    leaves: Mapping[str, object],
+    *,
+    rank: int,
+    only: Collection[str] | None = None,
+    trusted: bool = False,
+    plain: list[str] | None = None,
 ) -> object:
     """The nested state from leaf values by name; arrays and numpy scalars arrive as tensors. PerRank is unwrapped.
 
     With ``only``, what is neither one of these names nor below one is left out; list and tuple elements become None.
+    ``plain`` gets a line for each container that is of another type than it was.
 
     Raises:
         MissingNameError: ``only`` selects nothing, or a selected leaf is not in ``leaves``.
     """
-    builder = _Builder(leaves=leaves, rank=rank, only=None if only is None else frozenset(only))
+    kept = None if only is None else frozenset(only)
+    builder = _Builder(leaves=leaves, rank=rank, only=kept, trusted=trusted, marked=_marked(skeleton, rank))
     value: object = builder.value(skeleton, "", False)
     if value is _MISSING:
         raise MissingNameError(f"the checkpoint holds nothing named or below {sorted(only or ())[:5]}")
     if builder.absent:
         raise MissingNameError(f"the checkpoint lacks {len(builder.absent)} leaves of its state: {builder.absent[:5]}")
+    if plain is not None:
+        plain += builder.plain
     return value
 
 
@@ -313,33 +567,54 @@ def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
     Raises:
         MissingNameError: nothing is called so.
     """
-    found = skeleton if not name else _find(skeleton, "", name, rank)
+    return _found(skeleton, name, rank)[0]
+
+
+def _found(skeleton: Skeleton, name: str, rank: int) -> tuple[Skeleton, int, int]:
+    """The skeleton of the value called ``name``, its number and that of its first leaf."""
+    found = (skeleton, 0, 0) if not name else _find(skeleton, "", name, rank, (0, 0))
     if found is None:
         raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
     return found
 
 
-def _find(node: Skeleton, prefix: str, wanted: str, rank: int) -> Skeleton | None:
+def _find(
+    node: Skeleton, prefix: str, wanted: str, rank: int, numbers: tuple[int, int]
+) -> tuple[Skeleton, int, int] | None:
     if isinstance(node, int):
         return None
+    containers, leaves = numbers[0] + 1, numbers[1]
     for _, text, child in _children(node, rank):
         name = prefix + text
         if name == wanted:
-            return child
-        found = _find(child, f"{name}.", wanted, rank) if wanted.startswith(f"{name}.") else None
+            return child, containers, leaves
+        below = wanted.startswith(f"{name}.")
+        found = _find(child, f"{name}.", wanted, rank, (containers, leaves)) if below else None
         if found is not None:
             return found
+        sizes = _sizes(child)
+        containers, leaves = containers + sizes[0], leaves + sizes[1]
     return None
 
 
-def build_below(skeleton: Skeleton, name: str, leaves: Mapping[str, object], *, rank: int) -> object:
+def build_below(
+    skeleton: Skeleton, name: str, leaves: Mapping[str, object], *, rank: int, trusted: bool = False
+) -> object:
     """The value called ``name`` (a module's or optimizer's ``state_dict()``), from leaves by their full names.
 
     Raises:
         MissingNameError: nothing is called so, or one of its leaves is not in ``leaves``.
     """
-    node = subtree(skeleton, name, rank=rank)
-    builder = _Builder(leaves=leaves, rank=rank, only=None)
+    node, number, leaf_number = _found(skeleton, name, rank)
+    builder = _Builder(
+        leaves=leaves,
+        rank=rank,
+        only=None,
+        trusted=trusted,
+        marked=_marked(skeleton, rank),
+        number=number,
+        leaf_number=leaf_number,
+    )
     value: object = builder.value(node, f"{name}." if name else "", True)
     if builder.absent:
         raise MissingNameError(f"the checkpoint lacks {len(builder.absent)} leaves of {name!r}: {builder.absent[:5]}")

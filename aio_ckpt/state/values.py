@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["LeafKind", "PerRank"]
+__all__ = ["LeafKind", "PerRank", "StockCopy", "UntrustedObject"]
 
 
 class LeafKind(IntEnum):
@@ -25,3 +25,21 @@ class PerRank:
 
     value: object
     """Any state that ``save`` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockCopy:
+    """A second item of a container that stock DCP stores as one object and we leaf by leaf: as stock stores it."""
+
+    value: object
+    """The container."""
+
+
+@dataclass(frozen=True, slots=True)
+class UntrustedObject:
+    """Stands in the place of an object that ``read(skip_untrusted=True)`` left unread: only running code reads it."""
+
+    name: str
+    """Name of the leaf."""
+    reason: str
+    """Why it was not read, and what would read it."""

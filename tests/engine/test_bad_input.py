@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,6 @@ from aio_ckpt.errors import (
     BudgetExceededError,
     CheckpointNotFoundError,
     ConfigError,
-    DuplicateNameError,
     EmptyStateError,
     MissingNameError,
     RootError,
@@ -39,15 +39,8 @@ from aio_ckpt.format.names import ENGINE_DIR
 Tree = dict[str, tuple[int, int]]
 
 
-class Odd:
-    """An object that only running code could read back."""
-
-
 class OddTensor(torch.Tensor):
     pass
-
-
-Point = collections.namedtuple("Point", "x y")
 
 
 def freed() -> torch.Tensor:
@@ -62,12 +55,6 @@ def shrunk() -> torch.Tensor:
     return tensor
 
 
-def cyclic() -> dict[str, Any]:
-    state: dict[str, Any] = {"w": torch.ones(2)}
-    state["self"] = state
-    return state
-
-
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, but old checkpoints' models still hold such tensors
@@ -78,13 +65,9 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
     "an empty state": (lambda: {}, EmptyStateError, ValueError, "no leaf.*give at least one"),
     "only empty containers": (lambda: {"a": {}, "b": {"c": {}}}, EmptyStateError, ValueError, "no leaf.*give"),
     "no mapping at all": (lambda: [torch.ones(2)], UnsupportedLeafError, TypeError, "the state is a list: give a dict"),
-    "0 and '0'": (lambda: {0: 1, "0": 2}, DuplicateNameError, ValueError, "'0'"),
-    "a.b and a -> b": (lambda: {"a.b": 1, "a": {"b": 2}}, DuplicateNameError, ValueError, "'a.b'.*rename"),
-    "1 and 1.0 as text": (lambda: {"1.0": 1, 1.0: 2}, DuplicateNameError, ValueError, "'1.0'"),
-    "an arbitrary object": (lambda: {"opt": {"lr": Odd()}}, UnsafeObjectError, TypeError, "opt.lr.*Odd.*trusted"),
-    "an object inside a list": (lambda: {"x": [1, {2: Odd()}, 3]}, UnsafeObjectError, TypeError, "x.*Odd"),
-    "a function": (lambda: {"f": len}, UnsafeObjectError, TypeError, "f.*trusted_objects"),
-    "an array of objects": (lambda: {"a": np.array([Odd()])}, UnsafeObjectError, TypeError, "a: .*dtype.*convert"),
+    "a lambda": (lambda: {"opt": {"lr": lambda: 1}}, UnsafeObjectError, TypeError, "opt.lr: a function that cannot be"),
+    "an open file": (lambda: {"x": [1, sys.stdout]}, UnsafeObjectError, TypeError, "x: a list that cannot be pickled"),
+    "a lock in an array": (lambda: {"a": np.array([threading.Lock()])}, UnsafeObjectError, TypeError, "a: .*pickled"),
     "a sparse tensor": (lambda: {"s": torch.eye(3).to_sparse()}, UnsupportedLeafError, TypeError, "'s'.*to_dense"),
     "a quantized tensor": (lambda: {"q": quantized()}, UnsupportedLeafError, TypeError, "'q'.*dequantize"),
     "a meta tensor": (lambda: {"m": torch.ones(2, device="meta")}, UnsupportedLeafError, TypeError, "'m'.*materialize"),
@@ -94,14 +77,8 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
     "a lazy parameter": (
         lambda: {"l": torch.nn.parameter.UninitializedParameter()}, UnsupportedLeafError, TypeError, "'l'.*forward pass"
     ),
-    "a namedtuple of tensors": (lambda: {"p": Point(torch.ones(1), 2)}, UnsupportedLeafError, TypeError, "p.*_asdict"),
-    "a mapping of another type": (
-        lambda: {"c": collections.defaultdict(list)}, UnsupportedLeafError, TypeError, r"c.*dict\(value\)"
-    ),
-    "a key of another type": (lambda: {"a": {b"key": 1}}, UnsupportedLeafError, TypeError, "bytes"),
-    "a key that is not a number": (lambda: {float("nan"): torch.ones(1)}, UnsupportedLeafError, TypeError, "nan"),
+    "a tensor as a key": (lambda: {"a": {torch.ones(1): 1}}, UnsupportedLeafError, TypeError, "a: a tensor as a key"),
     "a name that is no text": (lambda: {"\ud800": torch.ones(1)}, UnsupportedLeafError, TypeError, "rename"),
-    "a container that holds itself": (cyclic, UnsupportedLeafError, TypeError, "hold itself"),
     "a tensor that was freed": (lambda: {"w": freed()}, SourceChangedError, RuntimeError, "freed or resized"),
     "a tensor whose memory shrank": (lambda: {"w": shrunk()}, SourceChangedError, RuntimeError, "400 bytes.*has 40"),
 }  # fmt: skip
@@ -147,8 +124,8 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_before_anything_is_touch
 def test_a_bad_leaf_under_a_cached_plan_is_refused_too(root: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         engine.save({"w": torch.ones(100), "lr": 0.1}).result(TIMEOUT)
-        for state in ({"w": freed(), "lr": 0.1}, {"w": torch.ones(100), "lr": Odd()}):
-            with refused(root, AioCkptError, Exception, "freed|Odd"):
+        for state in ({"w": freed(), "lr": 0.1}, {"w": torch.ones(100), "lr": lambda: 1}):
+            with refused(root, AioCkptError, Exception, "freed|pickled"):
                 engine.save(state)
         engine.save({"w": torch.ones(100), "lr": 0.1}).result(TIMEOUT)
 
@@ -328,7 +305,7 @@ BAD_TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, bool], type[AioCkptErro
     "a name that is not stored": ({"new": torch.zeros(1)}, {}, MissingNameError, KeyError, "new.*allow_missing=True"),
     "a name that it lacks": ({"lr": ...}, {"strict": True}, UnexpectedNameError, ValueError, "lacks.*lr"),
     "an empty template": (dict.fromkeys(("w", "n", "lr", "sub"), ...), {}, EmptyStateError, ValueError, "give"),
-    "names equal as text": ({"sub.b": torch.zeros(2)}, {}, DuplicateNameError, ValueError, "sub.b"),
+    "names equal as text": ({"sub.b": torch.zeros(2)}, {}, MissingNameError, KeyError, "sub.b~2"),
 }  # fmt: skip
 
 

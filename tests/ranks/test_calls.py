@@ -297,7 +297,7 @@ def refuse_a_state(rank: int, count: int, root: Path) -> list[str]:
         for step in range(1, 9):
             state = state_at(step)
             if rank == 1 and step == 2:
-                state["code"] = print
+                state["code"] = lambda: None
             try:
                 engine.save(state, step=step)
             except AioCkptError as error:
@@ -345,7 +345,7 @@ def refuse_a_state_between_steps(rank: int, count: int, root: Path, in_flight: i
         for iteration in range(1, 8):
             state = state_at(iteration)
             if rank == 1 and iteration == 3:
-                state["code"] = print
+                state["code"] = lambda: None
             try:
                 ticket = engine.save(state)
                 ticket.result(SECS)

@@ -51,12 +51,12 @@ class RankContent:
 
 def content_of(state: object, rank: int = 0, *, trusted: bool = False) -> RankContent:
     """What rank ``rank`` stores if it alone stores ``state``; tied tensors become one item."""
-    flat = tree.flatten(state, rank=rank, trusted=trusted)
+    flat = tree.flatten(state, rank=rank)
     shards: dict[object, Shard] = {}
     objects = []
     for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
         if kind is LeafKind.OBJECT:
-            objects.append(((name,), tree.encode_object(name, value, trusted=trusted)))
+            objects.append(((name,), tree.encode_object(name, value)))
             continue
         tensor = tree.as_tensor(value, kind).detach()
         key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name

@@ -7,7 +7,7 @@ import json
 import re
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from msgspec import msgpack
 __all__ = ["Leaf", "StoredTensor", "read_checkpoint"]
 
 _END = re.compile(rb',\n "blake2b": "([0-9a-f]{64})"\n\}\n\Z')
-_MAPPINGS, _SEQUENCES, _PER_RANK = (16, 17, 18), (19, 20), 21
+_MAPPINGS, _SEQUENCES, _PER_RANK, _REFERENCE = (16, 17, 18, 23), (19, 20), 21, 24
 
 
 class DamagedError(Exception):
@@ -61,7 +61,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[A
         check(manifest["rank"] == rank, "rank")
         check(all(manifest[key] == root[key] for key in ("save_id", "step", "world_size")), "of another save")
         values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]))
-        states.append(_state(msgpack.decode(manifest["skeleton"]), "", rank))
+        states.append(_state(msgpack.decode(manifest["skeleton"]), "", rank, _Walk()))
     return values, states
 
 
@@ -116,18 +116,47 @@ def _stored(manifest: dict[str, Any], data: bytes) -> dict[str, StoredTensor | b
     return found
 
 
-def _state(node: Any, prefix: str, rank: int) -> Any:
+@dataclass
+class _Walk:
+    """What a walk over a skeleton has met."""
+
+    made: list[Any] = field(default_factory=list)
+    """Containers, by their number."""
+    names: list[str] = field(default_factory=list)
+    """Names of the leaves, without their marks."""
+
+
+def _state(node: Any, prefix: str, rank: int, walk: _Walk) -> Any:
     if isinstance(node, int):
-        return Leaf(node, prefix[:-1])
-    code, keys, children = node
+        earlier = walk.names.count(prefix[:-1])
+        walk.names.append(prefix[:-1])
+        return Leaf(node, prefix[:-1] if not earlier else f"{prefix[:-1]}~{earlier + 1}")
+    code, keys, children, *rest = node
+    notes = dict(rest[0]) if rest else {}
+    number = len(walk.made)
+    walk.made.append(None)
+    if code == _REFERENCE:
+        return walk.made[notes["same"]]
+    made: Any
     if code in _MAPPINGS:
-        thawed = [_key(key) for key in keys]
-        return {key: _state(child, f"{prefix}{key}.", rank) for key, child in zip(thawed, children, strict=True)}
-    if code == _PER_RANK:
-        return _state(children[0], f"{prefix}rank{rank}.", rank)
-    check(code in _SEQUENCES, f"container {code}")
-    made = [_state(child, f"{prefix}{index}.", rank) for index, child in enumerate(children)]
-    return made if code == 19 else tuple(made)
+        made = walk.made[number] = {}
+        for key, child in zip(keys, children, strict=True):
+            made[_key(key)] = _state(child, f"{prefix}{_text(key)}.", rank, walk)
+    elif code == _PER_RANK:
+        made = _state(children[0], f"{prefix}rank{rank}.", rank, walk)
+    else:
+        check(code in _SEQUENCES, f"container {code}")
+        made = walk.made[number] = []
+        made += [_state(child, f"{prefix}{index}.", rank, walk) for index, child in enumerate(children)]
+        made = made if code == 19 else tuple(made)
+    if "same" in notes:
+        made = walk.made[notes["same"]]
+    walk.made[number] = made
+    return made
+
+
+def _text(key: Any) -> str:
+    return key[1][0] if isinstance(key, list) and key[0] == "o" else str(_key(key))
 
 
 def _key(key: Any) -> Any:
@@ -136,4 +165,9 @@ def _key(key: Any) -> Any:
     tag, text = key
     if tag == "t":
         return tuple(map(_key, text))
-    return {"i": int, "b": lambda text: text == "1", "f": float.fromhex, "n": lambda _: None}[tag](text)
+    if tag == "o":
+        return text[0]  # of its object, the text is enough here
+    if tag == "c":
+        return complex(*map(float.fromhex, text))
+    readers: dict[str, Any] = {"i": int, "b": lambda text: text == "1", "f": float.fromhex, "n": lambda _: None}
+    return (readers | {"y": bytes.fromhex})[tag](text)

@@ -113,7 +113,7 @@ def _items(folder: Path) -> list[bytes]:
 
 def _objects(_: Path) -> list[bytes]:
     values = [1e-3, "text", [1, {"a": (None, True)}], b"", io.BytesIO(b"abc"), bytearray(b"x"), {1, 2}, 1 << 3000, 1j]
-    return [encode_object("o", value, trusted=False) for value in values]
+    return [encode_object("o", value) for value in values]
 
 
 def _pickles(folder: Path) -> list[bytes]:

@@ -247,7 +247,7 @@ class World:
         committed = [a.save.step for a in self.attempts if a.save.ticket.committed.state == "reached"]
         overwrite = bool(committed) and not in_flight.pending and rng.random() < 0.2
         state = self._state(number)
-        flat = tree.flatten(state, rank=0, trusted=False)
+        flat = tree.flatten(state, rank=0)
         planned = self.cache.resolve(flat)
         objects = self.encoder.encode(planned.objects)
         image = lease_image(

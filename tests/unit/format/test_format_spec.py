@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import collections
 import io
 import shutil
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from format_reader import DamagedError, Leaf, StoredTensor, read_checkpoint
 from golden_state import STEP, golden_state
 
-from aio_ckpt import PerRank
+from aio_ckpt import PerRank, SyncCheckpointEngine
 
 TESTS = Path(__file__).parents[2]
 GOLDEN = TESTS / "golden" / "v1" / f"step_{STEP:09d}"
@@ -56,6 +58,34 @@ def test_a_reader_from_the_page_reads_the_golden_checkpoint_bit_for_bit() -> Non
     values, (state,) = read_checkpoint(GOLDEN)
     assert plain(rebuilt(state, values)) == plain(golden_state())
     assert list(state) == list(golden_state())
+
+
+def test_it_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> None:
+    shared = {"w": torch.ones(2)}
+    state: dict[Any, Any] = {
+        "names": types.SimpleNamespace(w=torch.ones(1).requires_grad_(), lr=0.1),
+        "counts": collections.defaultdict(int, a=1),
+        "queue": collections.deque([torch.ones(1)], maxlen=3),
+        "one": shared,
+        "two": [shared],
+        0: torch.zeros(1),
+        "0": torch.ones(1),
+        b"x": 1,
+        1j: {float("inf"): 2, Path("/p"): 3, (1, b"y"): 4},
+    }
+    state["me"] = state
+    with SyncCheckpointEngine(tmp_path) as engine:
+        path = engine.save(state).result(60).path
+    values, (found,) = read_checkpoint(path)
+    assert found.pop("me") is not None
+    assert found["one"] is found["two"][0]
+    assert found["names"]["w"].code == 4
+    back = rebuilt(found, values)
+    assert list(back) == ["names", "counts", "queue", "one", "two", 0, "0", b"x", 1j]
+    assert (back[0].tolist(), back["0"].tolist()) == ([0], [1])
+    assert back[1j] == {float("inf"): 2, "/p": 3, (1, b"y"): 4}
+    assert back["counts"] == {"a": 1}
+    assert back["names"]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "aio_ckpt.0.bin", "aio_ckpt.json"])

@@ -38,7 +38,7 @@ from aio_ckpt.format.manifests import decode_rank, decode_root
 from aio_ckpt.state.objects import decode_object, encode_object
 from aio_ckpt.state.skeleton import decode_skeleton
 
-decode_object(encode_object("warm", io.BytesIO(b"x"), trusted=False), name="warm", trusted=False)
+decode_object(encode_object("warm", io.BytesIO(b"x")), name="warm", trusted=False)
 readers = {
     "metadata": lambda data: parse_metadata(data, name="file"),
     "object": lambda data: decode_object(data, name="file", trusted=False),
@@ -263,7 +263,7 @@ def test_hostile_bytes_end_in_a_typed_error(outcomes: dict[str, str], case: str)
 
 def test_what_the_encoder_writes_passes_the_guard() -> None:
     for value in (bytearray(b"abc"), complex(1, 2), {1, 2}, io.BytesIO(b"x" * 100), b"", list(range(5000)), 10**3000):
-        data = encode_object("o", value, trusted=False)
+        data = encode_object("o", value)
         got = decode_object(data, name="o", trusted=False)
         assert type(got) is type(value)
         assert (got.getvalue() if isinstance(got, io.BytesIO) else got) == (

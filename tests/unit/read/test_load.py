@@ -94,7 +94,7 @@ async def load(storage, path, state, **changed):
 
 async def read(storage, path, **changed):
     options = {"only": None, "rank": 0, "world_size": 1, "readers": 3, "verify": True, "trusted": False}
-    return await read_state(storage, path, step=None, executor=storage._executor, **options | changed)
+    return (await read_state(storage, path, step=None, executor=storage._executor, **options | changed)).state
 
 
 def stock_save(path, state):

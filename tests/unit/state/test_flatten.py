@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
+import collections.abc
+import dataclasses
+import datetime
 import itertools
 import random
 import sys
@@ -10,6 +14,7 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +27,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.nn.parameter import UninitializedParameter
-from tree_states import Ordered, Point, adamw, dcp_values, round_trip, same, stored
+from tree_states import Point, adamw, dcp_values, round_trip, same, stored
 
 from aio_ckpt.errors import (
-    DuplicateNameError,
     EmptyStateError,
     SourceChangedError,
+    UnsafeObjectError,
     UnsupportedLeafError,
 )
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.values import LeafKind, PerRank
+from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
 
 
 def test_an_adamw_state_comes_back_exactly_and_is_taken_by_the_optimizer():
@@ -98,14 +103,21 @@ def test_random_states_come_back_and_are_taken():
 # -- names -----------------------------------------------------------------------------------------
 
 
+def has_equal_texts(value):
+    if isinstance(value, dict):
+        return len({str(key) for key in value}) < len(value) or any(map(has_equal_texts, value.values()))
+    return isinstance(value, list) and any(map(has_equal_texts, value))
+
+
 @examples(300)
 @given(st.dictionaries(st.text("ab.0", max_size=2) | st.integers(0, 2) | st.none(), dcp_values, max_size=4))
 def test_names_paths_and_order_are_those_of_dcp(state):
     try:
         theirs, paths = flatten_state_dict(state)
-    except ValueError:
-        with pytest.raises(DuplicateNameError):
-            tree.flatten(state, rank=0)
+    except ValueError:  # two names that are equal as text
+        assert same(round_trip(state), state)
+        return
+    if has_equal_texts(state):
         return
     if not theirs:
         with pytest.raises(EmptyStateError):
@@ -123,6 +135,9 @@ def test_the_paths_of_tuples_and_per_rank_values_are_ones_dcp_can_unflatten():
     flat = tree.flatten({"a": (t, {"b": 2}), "rng": PerRank({"x": 1})}, rank=3)
     paths = tree.dcp_paths(flat.skeleton, rank=3)
     leaves = dict(zip(flat.names, flat.values, strict=True))
+    assert flat.names[-1] == "a", "behind its parts, whose place it takes where all are put together"
+    assert unflatten_state_dict(leaves, paths) == {"a": StockCopy((t, {"b": 2})), "rng": {"rank3": {"x": 1}}}
+    assert leaves.pop("a").value[0] is t
     assert unflatten_state_dict(leaves, paths) == {"a": [t, {"b": 2}], "rng": {"rank3": {"x": 1}}}
     assert tree.unflatten_dcp(paths, leaves) == {"a": [t, {"b": 2}], "rng": {"rank3": {"x": 1}}}
 
@@ -139,18 +154,42 @@ def test_the_paths_of_ranks_with_one_skeleton_are_those_of_each():
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "names"),
     [
-        ({0: 1, "0": 2}, ["state[0]", "state['0']", "'0'"]),
-        ({"a.b": 1, "a": {"b": 2}}, ["state['a.b']", "state['a']['b']"]),
-        ({"r": PerRank(1), "r.rank2": 2}, ["state['r']['rank2']", "state['r.rank2']"]),
-        ({"a": (torch.ones(1),), "a.0": 1}, ["state['a'][0]"]),
+        ({0: 1, "0": 2}, ["0", "0~2"]),
+        ({"x": {0: 1, "0": [2]}}, ["x"]),
+        ({"x": {0: torch.ones(1), "0": 2, "0~2": 3}}, ["x.0", "x.0~3", "x.0~2"]),
+        ({"a.b": 1, "a": {"b": 2}}, ["a.b", "a.b~2"]),
+        ({"r": PerRank(1), "r.rank2": 2}, ["r.rank2", "r.rank2~2"]),
+        ({"a": (torch.ones(1),), "a.0": 1}, ["a.0", "a.0~2", "a"]),
+        ({"x": {1: {"w": torch.ones(1)}, "1": {"w": torch.zeros(1), "v": 3}}}, ["x.1.w", "x.1.w~2", "x.1.v"]),
     ],
 )
-def test_two_leaves_of_one_name_are_refused_naming_both_paths(state, words):
-    with pytest.raises(DuplicateNameError) as caught:
-        tree.flatten(state, rank=2)
-    assert all(word in str(caught.value) for word in words)
+def test_the_second_of_two_leaves_of_one_name_is_marked_and_both_come_back(state, names):
+    flat = tree.flatten(state, rank=2)
+    assert flat.names == names
+    paths = tree.dcp_paths(flat.skeleton, rank=2, others=[3])
+    assert paths.keys() >= set(names)
+    assert len(set(paths.values())) == len(paths)
+    names = [name for name, value in zip(flat.names, flat.values, strict=True) if not isinstance(value, StockCopy)]
+    wanted = {key: value.value if isinstance(value, PerRank) else value for key, value in state.items()}
+    assert same(round_trip(state, rank=2), wanted)
+    assert tree.skeleton_names(flat.skeleton, rank=2) == names
+    kinds = dict(zip(flat.names, flat.kinds, strict=True))
+    objects = {n: (n,) for n in names if kinds[n] is not LeafKind.TENSOR}
+    tree.put_back(state, objects, rank=2)
+    after = tree.flatten(state, rank=2)
+    assert {n: v for n, v in zip(after.names, after.values, strict=True) if n in objects} == objects
+
+
+def test_a_part_of_a_state_with_names_that_are_equal_as_text_is_built_alone():
+    state = {"x": {0: torch.ones(1), "0": torch.zeros(2)}, "y": {"m": {"w": torch.ones(3)}}}
+    flat = tree.flatten(state, rank=0)
+    leaves = stored(flat)
+    assert same(tree.build_below(flat.skeleton, "x", leaves, rank=0), state["x"])
+    assert same(tree.build_below(flat.skeleton, "y.m", leaves, rank=0), state["y"]["m"])
+    only = {name: leaf for name, leaf in leaves.items() if tree.is_below(name, "x.0")}
+    assert same(tree.build(flat.skeleton, only, rank=0, only=["x.0"]), {"x": {0: torch.ones(1)}})
 
 
 def test_kinds_follow_the_values():
@@ -192,36 +231,349 @@ def test_a_per_rank_value_is_named_by_its_rank_and_given_back_bare():
 # -- refusals --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("key", [torch.ones(1), lambda: None])
+def test_a_key_that_cannot_be_stored_is_refused_by_name(key):
+    with pytest.raises((UnsupportedLeafError, UnsafeObjectError), match=r"^some: "):
+        tree.flatten({"some": {key: torch.ones(1)}}, rank=0)
+
+
+KEYS = [
+    b"x",
+    b"",
+    (1, b"x"),
+    float("inf"),
+    1j,
+    np.int64(1),
+    np.float32(1.5),
+    LeafKind.ARRAY,
+    Path("/a.b"),
+    torch.float32,
+    torch.device("cpu"),
+    frozenset({1}),
+    datetime.date(2026, 1, 1),
+    (LeafKind.ARRAY, "x"),
+    True,
+    2**2000,
+    (),
+    ...,
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: type(key).__name__)
+def test_every_key_comes_back_as_it_was(key):
+    state = {"some": {key: torch.ones(1), "b": 1}}
+    flat = tree.flatten(state, rank=0)
+    assert flat.names == [f"some.{key!s}", "some.b"]
+    assert flat.skeleton == tree.flatten(state, rank=0).skeleton
+    assert same(round_trip(state), state)
+    tree.put_back(state, {"some.b": 2}, rank=0)
+    assert state["some"]["b"] == 2
+
+
+def test_a_key_that_is_no_number_comes_back():
+    (key,) = round_trip({"some": {float("nan"): torch.ones(1)}})["some"]
+    assert key != key
+
+
+# -- containers of other types ----------------------------------------------------------------------
+
+
 class NamedList(list):
     pass
 
 
-@pytest.mark.parametrize(
-    ("value", "word"),
-    [
-        (collections.defaultdict(int, a=1), "dict(value)"),
-        (types.MappingProxyType({"a": 1}), "dict(value)"),
-        (Ordered(a=1), "Ordered"),
-        (Point(1, 2), "._asdict()"),
-        (Point(torch.ones(1), 2), "._asdict()"),
-        (NamedList([1]), "NamedList"),
-        ({float("nan"): 1}, "float"),
-        ({b"x": 1}, "bytes"),
-        ({(1, b"x"): 1}, "bytes"),
-        ({np.int64(1): 1}, "int64"),
-    ],
-)
-def test_containers_and_keys_that_would_come_back_as_something_else_are_refused_by_name(value, word):
-    with pytest.raises(UnsupportedLeafError) as caught:
-        tree.flatten({"some": {"leaf": value}}, rank=0)
-    assert "some.leaf" in str(caught.value)
-    assert word in str(caught.value)
+@dataclasses.dataclass
+class Moments:
+    mean: Any
+    steps: int = 0
 
 
-def test_a_trusted_walk_takes_a_namedtuple_without_tensors_as_one_object():
-    assert tree.flatten({"p": Point(1, 2)}, rank=0, trusted=True).kinds == [LeafKind.OBJECT]
-    with pytest.raises(UnsupportedLeafError):
-        tree.flatten({"p": Point(torch.ones(1), 2)}, rank=0, trusted=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    mean: Any
+
+
+class Attributes(dict):
+    """As EasyDict: entries are attributes too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+class Settings(collections.abc.MutableMapping):
+    """As ConfigDict: a mapping that is no dict."""
+
+    def __init__(self, held=()):
+        self.held = dict(held)
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __setitem__(self, key, value):
+        self.held[key] = value
+
+    def __delitem__(self, key):
+        del self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+    def __eq__(self, other):
+        return type(other) is Settings and same(self.held, other.held)
+
+    __hash__ = None
+
+
+def t(number=1.0):
+    return torch.full((2,), float(number))
+
+
+def through_skeleton(state, **options):
+    flat = tree.flatten(state, rank=0)
+    skeleton = tree.decode_skeleton(tree.encode_skeleton(flat.skeleton), name="m.bin")
+    assert skeleton == flat.skeleton
+    return tree.build(skeleton, stored(flat), rank=0, **options)
+
+
+def packed():
+    return nn.utils.rnn.pack_sequence([t(1), t(2)])
+
+
+HARMLESS_CONTAINERS = {
+    "defaultdict": lambda: collections.defaultdict(list, a=t(), b=[1]),
+    "deque": lambda: collections.deque([t(), 1], maxlen=4),
+    "Namespace": lambda: argparse.Namespace(w=t(), lr=0.1),
+    "SimpleNamespace": lambda: types.SimpleNamespace(w=[t()]),
+    "namedtuple": lambda: Point(t(), (1, t(2))),
+    "mappingproxy": lambda: types.MappingProxyType({"w": t()}),
+    "return_types": lambda: torch.max(torch.ones(2, 2), 0),
+    "PackedSequence": packed,
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS_CONTAINERS)
+def test_a_container_of_a_harmless_type_comes_back_as_that_type(case):
+    value = HARMLESS_CONTAINERS[case]()
+    plain = []
+    back = through_skeleton({"some": value, "more": [value]}, plain=plain)
+    assert plain == []
+    assert back["more"][0] is back["some"]
+    back = back["some"]
+    assert type(back) is type(value)
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        assert same(vars(back), vars(value))
+    else:
+        assert same(
+            list(back.items() if hasattr(value, "items") else back),
+            list(value.items() if hasattr(value, "items") else value),
+        )
+    if case == "deque":
+        assert back.maxlen == 4
+    if case == "defaultdict":
+        assert back["new"] == []
+    if case == "PackedSequence":
+        assert torch.equal(nn.utils.rnn.pad_packed_sequence(back)[0], nn.utils.rnn.pad_packed_sequence(value)[0])
+
+
+OTHER_CONTAINERS = {
+    "dict": (lambda: Attributes(), dict),
+    "Mapping": (lambda: Settings(), dict),
+    "OrderedDict": (lambda: Sorted(), OrderedDict),
+    "list": (lambda: NamedList([t()]), list),
+    "dataclass": (lambda: Moments(t(), 3), dict),
+    "frozen": (lambda: Frozen([t()]), dict),
+}
+
+
+class Sorted(OrderedDict):
+    pass
+
+
+@pytest.mark.parametrize("case", OTHER_CONTAINERS)
+def test_another_container_comes_back_plain_and_said_so_or_as_it_was_where_it_is_trusted(case):
+    make, plain_type = OTHER_CONTAINERS[case]
+    value = make()
+    if isinstance(value, collections.abc.MutableMapping):
+        value["w"], value["lr"] = t(), 0.1
+    said = []
+    back = through_skeleton({"x": {"some": value}}, plain=said)["x"]["some"]
+    assert type(back) is plain_type
+    assert said == [f"x.some ({type(value).__module__}.{type(value).__qualname__})"]
+    again = through_skeleton({"x": {"some": value}}, trusted=True)["x"]["some"]
+    assert type(again) is type(value)
+    with torch.serialization.safe_globals([type(value)]):
+        assert type(through_skeleton({"x": {"some": value}})["x"]["some"]) is type(value)
+    if case == "dict":
+        assert same(again.w, t())
+    if case in ("dataclass", "frozen"):
+        assert dataclasses.is_dataclass(again)
+        assert same(getattr(again.mean, "__iter__", lambda: [again.mean]) and again.mean, value.mean)
+
+
+HOSTILE_TYPES = [
+    "os:system",
+    "subprocess:Popen",
+    "builtins:eval",
+    "builtins:type",
+    "no.such.module:X",
+    "X",
+    ":",
+    "this:d",
+    "collections:defaultdict",
+    "torch.nn.modules.module:Module",
+    "aio_ckpt.state.values:LeafKind",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_TYPES)
+@pytest.mark.parametrize("code", [16, 19, 20, 23])
+def test_a_crafted_type_of_a_container_calls_and_imports_nothing(name, code):
+    keys = ("a",) if code in (16, 23) else ()
+    notes = (("type", name), ("factory", b"PK\x03\x04 no zip"))
+    skeleton = tree.decode_skeleton(tree.encode_skeleton((16, ("x",), ((code, keys, (2,), notes),))), name="m")
+    before, said = set(sys.modules), []
+    back = tree.build(skeleton, {tree.skeleton_names(skeleton, rank=0)[0]: 1}, rank=0, plain=said)
+    assert type(back["x"]) in (dict, list, tuple)
+    assert said == [f"x ({name.replace(':', '.')})"]
+    assert set(sys.modules) == before
+
+
+def test_a_defaultdict_whose_factory_is_not_trusted_comes_back_plain_and_one_of_a_lambda_too():
+    said = []
+    value = collections.defaultdict(Moments, w=t())
+    back = through_skeleton({"some": value, "odd": collections.defaultdict(lambda: 1, w=t())}, plain=said)
+    assert type(back["some"]) is dict
+    assert said == ["some (collections.defaultdict)"]
+    assert back["odd"].default_factory is None
+    assert through_skeleton({"some": value}, trusted=True)["some"].default_factory is Moments
+
+
+def test_a_type_of_the_pytree_registry_comes_back_without_trust():
+    class_ = type("Registered", (dict,), {"__module__": __name__})
+    globals()["Registered"] = class_
+    torch.utils._pytree.register_pytree_node(
+        class_, lambda d: (list(d.values()), list(d)), lambda v, k: class_(zip(k, v, strict=True))
+    )
+    try:
+        back = through_skeleton({"some": class_(w=t())})
+    finally:
+        torch.utils._pytree.SUPPORTED_NODES.pop(class_)
+        del globals()["Registered"]
+    assert type(back["some"]) is class_
+
+
+def test_load_fills_the_own_object_of_a_template():
+    frozen, settings, names = Frozen([1, t()]), Settings({"lr": 1, "w": t()}), types.SimpleNamespace(lr=1, w=t())
+    state = {
+        "d": collections.defaultdict(int, lr=1), "e": Attributes(), "s": settings, "n": names, "f": frozen,
+        "p": Point(t(), 1), "q": collections.deque([t(), 1]), "r": torch.max(torch.ones(2), 0), "m": Moments(t(), 1),
+        "v": types.MappingProxyType({"lr": 1}), "list": [Point(1, t())],
+    }  # fmt: skip
+    state["e"]["lr"] = 1
+    before = dict(state)
+    flat = tree.flatten(state, rank=0)
+    new = {name: 2 for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.TENSOR}
+    tree.put_back(state, new, rank=0)
+    assert all(state[name] is before[name] for name in state if name not in "pv")
+    assert (state["d"]["lr"], state["e"].lr, settings["lr"], names.lr, frozen.mean[0]) == (2, 2, 2, 2, 2)
+    assert type(state["p"]) is type(state["list"][0]) is Point
+    assert (state["p"].y, state["p"].x is before["p"].x, state["q"][1], state["m"].steps) == (2, True, 2, 2)
+    assert state["v"] == {"lr": 2}
+    assert state["list"][0].x == 2
+
+
+def test_containers_that_hold_no_tensor_are_one_object():
+    state = {"p": Point(1, 2), "q": collections.deque([1]), "n": argparse.Namespace(a=1), "m": Moments(1)}
+    flat = tree.flatten(state, rank=0)
+    assert flat.names == list(state)
+    back = tree.decode_object(tree.encode_object("p", state["p"]), name="p", trusted=False)
+    assert type(back) is Point
+    assert back == (1, 2)
+
+
+def test_shared_containers_stay_shared_and_every_place_has_its_names():
+    shared = {"w": t(), "inner": [t(2), {"lr": 0.1}]}
+    state = {"a": shared, "b": [shared, (shared,)], "c": {"inner": shared["inner"]}}
+    flat = tree.flatten(state, rank=0)
+    assert {"a.w", "b.0.w", "b.1.0.w", "c.inner.0"} <= set(flat.names)
+    back = through_skeleton(state)
+    assert back["a"] is back["b"][0] is back["b"][1][0]
+    assert back["c"]["inner"] is back["a"]["inner"]
+    back["a"]["w"][0] = 5
+    assert back["b"][0]["w"][0] == 5
+    part = through_skeleton(state, only=["c", "b.0.w"])
+    assert same(part, {"b": [{"w": t()}, None], "c": state["c"]})
+    leaves = stored(flat)
+    below = tree.build_below(flat.skeleton, "b", leaves, rank=0)
+    assert below[0] is below[1][0]
+    assert same(below[0]["w"], t())
+    assert same(tree.build_below(flat.skeleton, "c", leaves, rank=0), state["c"])
+
+
+def test_a_container_that_holds_itself_comes_back_holding_itself():
+    state = {"w": t(), "list": [t()], "names": types.SimpleNamespace(w=t())}
+    state["me"] = state
+    state["list"].append({"up": state["list"], "top": state})
+    state["names"].me = state["names"]
+    back = through_skeleton(state)
+    assert back["me"] is back
+    assert back["list"][1]["up"] is back["list"]
+    assert back["list"][1]["top"] is back
+    assert back["names"].me is back["names"]
+    tree.put_back(state, {"w": 1}, rank=0)
+    assert state["me"] is state
+
+
+def test_temporary_containers_are_never_taken_for_shared_ones():
+    class Fresh:
+        def state_dict(self):
+            return {"a": {"w": t()}, "b": [t()]}
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    state = {str(i): Fresh() for i in range(50)}
+    assert "same" not in repr(tree.flatten(state, rank=0).skeleton)
+
+
+def test_the_versions_of_a_module_come_back_at_any_depth():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    back = through_skeleton({"model": model, "more": [{"ema": model.state_dict()}]})
+    assert back["model"]._metadata == model.state_dict()._metadata
+    assert type(back["model"]._metadata) is OrderedDict
+    assert back["more"][0]["ema"]._metadata[""] == {"version": 1}
+    odd = model.state_dict()
+    odd._metadata[""]["pair"] = (1, 2)
+    odd._metadata["0"]["type"] = {1: {2}}
+    assert through_skeleton({"model": odd})["model"]._metadata == odd._metadata
+    flat = tree.flatten({"model": model}, rank=0)
+    assert tree.build_below(flat.skeleton, "model", stored(flat), rank=0)._metadata == model.state_dict()._metadata
+    assert tree.flatten({"model": dict(model.state_dict())}, rank=0).skeleton != flat.skeleton
+
+
+def test_leaf_tensors_keep_requires_grad():
+    parameter, tensor = nn.Parameter(t()), t().requires_grad_()
+    state = {
+        "p": parameter,
+        "t": tensor,
+        "plain": t(),
+        "made": tensor * 2,
+        "l": [tensor],
+        "i": torch.ones(1, dtype=torch.int8),
+    }
+    state["many"] = {str(i): (tensor if i % 2 else 3) for i in range(20)}
+    state["all"] = {str(i): (tensor if i == 7 else t()) for i in range(20)}
+    back = through_skeleton(state)
+    assert {name: back[name].requires_grad for name in ("p", "t", "plain", "made", "i")} == {
+        "p": True, "t": True, "plain": False, "made": False, "i": False,
+    }  # fmt: skip
+    assert back["l"][0].requires_grad
+    assert back["many"]["1"].requires_grad
+    assert [name for name, value in back["all"].items() if value.requires_grad] == ["7"]
 
 
 class Tagged(torch.Tensor):
@@ -270,10 +622,8 @@ def test_a_name_that_is_no_utf8_is_refused():
 
 
 def test_a_key_that_no_file_holds_is_refused_by_name():
-    with pytest.raises(UnsupportedLeafError, match=r"^a\.b: a whole number of 16610 bits as a key, at most 1024"):
+    with pytest.raises(UnsupportedLeafError, match=r"^a\.b: a whole number of 16610 bits as a key, at most 2040"):
         tree.flatten({"a": {"b": {10**5000: torch.ones(1)}}}, rank=0)
-    with pytest.raises(UnsupportedLeafError, match=r"^the state: a key of type object"):
-        tree.flatten({object(): torch.ones(1)}, rank=0)
     with pytest.raises(UnsupportedLeafError, match="surrogate"):
         tree.encode_skeleton(tree.flatten({"a": torch.ones(1), "x\ud800": {}}, rank=0).skeleton)
 
@@ -300,24 +650,21 @@ class Recursive:
         raise NotImplementedError
 
 
-def test_a_cycle_is_refused_and_not_walked_for_ever():
-    loop_dict, loop_list, loop_plain = {}, [torch.ones(1)], [1]
-    loop_dict["self"] = loop_dict
-    loop_list.append(loop_list)
-    loop_plain.extend([loop_plain, loop_plain])
-    for state in (loop_dict, {"l": loop_list}, {"l": loop_plain}, {"s": Recursive()}, Recursive()):
+def test_what_no_walk_ends_is_refused():
+    loop_tuple = ([torch.ones(1)],)
+    loop_tuple[0].append(PerRank(loop_tuple))
+    for state in ({"s": Recursive()}, Recursive()):
         with pytest.raises(UnsupportedLeafError, match="deeper"):
             tree.flatten(state, rank=0)
-    with pytest.raises(UnsupportedLeafError, match=r"leaf: .*deeper"):
-        tree.encode_object("leaf", loop_plain, trusted=False)
+    assert tree.flatten({"l": loop_tuple}, rank=0).names == ["l.0.0"]
 
 
 def test_a_list_that_stands_in_many_places_is_looked_at_once(monkeypatch):
     looks, look = itertools.count(), tree._holds_leaves
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         assert next(looks) < 200, "each place was looked at by itself"
-        return look(*arguments)
+        return look(*arguments, **options)
 
     monkeypatch.setattr(tree, "_holds_leaves", counted)
     value = (1, 2)
@@ -339,11 +686,12 @@ def test_containers_that_stand_in_ever_more_places_with_a_tensor_are_refused(mon
     assert len(tree.flatten({"x": [{"t": torch.ones(1)}] * 990}, rank=0).names) == 990
 
 
-def test_a_cycle_is_told_before_its_name_grows_long():
-    cyclic = {}
-    cyclic["me"] = cyclic
+def test_too_deep_a_state_is_told_before_its_name_grows_long():
+    deep = {"t": torch.ones(1)}
+    for _ in range(300):
+        deep = {"me": deep}
     with pytest.raises(UnsupportedLeafError) as caught:
-        tree.flatten(cyclic, rank=0)
+        tree.flatten(deep, rank=0)
     assert len(str(caught.value)) < 160
     assert str(caught.value).endswith("me...: nested deeper than 200 (does a container hold itself?)")
 
@@ -422,7 +770,7 @@ def test_put_back_rebuilds_no_tuple_that_did_not_change():
 def test_put_back_reaches_every_object_that_flatten_named(state, mark):
     try:
         flat = tree.flatten(state, rank=0)
-    except (DuplicateNameError, EmptyStateError):
+    except EmptyStateError:
         return
     objects = {n: (mark, n) for n, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.TENSOR}
     tree.put_back(state, objects, rank=0)

@@ -1,0 +1,276 @@
+"""Containers of other types than dict, list and tuple: what is in them, what they are, and how they are made again.
+
+A skeleton notes the type of such a container by its name. It is made again where making it runs no code of its own
+(types of the standard library, torch's own, imported namedtuples), where the user has said that it may (registered in
+``torch.utils._pytree``, allowed by ``torch.serialization.add_safe_globals``), or where the checkpoint is trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib
+import types
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree
+
+from aio_ckpt.errors import AioCkptError
+from aio_ckpt.state.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
+from aio_ckpt.state.objects import decode_object, encode_object
+
+__all__ = [
+    "Notes",
+    "Opened",
+    "decode_metadata",
+    "fields_of",
+    "has_fields",
+    "is_mapping",
+    "is_transparent",
+    "notes_of",
+    "open_container",
+    "parts_of",
+    "remade",
+]
+
+Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
+"""What a skeleton says of a container beside its code: names and values (str, int, bytes or None), in a fixed order."""
+
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_OPAQUE = (str, bytes, bytearray, memoryview, range, array, torch.Size)
+"""Sequences that are leaves."""
+_FACTORY_NAMES = {kind: name for name, kind in FACTORIES.items()}
+
+
+# -- what is in them --------------------------------------------------------------------------------
+
+
+def _is_transparent(kind: type) -> bool:
+    """Whether values of this type are entered if a tensor or mapping is inside: sequences, dataclasses, namespaces."""
+    if issubclass(kind, _OPAQUE) or issubclass(kind, torch.Tensor):
+        return False
+    return issubclass(kind, (Sequence, collections.deque)) or has_fields(kind)
+
+
+is_transparent: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_transparent)
+
+
+_MAPPING_LIKE = frozenset({"ml_collections.config_dict.config_dict:ConfigDict"})
+"""Types that are mappings in all but their base class. No test by their methods: a table of columns has the same."""
+
+
+def _is_mapping(kind: type) -> bool:
+    """Whether values of this type are taken apart by their keys."""
+    names = {f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__}
+    return issubclass(kind, Mapping) or not names.isdisjoint(_MAPPING_LIKE)
+
+
+is_mapping: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_mapping)
+
+
+def has_fields(kind: type) -> bool:
+    """Whether values of this type are taken apart by their attributes."""
+    return dataclasses.is_dataclass(kind) or issubclass(kind, _NAMESPACES)
+
+
+def fields_of(value: Any) -> tuple[list[str], list[object]]:
+    """Names and values of the attributes of a dataclass or namespace."""
+    held = dict(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):  # with slots
+        for slot in dataclasses.fields(value):
+            if slot.name not in held and hasattr(value, slot.name):
+                held[slot.name] = getattr(value, slot.name)
+    return list(held), list(held.values())
+
+
+def parts_of(value: Any) -> list[object]:
+    """What a transparent container holds."""
+    return fields_of(value)[1] if has_fields(type(value)) else list(value)
+
+
+# -- what they are ----------------------------------------------------------------------------------
+
+_PLAIN = frozenset({dict, collections.OrderedDict, collections.Counter, list, tuple})
+
+
+def notes_of(value: Any, name: str) -> Notes:
+    """The notes of a container: its type, where that is no plain one, and the versions of a ``state_dict()``."""
+    kind = type(value)
+    notes: list[tuple[str, Any]] = []
+    metadata = vars(value).get("_metadata") if isinstance(value, collections.OrderedDict) else None
+    if isinstance(metadata, Mapping):
+        with contextlib.suppress(AioCkptError):  # what pickle cannot store is no version
+            notes.append(("metadata", encode_metadata(metadata, name)))
+    if kind not in _PLAIN:
+        notes.append(("type", f"{kind.__module__}:{kind.__qualname__}"))
+        if kind is collections.deque and value.maxlen is not None:
+            notes.append(("maxlen", value.maxlen))
+        if isinstance(value, collections.defaultdict) and value.default_factory is not None:
+            notes += _factory_note(value.default_factory, name)
+    return tuple(notes)
+
+
+def _factory_note(factory: Any, name: str) -> list[tuple[str, Any]]:
+    """A factory that pickle cannot store is left out, as a defaultdict without it holds the same."""
+    if isinstance(factory, type) and factory in _FACTORY_NAMES:
+        return [("factory", _FACTORY_NAMES[factory])]
+    try:
+        return [("factory", encode_object(name, factory))]
+    except AioCkptError:
+        return []
+
+
+def encode_metadata(metadata: Mapping[Any, Any], name: str) -> bytes:
+    """``state_dict()._metadata`` as msgpack, or as an object where msgpack would change it."""
+    try:
+        data = msgspec.msgpack.encode(metadata)
+        if _unpacked(data) == metadata:
+            return data
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        pass
+    return encode_object(f"{name}._metadata", dict(metadata))
+
+
+@functools.lru_cache(maxsize=16)
+def _unpacked(data: bytes) -> Any:
+    return msgspec.msgpack.decode(data, strict=False)
+
+
+def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
+    """Inverse of :func:`encode_metadata`.
+
+    Raises:
+        UnsafeObjectError, CorruptCheckpointError: as :func:`aio_ckpt.state.objects.decode_object`.
+    """
+    if data[:1] == b"P":  # of a zip
+        found: Any = decode_object(data, name=f"{name}._metadata", trusted=trusted)
+    else:
+        found = msgspec.msgpack.decode(data)
+    return collections.OrderedDict(found)
+
+
+# -- how they are made again ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A container that is being made."""
+
+    value: Any
+    """It, empty; or what collects its parts."""
+    put: Callable[[Any, Any], None]
+    """Adds a part under its key or index, in order."""
+    finish: Callable[[], Any]
+    """The container, whole."""
+
+
+_UNNAMED: dict[str, Any] = {"mappingproxy": types.MappingProxyType}
+"""Types that are not where their name says."""
+
+
+def open_container(notes: Mapping[str, Any], *, is_keyed: bool, is_tuple: bool, trusted: bool) -> Opened | None:
+    """What makes a container of the type that ``notes`` name; None if that type is not there, or may not be made."""
+    module, _, qualname = str(notes.get("type")).partition(":")
+    if trusted:
+        try:
+            importlib.import_module(module)
+        except Exception:  # noqa: BLE001 - whatever importing a module raises
+            return None
+    try:
+        kind = _UNNAMED.get(qualname) or find_class(module, qualname)
+    except ClassNotImportedError:
+        return None
+    if is_tuple:
+        return _collected(tuple, kind) if _may_make(kind, trusted) and issubclass(kind, tuple) else None
+    if kind is collections.defaultdict:
+        if isinstance(notes.get("factory"), bytes) and not trusted:
+            return None
+        return _keyed(collections.defaultdict(_factory(notes.get("factory"), trusted)))
+    if kind is collections.deque:
+        return _listed(collections.deque(maxlen=notes.get("maxlen")))
+    if kind is types.MappingProxyType:
+        return _collected(dict, kind)
+    if kind in _NAMESPACES and is_keyed:
+        return _with_fields(kind)
+    return _opened(kind, is_keyed=is_keyed) if _may_make(kind, trusted) else None
+
+
+def _is_return_type(kind: type) -> bool:
+    """Whether it is one of ``torch.return_types``."""
+    return vars(torch.return_types).get(kind.__name__) is kind
+
+
+def _may_make(kind: type, trusted: bool) -> bool:
+    return (
+        trusted
+        or is_named_tuple(kind)
+        or kind is PackedSequence
+        or _is_return_type(kind)
+        or kind in _pytree.SUPPORTED_NODES
+        or kind in torch.serialization.get_safe_globals()
+    )
+
+
+def _opened(kind: Any, *, is_keyed: bool) -> Opened | None:
+    if is_keyed and has_fields(kind):
+        return _with_fields(kind)
+    if is_keyed and issubclass(kind, dict):
+        return _keyed(kind.__new__(kind))  # as pickle makes it
+    if is_keyed:
+        return _collected(dict, kind)
+    if issubclass(kind, list):
+        return _listed(kind.__new__(kind))
+    return _collected(list, kind)
+
+
+def _keyed(made: Any) -> Opened:
+    return Opened(value=made, put=made.__setitem__, finish=lambda: made)
+
+
+def _listed(made: Any) -> Opened:
+    return Opened(value=made, put=lambda _, item: made.append(item), finish=lambda: made)
+
+
+def _with_fields(kind: Any) -> Opened:
+    made = kind.__new__(kind)
+    return Opened(value=made, put=functools.partial(object.__setattr__, made), finish=lambda: made)
+
+
+def _collected(plain: type, kind: Any) -> Opened:
+    """For a type that takes all of its parts at once."""
+    if plain is dict:
+        pairs: dict[Any, Any] = {}
+        return Opened(value=pairs, put=pairs.__setitem__, finish=lambda: kind(pairs))
+    parts: list[Any] = []
+
+    def put(_: Any, item: Any) -> None:
+        parts.append(item)
+
+    def finish() -> Any:
+        return remade(kind, parts) if plain is tuple else kind(parts)
+
+    return Opened(value=parts, put=put, finish=finish)
+
+
+def remade(kind: Any, items: Sequence[object]) -> Any:
+    """A tuple of this type; namedtuples without a look at a ``__new__`` of their own."""
+    if _is_return_type(kind):
+        return kind(items)
+    if is_named_tuple(kind) and len(items) != len(kind._fields):
+        raise ValueError(f"{len(items)} items for a {kind.__qualname__}")
+    return tuple.__new__(kind, items)
+
+
+def _factory(note: Any, trusted: bool) -> Any:
+    if isinstance(note, bytes):
+        return decode_object(note, name="the factory of a defaultdict", trusted=trusted)
+    return None if note is None else FACTORIES[note]

@@ -1,0 +1,254 @@
+"""States of the containers that people have: saved, loaded into their own objects, and read."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.format_utils
+from gated_storage import TIMEOUT
+from torch import nn
+
+from aio_ckpt import EngineConfig, SyncCheckpointEngine, TemplateMismatchError
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class TrainState:
+    """As flax and others have it."""
+
+    weight: torch.Tensor
+    step: int = 0
+    moments: tuple[torch.Tensor, ...] = ()
+
+
+class Box(dict[str, Any]):
+    """As EasyDict, AttributeDict, ConfigDict."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def state_at(number: float) -> dict[str, Any]:
+    w = torch.full((3,), float(number))
+    shared = {"w": w * 10}
+    return {
+        "box": Box(lr=number, inner=Box(w=w.clone())),
+        "train": TrainState(w.clone(), int(number), (w.clone(), w.clone())),
+        "args": argparse.Namespace(lr=number, w=w.clone()),
+        "names": types.SimpleNamespace(lr=[number], w=w.clone()),
+        "history": collections.deque([{"loss": number}], maxlen=5),
+        "counts": collections.defaultdict(int, seen=int(number)),
+        "point": Point(w.clone(), number),
+        "one": shared,
+        "other": [shared],
+        0: w.clone(),
+        "0": w + 1,
+        b"bytes": number,
+    }
+
+
+def test_a_load_fills_the_objects_that_the_template_has(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state_at(1)).result(TIMEOUT)
+        assert engine.save(state_at(2)).result(TIMEOUT).plan_hit
+        state = state_at(0)
+        before = dict(state)
+        report = engine.load(state)
+    assert report.missing == report.unexpected == report.untrusted == ()
+    assert [key for key in state if state[key] is not before[key]] == ["point", b"bytes"]
+    assert (state["box"].lr, state["box"].inner.w.tolist()) == (2, [2, 2, 2])
+    assert (state["train"].step, state["train"].weight.tolist(), state["train"].moments[1].tolist()) == (
+        2,
+        [2] * 3,
+        [2] * 3,
+    )
+    assert (state["args"].lr, state["args"].w.tolist(), state["names"].lr) == (2, [2, 2, 2], [2])
+    assert (state["history"][0], state["counts"]["seen"]) == ({"loss": 2}, 2)
+    assert (type(state["point"]), state["point"].y, state["point"].x.tolist()) == (Point, 2, [2, 2, 2])
+    assert (state[0].tolist(), state["0"].tolist(), state[b"bytes"]) == ([2] * 3, [3] * 3, 2)
+
+
+def test_a_read_gives_harmless_types_and_says_what_came_back_plain(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state_at(1)).result(TIMEOUT)
+        state, report = engine.read(with_report=True)
+        assert engine.read(only=["0~2"]).keys() == {"0"}
+    assert list(state) == list(state_at(1))
+    assert [type(state[key]) for key in ("args", "names", "history", "counts", "point")] == [
+        argparse.Namespace, types.SimpleNamespace, collections.deque, collections.defaultdict, Point,
+    ]  # fmt: skip
+    assert type(state["box"]) is type(state["box"]["inner"]) is type(state["train"]) is dict
+    assert [name.split(" ")[0] for name in report.plain] == ["box", "box.inner", "train"]
+    assert "TrainState" in report.plain[2]
+    assert state["one"] is state["other"][0]
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        state, report = engine.read(with_report=True)
+    assert report.plain == ()
+    assert type(state["box"].inner) is Box
+    assert isinstance(state["train"], TrainState)
+    assert state["train"].moments[0].tolist() == [1, 1, 1]
+
+
+def test_one_of_two_names_that_are_equal_as_text_is_no_template(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({0: torch.ones(2), "0": torch.zeros(2)}).result(TIMEOUT)
+        with pytest.raises(TemplateMismatchError, match="'0' is the name of two values"):
+            engine.load({"0": torch.ones(2)})
+        state = {"0": torch.ones(2), 0: torch.zeros(2)}
+        engine.load({0: state[0], "0": state["0"]})
+    assert (state[0].tolist(), state["0"].tolist()) == ([1, 1], [0, 0])
+
+
+def test_stock_sees_the_first_of_two_names_that_are_equal_as_text_and_the_second_marked(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        path = engine.save({"x": {0: torch.ones(2), "0": torch.zeros(2)}}).result(TIMEOUT).path
+    found = {"x": {"0": torch.full((2,), 5.0), "0~2": torch.full((2,), 5.0)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, checkpoint_id=str(path), no_dist=True)
+    assert (found["x"]["0"].tolist(), found["x"]["0~2"].tolist()) == ([1, 1], [0, 0])
+
+
+# -- versions of modules ------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """As torch.ao's observers: a version says what the stored scale means."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "scale"] = state_dict[prefix + "scale"] * 100
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Wrapper:
+    """Stateful, neither module nor optimizer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"deep": [self.module.state_dict()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["deep"][0])
+
+
+def model_of(scale: float) -> nn.Module:
+    model = nn.Sequential(Scaled(), nn.BatchNorm1d(2))
+    model[0].scale.fill_(scale)  # type: ignore[union-attr,operator]
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, Wrapper], ids=["module", "wrapper"])
+def test_a_module_gets_the_versions_that_were_saved(root: Path, wrap: Callable[[nn.Module], Any]) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"m": wrap(model_of(3)), "sd": model_of(4).state_dict()}).result(TIMEOUT)
+        model = model_of(0)
+        engine.load({"m": wrap(model)})
+        assert model[0].scale.tolist() == [3]  # type: ignore[union-attr,operator]
+        read = engine.read()
+    model.load_state_dict(read["sd"])
+    assert model[0].scale.tolist() == [4]  # type: ignore[union-attr,operator]
+    assert read["sd"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_without_versions_is_loaded_by_those_of_the_template(root: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"m": model_of(3).state_dict()}, checkpoint_id=str(root / "step_000000001"), no_dist=True)
+    model = model_of(0)
+    with SyncCheckpointEngine(root) as engine:
+        engine.load({"m": model})
+        assert model[0].scale.tolist() == [3]  # type: ignore[union-attr,operator]
+        engine.save({"m": dict(model_of(5).state_dict())}).result(TIMEOUT)
+        engine.load({"m": model})
+    assert model[0].scale.tolist() == [5]  # type: ignore[union-attr,operator]
+
+
+def test_what_requires_gradients_does_so_when_it_is_read(root: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"p": dict(model.named_parameters()), "sd": model.state_dict()}).result(TIMEOUT)
+        state = engine.read()
+    assert [state["p"][name].requires_grad for name in ("weight", "bias")] == [True, False]
+    assert not any(tensor.requires_grad for tensor in state["sd"].values())
+
+
+# -- stock reads tuples -------------------------------------------------------------------------------
+
+
+def stock_load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return state
+
+
+def test_stock_reads_tuples_that_hold_tensors_and_dicts(root: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(torch.tensor(0.8), torch.tensor(0.9)))
+    state = {
+        "optim": optimizer.state_dict(),
+        "pair": (torch.ones(2), {"a": [1, torch.zeros(1)]}),
+        "list": [(torch.ones(1), 2)],
+        "point": (Point(torch.ones(1), 3),),
+    }
+    with SyncCheckpointEngine(root) as engine:
+        path = engine.save(state).result(TIMEOUT).path
+        template = {**state, "pair": (torch.zeros(2), {"a": [0, torch.ones(1)]})}
+        report = engine.load(template, strict=True)
+        assert report.unexpected == ()
+        assert template["pair"][1]["a"][0] == 1
+        assert set(engine.read()) == set(state)
+        assert engine.save(state).result(TIMEOUT).plan_hit
+    fresh: dict[str, Any] = {"optim": optimizer.state_dict(), "pair": None, "list": [], "point": None}
+    fresh["optim"]["param_groups"][0]["betas"] = (torch.zeros(()), torch.zeros(()))
+    stock_load(path, fresh)
+    assert [float(beta) for beta in fresh["optim"]["param_groups"][0]["betas"]] == [
+        pytest.approx(0.8),
+        pytest.approx(0.9),
+    ]
+    assert (fresh["pair"][0].tolist(), fresh["pair"][1]["a"][0]) == ([1, 1], 1)
+    assert (fresh["list"][0][1], fresh["point"][0].y) == (2, 3)
+
+
+def test_a_tuple_beyond_a_mib_is_stored_once(root: Path) -> None:
+    large = torch.zeros(1 << 18)
+    with SyncCheckpointEngine(root) as engine:
+        one = engine.save({"t": (large[:-1].clone(), 1)}).result(TIMEOUT).image_bytes
+        two = engine.save({"t": (large, torch.ones(4))}).result(TIMEOUT).image_bytes
+        assert engine.read()["t"][1].tolist() == [1] * 4
+    assert one > 2 * two - (1 << 18)
+
+
+def test_stock_converts_a_checkpoint_with_such_tuples(root: Path, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        path = engine.save({"a": {"pair": (torch.ones(2), {"b": torch.zeros(1)})}, "z": 1}).result(TIMEOUT).path
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.format_utils.dcp_to_torch_save(path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert whole["a"]["pair"][0].tolist() == [1, 1]
+    assert set(whole) == {"a", "z"}

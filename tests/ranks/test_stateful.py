@@ -1,0 +1,71 @@
+"""A Stateful of the user's own around a sharded model (torch's AppState tutorial): on one rank, on two, two on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import Ranks, engine_on, ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+SECS = 60.0
+
+
+class AppState:
+    """Neither module nor optimizer: it holds both, as torch's tutorial and torchtitan do."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def trained(seed: int, count: int) -> tuple[nn.Module, AppState]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (count,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return model, AppState(model, optimizer)
+
+
+def weights(model: nn.Module) -> list[list[float]]:
+    return [parameter.full_tensor().flatten().tolist() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+def save(rank: int, count: int, root: Path) -> list[list[float]]:
+    model, app = trained(1, count)
+    with engine_on(root, SECS) as engine:
+        engine.save({"app": app, "epoch": 3}, step=1).result(SECS)
+    return weights(model)
+
+
+def load(rank: int, count: int, root: Path) -> list[list[float]]:
+    model, app = trained(2, count)
+    state = {"app": app, "epoch": 0}
+    with engine_on(root, SECS) as engine:
+        engine.load(state)
+    assert state["epoch"] == 3
+    return weights(model)
+
+
+@pytest.mark.parametrize("saving", [1, 2])
+@pytest.mark.parametrize("loading", [1, 2])
+def test_a_stateful_around_a_sharded_model_is_resumed_on_any_number_of_ranks(
+    two: Ranks, tmp_path: Path, saving: int, loading: int
+) -> None:
+    with ranks(1) as one:
+        group = {1: one, 2: two}
+        wanted = group[saving].run(save, tmp_path)[0]
+        assert group[loading].run(load, tmp_path) == [wanted] * loading
