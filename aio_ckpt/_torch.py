@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.tensor import DTensor, Shard, placement_types
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms, _StorageWriterTransforms
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DCP_VERSION",
     "NEWEST_TRIED",
+    "PYTREE_NODES",
     "SHARDS_DIFFER",
     "PrefixStore",
     "StorageInfo",
@@ -54,6 +56,8 @@ _log = logging.getLogger("aio_ckpt")
 # create_chunk_list: the box of the global tensor that this rank holds of a DTensor. If it moves, take what
 #   `default_planner` calls. `compute_local_shape_and_global_offset` is no replacement: it moved more often.
 # narrow_tensor_by_index: the part of a tensor that a read item names. If it moves, `tensor.narrow` for each dimension.
+# PYTREE_NODES: the types of containers that somebody registered with torch's pytrees. If it moves: an empty mapping;
+#   such containers then come back as plain ones unless they are trusted.
 # PrefixStore, Store: public as `torch.distributed.PrefixStore`, where builds without distributed lack them.
 
 local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")

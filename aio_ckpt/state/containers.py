@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree
 
+from aio_ckpt._torch import PYTREE_NODES
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.state.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
 from aio_ckpt.state.objects import decode_object, encode_object
@@ -215,7 +215,7 @@ def _may_make(kind: type, trusted: bool) -> bool:
         or is_named_tuple(kind)
         or kind is PackedSequence
         or _is_return_type(kind)
-        or kind in _pytree.SUPPORTED_NODES
+        or kind in PYTREE_NODES
         or kind in torch.serialization.get_safe_globals()
     )
 

@@ -175,3 +175,8 @@ def test_a_torch_newer_than_any_that_was_tried_gets_one_info_line(
 
 def test_the_torch_that_runs_the_tests_was_tried() -> None:
     assert tuple(int(part) for part in torch.__version__.split(".")[:2]) <= _torch.NEWEST_TRIED
+
+
+def test_pytree_nodes_are_the_registered_containers() -> None:
+    assert {dict, list, tuple} <= set(_torch.PYTREE_NODES)
+    assert set not in _torch.PYTREE_NODES
