@@ -69,7 +69,7 @@ _ALWAYS_PLAIN = frozenset({NoneType, bool, float, complex, str, bytearray, torch
 _MAX_HASHED = 1 << 22
 """Values in one key, at most, each counted in every place where it stands."""
 _REMEDY = (
-    "set trusted_objects=True if you trust whoever wrote the checkpoint, allow its type with "
+    "give EngineConfig(trusted_objects=True) if you trust whoever wrote the checkpoint, allow its type with "
     "torch.serialization.add_safe_globals, or leave it out with skip_untrusted=True"
 )
 
@@ -378,7 +378,8 @@ def _first_line(exc: BaseException) -> str:
 def _unsafe_reason(exc: BaseException) -> str:
     """The line of torch's long message that names the refused global, call or opcode; empty if it refused none."""
     lines = (line.strip() for line in str(exc).splitlines())
-    return next((line for line in lines if any(word in line for word in _REFUSALS)), "")[:200]
+    found = next((line for line in lines if any(word in line for word in _REFUSALS)), "")
+    return found.partition(" Please use")[0][:200]  # torch's remedy follows, and ours names it
 
 
 _REFUSALS = ("nsupported", "unrecognized function", "Can only create new object", "Can only build")
