@@ -119,9 +119,10 @@ class EngineConfig:
     """Memory of each GPU in which its small tensors are gathered before they are moved, at most; kept from save to
     save. 0: every tensor is moved by itself."""
 
-    device_copy_bytes: int = 0
-    """Memory of each GPU for a copy of the large tensors there, at most; kept from save to save. If all fit, whatever
-    follows ``save()`` waits for that copy (8.5 GB: a few ms) and not for the transfer to the host."""
+    device_copy_bytes: int | Literal["auto"] = "auto"
+    """Memory of each GPU for copies of the large tensors there, at most; ``auto``: as much as is free, 0: none. What
+    follows ``save()`` waits for that copy (8.5 GB: a few ms) and not for the transfer to the host. What does not fit is
+    fenced. Training that needs the memory gets it back."""
 
     max_in_flight: int = 1
     """Saves captured and not yet settled, at most."""
@@ -220,6 +221,11 @@ def _check_keep_best(name: str, value: object) -> None:
         raise ConfigError(f"{name}={shown(value)}: give a KeepBest")
 
 
+def _check_device_copy_bytes(name: str, value: object) -> None:
+    if not is_among(value, ("auto",)) and (type(value) is not int or value < 0):
+        raise ConfigError(f"{name}={shown(value)}: give a whole number of bytes, 0 for none, or 'auto'")
+
+
 def _check_step_dir(name: str, value: object) -> None:
     if not isinstance(value, str) or not _STEP_DIR.fullmatch(value):
         raise ConfigError(
@@ -259,7 +265,7 @@ _CHECKS: dict[str, _Check] = {
     "trusted_objects": check_flag,
     "debug": check_flag,
     "gather_bytes": _whole(_BYTES, 0),
-    "device_copy_bytes": _whole(_BYTES, 0),
+    "device_copy_bytes": _check_device_copy_bytes,
     "step_dir": _check_step_dir,
 }
 """The check of every setting. What two settings rule out together is checked in ``EngineConfig``."""

@@ -167,7 +167,8 @@ class InFlight:
         self._pipeline = pipeline
         self._portal = portal
         self._on_settled = on_settled
-        self._copy_engines = CopyEngines(device_copier=DeviceCopier(ctx.config.device_copy_bytes))
+        most_bytes = ctx.config.device_copy_bytes
+        self._copy_engines = CopyEngines(device_copier=DeviceCopier(None if most_bytes == "auto" else most_bytes))
         self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(pipeline.quarantine, counts_calls=ctx.world_size > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from aio_ckpt import _torch
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all, memmove
 
-__all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "Groups", "HostCopies", "foreach_copy"]
+__all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "DeviceMemory", "Groups", "HostCopies", "foreach_copy"]
 
 FOREACH_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -23,6 +24,22 @@ Groups: TypeAlias = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor
 _OPENMP_PAYS_THREADS = 8
 """From so many threads on torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two, its
 barriers fight with the threads that write (240 to 440 ms a GiB beside them, against 120 to 260)."""
+
+
+_NO_END = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """How much memory of a device is left."""
+
+    free_bytes: int
+    """What no process and no cache of an allocator holds."""
+    total_bytes: int
+    """All memory of the device."""
+    releases: int
+    """How often the caching allocator has given memory back to the device: equal numbers mean that it still holds what
+    it held."""
 
 
 class CopyEvent(Protocol):
@@ -74,6 +91,10 @@ class Copies(Protocol):
         """Bytes on the device for :meth:`assemble` and :meth:`fill`; None if they cannot be had."""
         ...
 
+    def memory(self) -> DeviceMemory:
+        """What is left on the device."""
+        ...
+
     def record_event(self) -> CopyEvent:
         """An event behind all copies so far."""
         ...
@@ -120,6 +141,10 @@ class HostCopies:
     def buffer(self, nbytes: int) -> torch.Tensor | None:
         """Return fresh host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def memory(self) -> DeviceMemory:
+        """Return that of a device on which everything is free."""
+        return DeviceMemory(free_bytes=_NO_END, total_bytes=_NO_END, releases=0)
 
     def record_event(self) -> CopyEvent:
         """Return an event that is reached already."""

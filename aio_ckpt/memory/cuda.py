@@ -16,7 +16,7 @@ import torch
 
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.memory.copies import Copies, CopyEvent, Groups, HostCopies, foreach_copy
+from aio_ckpt.memory.copies import Copies, CopyEvent, DeviceMemory, Groups, HostCopies, foreach_copy
 from aio_ckpt.memory.cuda_driver import batch_copy
 from aio_ckpt.memory.host_copy import CopyVectors
 
@@ -127,6 +127,12 @@ class CudaCopies:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             return None
+
+    def memory(self) -> DeviceMemory:
+        """As the driver and torch's caching allocator tell it: about 0.1 ms."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes, releases=stats.get("num_device_free", 0))
 
     def record_event(self) -> CopyEvent:
         """An event of the side stream."""

@@ -21,7 +21,7 @@ from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
 from aio_ckpt.plan.values import Chunk, Piece
 from aio_ckpt.runtime.trace import CALLER, COPIES, Recorder
-from aio_ckpt.snapshot.device_copy import DeviceCopier
+from aio_ckpt.snapshot.device_copy import DeviceCopier, DeviceCopy
 from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedRun
@@ -54,7 +54,7 @@ NO_ORDER = CopyOrder(first={}, guarded={}, guarded_runs=frozenset())
 class KnownCopyOrder:
     """The order of the newest save: with 10,000 tensors it takes a millisecond to find, and seldom changes.
 
-    Known by identity: who makes other routes, issues or guarded leaves makes new objects. Holds numbers, no source.
+    Known by identity: who makes other routes or copies by address makes new objects. Holds numbers, no source.
     """
 
     _copy_methods: Sequence[ChunkCopyMethods] = ()
@@ -71,7 +71,7 @@ class KnownCopyOrder:
         if (
             self._copy_methods is not copy_methods
             or self._device_copies is not device_copies
-            or self._guarded is not guarded
+            or self._guarded != guarded
         ):
             self._copy_order = _split(copy_methods, device_copies, guarded)
             self._copy_methods, self._device_copies, self._guarded = copy_methods, device_copies, guarded
@@ -132,24 +132,25 @@ class Capture:
         self._image = image
         self._copy_engines = copy_engines
         # In waves nothing may wait for later: the ring needs every chunk now.
-        self._guarded = guarded if image.is_whole else frozenset[int]()
+        self._guarded = frozenset(guarded) if image.is_whole else frozenset[int]()
         self._copy_order = NO_ORDER
-        self._is_copied_on_device = False
+        self._device_copy: DeviceCopy | None = None
+        self._guards_copied_alone = False
         self._copies: dict[torch.device, Copies] = {}
         self._without_event: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
         self.events: tuple[CopyEvent, ...] = ()
         """Behind every copy, once all are issued."""
         self.source_events: tuple[CopyEvent, ...] = ()
-        """What must be reached before a guarded source may change."""
+        """What must be reached before a source may change."""
         self._trace = trace
         self._runs: list[tuple[str, float, tuple[CopyEvent, ...]]] = []
 
     def issue_first(self) -> None:
         """What nobody guards, on devices: the caller's stream waits for these copies alone.
 
-        With a device copy the copies within the device come first, and the large tensors are moved from there: nobody
-        changes that copy, so that they need no other guard.
+        The copies within the device come first. What has one is moved from there: nobody changes that copy, so that
+        it needs no other guard.
         """
         plan = self._planned.plan
         device_copies = plan.descriptors.device_copies
@@ -157,16 +158,15 @@ class Capture:
         if device_copy is not None:
             for device, groups in device_copy.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            self._guarded, device_copies, self._is_copied_on_device = (
-                device_copy.leaves,
-                device_copy.device_copies,
-                True,
-            )
+            self._device_copy, device_copies = device_copy, device_copy.device_copies
+            self._guards_copied_alone = self._guarded <= device_copy.leaves
+            self._guarded |= device_copy.leaves
         self._copy_order = self._copy_engines.copy_order.of(plan.copy_methods, device_copies, self._guarded)
         if self._guarded and plan.copy_methods:
             self._issue_device(self._image.chunks[: len(plan.copy_methods)], is_guarded=False)
-            for copies in self._copies.values():
-                copies.record_event().fence()
+            self.source_events = tuple(copies.record_event() for copies in self._copies.values())
+            for event in self.source_events:
+                event.fence()
 
     def issue(self, run: Sequence[Chunk]) -> None:
         """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
@@ -200,7 +200,9 @@ class Capture:
     def end(self) -> None:
         """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
         self.events = tuple(copies.record_event() for copies in self._copies.values())
-        self.source_events = () if self._is_copied_on_device else self.events
+        if not self._guards_copied_alone:
+            self.source_events = self.events
+        self._device_copy = None  # free by stream order, behind the moves
         if not self._guarded:
             for event in self.events:
                 event.fence()

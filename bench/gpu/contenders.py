@@ -103,15 +103,15 @@ class Saver(ABC):
 # -- aio_ckpt -------------------------------------------------------------------------------------
 
 
-class EngineFenced(Saver):
-    """``engine.save(state)``: the device's stream waits for the copies."""
+class EngineDefault(Saver):
+    """``engine.save(state)``: the device's stream waits for copies on the device, as far as memory is free there."""
 
     title = "aio_ckpt"
-    setting = "default (fenced)"
+    setting = "default"
     durability = ENGINE_SAVE_DURABILITY
     needs_fsync = False
     staging: ClassVar[Staging] = "auto"
-    settings: ClassVar[Mapping[str, Any]] = {}
+    settings: Mapping[str, Any] = {}
     is_guarded: ClassVar[bool] = False
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
@@ -149,41 +149,51 @@ class EngineFenced(Saver):
                     shutil.rmtree(path)
 
 
+class EngineHalf(EngineDefault):
+    """With memory of the device for half of the state."""
+
+    setting = "device_copy_bytes of half the state"
+
+    def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
+        self.settings = {"device_copy_bytes": sum(tensor.nbytes for tensor in trainer.state.values()) // 2}
+        super().__init__(trainer, ground, folder)
+
+
+class EngineFenced(EngineDefault):
+    """Without memory for a copy: the device's stream waits for the copies to the host."""
+
+    setting = "device_copy_bytes=0 (fenced)"
+    settings: Mapping[str, Any] = {"device_copy_bytes": 0}
+
+
 class EngineGuarded(EngineFenced):
     """The same after ``engine.guard(optimizer)``: only the optimizer's step waits."""
 
-    setting = "guarded"
+    setting = "device_copy_bytes=0, guarded"
     is_guarded = True
 
 
-class EngineShadow(EngineFenced):
-    """With room for a copy of the state on the device."""
+class EnginePrepared(EngineDefault):
+    """The default after ``engine.prepare(state)``: the first save finds its plan and memory made."""
 
-    setting = "copy on the device first (device_copy_bytes)"
-    settings: ClassVar[Mapping[str, Any]] = {"device_copy_bytes": 1 << 40}
-
-
-class EnginePrepared(EngineGuarded):
-    """The same after ``engine.prepare(state)``: the first save finds its plan and memory made."""
-
-    setting = "guarded, prepared"
+    setting = "prepared"
 
     def __init__(self, trainer: Trainer, ground: Ground, folder: Path) -> None:
         super().__init__(trainer, ground, folder)
         self.engine.prepare(self.state).result(WAIT_SECS)
 
 
-class EngineShm(EngineGuarded):
+class EngineShm(EngineDefault):
     """In a shared segment."""
 
-    setting = "guarded, shm"
+    setting = "shm"
     staging = "shm"
 
 
-class EnginePageable(EngineGuarded):
+class EnginePageable(EngineDefault):
     """In memory that the driver does not know."""
 
-    setting = "guarded, pageable"
+    setting = "pageable"
     staging = "pageable"
 
 
@@ -310,9 +320,10 @@ class DcpProcessPinned(DcpPinned):
 
 
 SAVERS: dict[str, type[Saver]] = {
-    "aio-guarded": EngineGuarded,
+    "aio-default": EngineDefault,
+    "aio-half": EngineHalf,
     "aio-fenced": EngineFenced,
-    "aio-shadow": EngineShadow,
+    "aio-guarded": EngineGuarded,
     "aio-prepared": EnginePrepared,
     "aio-shm": EngineShm,
     "aio-pageable": EnginePageable,

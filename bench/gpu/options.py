@@ -16,7 +16,7 @@ __all__ = ["SHAPES", "GpuOptions", "Trial", "parse"]
 
 SHAPES = ("blocks", "small", "fsdp2")
 Mode = Literal["save", "load"]
-REPEATED = ("aio-guarded", "aio-fenced", "aio-shadow")
+REPEATED = ("aio-default", "aio-half", "aio-fenced", "aio-guarded")
 GB_PER_SIZE = 1.0625
 """``--gb 8`` is 8.5 GB, the state that the goals are stated for."""
 

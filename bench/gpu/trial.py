@@ -45,9 +45,10 @@ def contender_keys(mode: str) -> tuple[str, ...]:
     if mode == "load":
         return (RAW, *LOADERS)
     first = (
-        "aio-guarded",
+        "aio-default",
+        "aio-half",
         "aio-fenced",
-        "aio-shadow",
+        "aio-guarded",
         "tc-tuned",
         "nvrx-tuned",
         "dcp-async-pinned",

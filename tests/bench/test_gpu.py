@@ -29,23 +29,23 @@ def options(folder: Path, *more: str) -> GpuOptions:
 
 
 def test_every_contender_is_a_row_also_one_that_cannot_run(tmp_path: Path) -> None:
-    run(options(tmp_path, "--only", "aio-guarded,nvrx-tuned", "--without", "raw", "--label", "dry"))
+    run(options(tmp_path, "--only", "aio-default,nvrx-tuned", "--without", "raw", "--label", "dry"))
     [path] = (tmp_path / "bench-results").iterdir()
     document = json.loads(path.read_text())
     rows = {row["contender"]: row for row in document["rows"]}
-    assert {key: row["status"] for key, row in rows.items()} == {"aio-guarded": "ok", "nvrx-tuned": "not run"}
-    ours = rows["aio-guarded"]
+    assert {key: row["status"] for key, row in rows.items()} == {"aio-default": "ok", "nvrx-tuned": "not run"}
+    ours = rows["aio-default"]
     assert {"first_blocked_secs", "blocked_secs", "staged_secs", "durable_secs", "lost_secs"} <= ours["figures"].keys()
     assert ours["tensors"] == 432
     assert ours["figures"]["blocked_secs"] <= ours["figures"]["staged_secs"] <= ours["figures"]["durable_secs"]
     assert "nvidia-resiliency-ext" in rows["nvrx-tuned"]["error"]
-    assert "| aio_ckpt: guarded |" in render(document)
+    assert "| aio_ckpt: default |" in render(document)
     assert not list(tmp_path.glob("aio_ckpt-bench-gpu-*"))
 
 
 def test_a_contender_that_hangs_is_killed_and_keeps_what_it_measured(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
-    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"), world=1)
+    trial = options(tmp_path).trial("aio-default", "blocks", 0.005, str(tmp_path / "trial"), world=1)
     # What it had reported before: the file is read, whoever wrote it.
     (tmp_path / "trial-events-0.jsonl").write_text('{"event": "alone", "blocked_secs": 1.0, "durable_secs": 2.0}\n')
     begin = time.monotonic()
@@ -62,7 +62,7 @@ def test_workers_of_a_contender_that_hangs_are_killed_too(tmp_path: Path, monkey
     stub.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/worker\nwait\n")
     stub.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stub))
-    trial = options(tmp_path).trial("aio-guarded", "blocks", 0.005, str(tmp_path / "trial"), world=1)
+    trial = options(tmp_path).trial("aio-default", "blocks", 0.005, str(tmp_path / "trial"), world=1)
     outcome = Processes(Ranks()).run(trial, free_port(), limit_secs=1.0, has_next=False)
     assert outcome.error == "killed after 1 s"
     worker = int((tmp_path / "worker").read_text())
@@ -127,7 +127,7 @@ def test_a_row_of_several_ranks_has_the_slowest_and_the_failure_of_the_first_tha
         Outcome(status="failed", error="another rank failed", events=alone(1.0), peaks={"system": 600, "tree": 500}),
         Outcome(status="failed", error="OSError: full", events=alone(2.0), peaks={"system": 800, "tree": 100}),
     ]
-    row = row_of("aio-guarded", "blocks", 8, ranks)
+    row = row_of("aio-default", "blocks", 8, ranks)
     assert row.figures["durable_secs"] == 2.0
     assert (row.figures["system_bytes"], row.figures["tree_bytes"]) == (400, 500)
     assert (row.status, row.error) == ("failed", "OSError: full")

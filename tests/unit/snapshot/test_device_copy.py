@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from rings import issued
 
-from aio_ckpt.memory.copies import HostCopies
-from aio_ckpt.snapshot.device_copy import DeviceCopier
+from aio_ckpt.memory.copies import DeviceMemory, HostCopies
+from aio_ckpt.snapshot.device_copy import DeviceCopier, copy_bytes
 
 ROOM = 1 << 30
 
@@ -17,9 +21,9 @@ def states() -> dict[str, torch.Tensor]:
     return {
         "large": torch.randn(3, 700, 1000),  # cut by the boundaries of chunks
         "transposed": torch.randn(500, 300).t(),
-        "odd": torch.randint(0, 9, (77,), dtype=torch.uint8),
-        "half": torch.randn(1001).bfloat16(),
-        "ints": torch.arange(5),
+        "odd": torch.randint(0, 9, (300_077,), dtype=torch.uint8),
+        "half": torch.randn(200_001).bfloat16(),
+        "ints": torch.arange(50_000),
     }
 
 
@@ -45,13 +49,92 @@ def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() ->
         assert (address, nbytes) == (copies[leaf].data_ptr(), copies[leaf].nbytes)
 
 
-def test_one_copy_serves_a_layout_and_a_new_layout_gets_a_new_one() -> None:
-    device_copier, (plan, _), (other, _) = DeviceCopier(ROOM), issued(states()), issued({"w": torch.ones(5000)})
-    first = device_copier.of(plan, lambda _: HostCopies())
-    assert device_copier.of(plan, lambda _: HostCopies()) is first
-    assert device_copier.of(other, lambda _: HostCopies()) is not first
-    device_copier.clear()
-    assert device_copier.of(plan, lambda _: HostCopies()) is not first
+def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> None:
+    device_copier, (plan, _), (other, _) = DeviceCopier(None), issued(states()), issued({"w": torch.ones(99_999)})
+    copies = KeptMemory()
+    first, again = (device_copier.of(plan, lambda _: copies) for _ in range(2))
+    assert first is not None
+    assert again is not None
+    assert again.device_copies is first.device_copies  # which is what the order of the copies is known by
+    memory = weakref.ref(copies.memories[-1])
+    copies.memories.clear()
+    assert memory() is not None
+    del first, again
+    assert memory() is None
+    changed = device_copier.of(other, lambda _: copies)
+    assert changed is not None
+    assert changed.leaves == {0}
+
+
+class KeptMemory(HostCopies):
+    """Gives the same memory again, as the caching allocator does for a stream."""
+
+    def __init__(self, free_bytes: int = 1 << 40) -> None:
+        self.memories: list[npt.NDArray[np.uint8]] = []
+        self.found = DeviceMemory(free_bytes=free_bytes, total_bytes=1 << 30, releases=0)
+
+    def memory(self) -> DeviceMemory:
+        return self.found
+
+    def buffer(self, nbytes: int) -> torch.Tensor | None:
+        if not self.memories or self.memories[-1].nbytes != nbytes:
+            self.memories.append(np.empty(nbytes, dtype=np.uint8))
+        return torch.from_numpy(self.memories[-1])
+
+
+def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() -> None:
+    state = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(4)}  # 1 MiB each
+    plan, tensors = issued(state)
+    device_copy = DeviceCopier(5 << 19).of(plan, lambda _: HostCopies())
+    assert device_copy is not None
+    assert len(device_copy.leaves) == 2
+    ((_, moved),) = device_copy.device_copies.items()
+    sources = dict(zip(moved.leaves.tolist(), moved.vectors[:, 1].tolist(), strict=True))
+    assert {leaf for leaf, source in sources.items() if source != tensors[leaf].data_ptr()} == device_copy.leaves
+
+
+def test_small_tensors_get_no_copy() -> None:
+    plan, _ = issued({"large": torch.ones(1 << 16), "small": torch.ones((1 << 16) - 1)})
+    device_copy = DeviceCopier(None).of(plan, lambda _: HostCopies())
+    assert device_copy is not None
+    assert [plan.structure.names[leaf] for leaf in device_copy.leaves] == ["large"]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept", "free", "copied"),
+    [
+        (8, 0, 100, 8),  # room for all
+        (8, 0, 12, 8),  # a margin of 4 is left
+        (8, 0, 9, 5),  # room for a part
+        (8, 0, 4, 0),
+        (8, 0, 1, 0),
+        (8, 8, 0, 8),  # what the allocator kept is asked of nobody
+        (6, 8, 0, 6),
+        (8, 5, 3, 5),
+        (8, 3, 10, 6),
+    ],
+)
+def test_copies_take_what_is_free_but_for_a_margin(wanted: int, kept: int, free: int, copied: int) -> None:
+    memory = DeviceMemory(free_bytes=free * GIB, total_bytes=80 * GIB, releases=0)
+    assert copy_bytes(wanted * GIB, kept * GIB, memory) == copied * GIB
+
+
+def test_a_small_device_keeps_a_gibibyte_free() -> None:
+    memory = DeviceMemory(free_bytes=4 * GIB, total_bytes=8 * GIB, releases=0)
+    assert copy_bytes(8 * GIB, 0, memory) == 3 * GIB
+
+
+def test_what_the_allocator_gave_back_to_the_device_is_not_counted_on() -> None:
+    plan, _ = issued({"w": torch.ones(2 * GIB >> 2 >> 10)})  # 2 MiB
+    device_copier, copies = DeviceCopier(None), KeptMemory()
+    assert device_copier.of(plan, lambda _: copies) is not None
+    copies.found = DeviceMemory(free_bytes=0, total_bytes=GIB, releases=0)
+    assert device_copier.of(plan, lambda _: copies) is not None
+    copies.found = DeviceMemory(free_bytes=0, total_bytes=GIB, releases=1)
+    assert device_copier.of(plan, lambda _: copies) is None
 
 
 @pytest.mark.parametrize("most_bytes", [0, 1000])
