@@ -52,7 +52,7 @@ def left_bytes() -> Iterator[int]:
     """A device on which all is taken but so much; nothing is cached there."""
     gc.collect()
     torch.cuda.empty_cache()
-    left = 12 * GIB
+    left = 20 * GIB
     taken = torch.empty(torch.cuda.mem_get_info()[0] - left, dtype=torch.uint8, device="cuda")
     yield left
     del taken
@@ -156,17 +156,17 @@ def test_a_copy_is_free_when_save_returns_and_the_next_takes_the_same_memory(tmp
 def test_training_that_needs_more_than_is_free_gets_the_memory_and_the_snapshot_is_whole(
     tmp_path: Path, left_bytes: int
 ) -> None:
-    state = ones(16, 256 * MIB, 1.0)  # 4 GiB of 12: 1 s of training could not have more than 8
+    state = ones(16, 256 * MIB, 1.0)  # 4 GiB, and 4 for the copy
     with SyncCheckpointEngine(tmp_path) as engine:
         for step in range(1, 4):
             for tensor in state.values():
                 tensor.fill_(step)
             reserved = torch.cuda.memory_reserved()
             ticket = engine.save(state, step=step)
-            assert torch.cuda.memory_reserved() - reserved >= 4 * GIB * (step == 1)
+            assert torch.cuda.memory_reserved() - reserved >= 4 * GIB
             for tensor in state.values():
                 tensor.fill_(-1)
-            activations = torch.full((left_bytes - 5 * GIB,), 7, dtype=torch.uint8, device="cuda")
+            activations = torch.full((left_bytes - 6 * GIB,), 7, dtype=torch.uint8, device="cuda")
             ticket.result(TIMEOUT)
             check(engine.read(step), state, step)
             assert bool((activations == 7).all())

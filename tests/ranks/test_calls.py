@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_engines import acting_engine, no_space
+from rank_engines import acting_engine, held_engine, no_space
 from rank_processes import Ranks, engine_on
 
 from aio_ckpt import EngineConfig, PerRank, SyncCheckpointEngine
@@ -203,7 +202,6 @@ def test_the_leader_alone_deletes_what_expires_by_its_own_settings(
 # -- refused ----------------------------------------------------------------------------------------
 
 SHORT_SECS = 2.0
-STOPPED_SECS = 1.5
 
 REFUSED: list[dict[str, Any]] = [
     {"deadline_secs": -0.5},
@@ -365,19 +363,19 @@ def test_steps_that_nobody_gave_stay_the_same_after_one_rank_refused_a_state(
     assert len(one) == 6
 
 
-def stop_for_a_while() -> None:
-    """As a host that swaps: this process stands still, longer than the others wait for it."""
-    subprocess.Popen(["sh", "-c", f"sleep {4 * STOPPED_SECS}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def miss_a_commit(rank: int, count: int, root: Path) -> tuple[str, bool, list[int]]:
-    with acting_engine(root, STOPPED_SECS) as (engine, storage):
+    with held_engine(root, SHORT_SECS) as (engine, coordinator, _):
         engine.save(state_at(1)).result(SECS)
         dist.barrier()
-        if rank == 0:
-            storage.at, storage.act = ("remove_file", "writer.json"), stop_for_a_while
-        error = engine.save(state_at(2)).exception(SECS)
+        if rank == 0:  # it has committed, and says nothing for longer than the other waits
+            coordinator.topic, coordinator.is_silent = "save 2", True
+        ticket = engine.save(state_at(2))
+        if rank == 1:
+            assert ticket.exception(SECS) is not None
+        dist.barrier()
+        coordinator.is_silent = False
+        coordinator.gate.open()
+        error = ticket.exception(SECS)
         dist.barrier()
         found = []
         for iteration in (3, 4, 5):

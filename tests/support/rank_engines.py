@@ -73,6 +73,9 @@ class HeldCoordinator(StoreCoordinator):
 
     topic = ""
     is_mute = False
+    """It tells the others of no failure."""
+    is_silent = False
+    """It gives no sign of life."""
 
     def __init__(self) -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -89,6 +92,10 @@ class HeldCoordinator(StoreCoordinator):
         if topic == self.topic:
             await self.gate.wait()
         return reply
+
+    async def beat(self, *, has_left: bool = False) -> None:
+        if not self.is_silent:
+            await super().beat(has_left=has_left)
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
         if self.is_mute:
