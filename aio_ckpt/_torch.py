@@ -39,9 +39,11 @@ __all__ = [
     "foreach_copy",
     "local_tensor",
     "log_untried_torch",
+    "mark_coalesced",
     "narrow_tensor_by_index",
     "neg_view",
     "reader_transforms",
+    "sparse_coo_parts",
     "writer_transforms",
 ]
 
@@ -85,6 +87,19 @@ def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target in few launches. If it moves, ``copy_`` one by one: 10 times the host time."""
     torch._foreach_copy_(targets, sources)
+
+
+def sparse_coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse COO tensor, in its own memory, coalesced or not.
+
+    If ``_indices`` or ``_values`` moves: ``indices()`` and ``values()``, which only a coalesced tensor gives.
+    """
+    return tensor._indices(), tensor._values()
+
+
+def mark_coalesced(tensor: torch.Tensor, *, is_coalesced: bool) -> None:
+    """Say whether a sparse COO tensor is coalesced. If ``_coalesced_`` moves: leave the mark as it is."""
+    tensor._coalesced_(is_coalesced)
 
 
 def default_store() -> Store | None:

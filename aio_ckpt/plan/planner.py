@@ -151,6 +151,7 @@ class PlanCache:
             plan = self._plan  # read once: a save that fails in the background clears it
             cached = plan if plan is not None and plan.structure.is_of(flat, leaves) else None
             structure = Structure.of(flat, leaves) if cached is None else cached.structure
+            fingerprint = addresses(leaves.tensors) if cached is not None else []
         except (RuntimeError, TypeError, NotImplementedError):
             tree.check_leaves(flat)
             raise
@@ -158,7 +159,6 @@ class PlanCache:
             tree.check_leaves(flat)
             return self._miss(flat, leaves, structure)
         tensors = leaves.tensors
-        fingerprint = addresses(tensors)
         if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == cached.source_bytes:
             return self._hit(cached, leaves, fingerprint_hit=True)
         with _collector_paused():

@@ -132,6 +132,8 @@ class Structure:
         def equal(read: Callable[[torch.Tensor], object], kept: Sequence[object]) -> bool:
             return all(map(eq, map(read, leaves.tensors), kept))
 
+        is_real = not any(dtype.is_complex for dtype in set(self.dtypes))  # and has no conjugate
+
         return (
             self.skeleton == flat.skeleton
             and self.names == flat.names
@@ -142,7 +144,7 @@ class Structure:
             and equal(_shape, self.shapes)
             and equal(_stride, self.strides)
             and equal(_device, self.devices)
-            and equal(_is_conj, self.conj)
+            and (is_real or equal(_is_conj, self.conj))
             and equal(_is_neg, self.neg)
         )
 

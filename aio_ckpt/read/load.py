@@ -32,6 +32,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.cuda import using
 from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
+from aio_ckpt.read.compounds import check_targets
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, fetch
 from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
@@ -42,6 +43,7 @@ from aio_ckpt.read.rank_names import skeleton_of, wanted_names
 from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.compound import settle
 from aio_ckpt.state.values import UntrustedObject
 from aio_ckpt.storage.local import Storage
 
@@ -459,6 +461,7 @@ def _prepare_apply(
     checkpoint: Checkpoint, state: object, found: Match, draft: _LoadPlan, rank: int, trusted: bool
 ) -> Callable[[], None]:
     """Build all that can be damaged; return what sets the objects and calls each ``load_state_dict``."""
+    check_targets(found.compounds)
     values = draft.values
     leaves = {name: values[name] for name in found.objects if name not in draft.untrusted}
     for name, kind in found.arrays:
@@ -480,6 +483,8 @@ def _prepare_apply(
 
     def put_back() -> None:
         with _target_modified():
+            for target in found.compounds:
+                settle(target.own, target.stored)
             if leaves:
                 tree.put_back(state, leaves, rank=rank)
             for value, state_dict in below:

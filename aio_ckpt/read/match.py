@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
+from aio_ckpt.read.compounds import CompoundTarget, match_compounds
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
@@ -60,6 +61,8 @@ class Match:
     """(name, value, names below it) of what is given to ``load_state_dict``."""
     sharded: dict[str, DTensor] = field(default_factory=dict)
     """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
+    compounds: list[CompoundTarget] = field(default_factory=list)
+    """Compound tensors of the template, whose parts are among ``whole`` and ``tensors``."""
     missing: tuple[str, ...] = ()
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -85,7 +88,9 @@ def match_template(
     """
     template = tree.read_template(state, rank=rank)
     found = Match()
-    missing, faults = _match_leaves(checkpoint, template, found, trusted)
+    missing, misfits = _match_leaves(checkpoint, template, found, trusted)
+    found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
+    faults += misfits
     faults += _ambiguous(checkpoint.catalog, template)
     faults += _overlaps(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank)

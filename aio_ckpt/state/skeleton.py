@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.state.compound import put_together
 from aio_ckpt.state.containers import Notes, Opened, decode_metadata, open_container
 from aio_ckpt.state.harmless import harmless_type
 from aio_ckpt.state.objects import MAX_DEPTH, check_key, decode_object, encode_object, from_tensor
@@ -31,6 +32,7 @@ __all__ = [
     "Skeleton",
     "build",
     "build_below",
+    "compound_notes",
     "copy_names",
     "dcp_paths",
     "decode_skeleton",
@@ -62,6 +64,8 @@ class Container(IntEnum):
     """A dataclass or namespace, by its attributes."""
     REFERENCE = 24
     """The container around it whose number its note ``same`` gives; has no children."""
+    TENSOR = 25
+    """A compound tensor, by its parts; it has no number."""
 
 
 Key: TypeAlias = "str | tuple[str, Any]"
@@ -84,7 +88,9 @@ MAPPINGS: dict[int, type[dict[Any, Any]]] = {
 """Mappings that are kept as what they are."""
 
 _INDEXED: frozenset[int] = frozenset({Container.LIST, Container.TUPLE})
-_KEYED: frozenset[int] = frozenset({*MAPPINGS, Container.FIELDS})
+_KEYED: frozenset[int] = frozenset({*MAPPINGS, Container.FIELDS, Container.TENSOR})
+_NAMED = (Container.FIELDS, Container.TENSOR)
+"""Containers whose keys are names."""
 _MISSING = object()
 _LEAF_CODES = frozenset({*map(int, LeafKind), TENSOR_WITH_GRAD})
 _HELD_KEYS = frozenset("ot")
@@ -239,6 +245,23 @@ def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
     return {name for name, _ in _copy_paths(skeleton, "", (), tuple(ranks))}
 
 
+def compound_notes(skeleton: Skeleton, *, rank: int) -> dict[str, Notes]:
+    """Notes of every compound tensor of a rank, by its name."""
+    found = list(_compounds(skeleton, "", rank))
+    return dict(zip(unique_names([name for name, _ in found]), [notes for _, notes in found], strict=True))
+
+
+def _compounds(node: Any, prefix: str, rank: int) -> Iterator[tuple[str, Notes]]:
+    if isinstance(node, int):
+        return
+    if node[0] == Container.TENSOR:
+        yield prefix[:-1], node[3]
+    elif set(map(type, node[2])) <= _LEAF_TYPES:
+        return
+    for _, text, child in _children(node, rank):
+        yield from _compounds(child, f"{prefix}{text}.", rank)
+
+
 def _copy_paths(node: Skeleton, prefix: str, path: _Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, _Path]]:
     """(name, path) of every container with such an item."""
     if isinstance(node, int):
@@ -330,11 +353,13 @@ def _checked(raw: Any, depth: int) -> Skeleton:
         raise ValueError(f"container {code!r} with {len(keys)} keys and {len(children)} children")
     if len(children) != {Container.PER_RANK: 1, Container.REFERENCE: 0}.get(code, len(children)):
         raise ValueError(f"a container {code} with {len(children)} children")
-    if code == Container.FIELDS and not all(type(key) is str for key in keys):
+    if code in _NAMED and not all(type(key) is str for key in keys):
         raise ValueError("an attribute whose name is no text")
     notes = _checked_notes(rest[0]) if rest else ()
     if code == Container.REFERENCE and "same" not in dict(notes):
         raise ValueError("a reference to nothing")
+    if code == Container.TENSOR and not (children and notes):
+        raise ValueError("a tensor of no parts")
     return (int(code), keys, children, notes) if notes else (int(code), keys, children)
 
 
@@ -345,18 +370,31 @@ _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "factory": (str, bytes),
     "same": (int,),
     "copy": (int,),
+    "layout": (str,),
+    "coalesced": (int,),
+    "grad": (int,),
 }
+
+
+_NUMBERS = frozenset({"shape"})
+"""Notes that are lists of whole numbers."""
 
 
 def _checked_notes(raw: Any) -> Notes:
     """Notes that are not known here are kept, and mean nothing."""
-    notes = tuple((str(name), value) for name, value in raw)
+    notes = tuple((str(name), _numbers(value) if name in _NUMBERS else value) for name, value in raw)
     for name, value in notes:
         if name in _NOTE_TYPES and type(value) not in _NOTE_TYPES[name]:
             raise ValueError(f"a note {name!r} of type {type(value).__name__}")
-        if type(value) not in (int, str, bytes, type(None)):
+        if type(value) not in (int, str, bytes, type(None)) and name not in _NUMBERS:
             raise ValueError(f"a note {name!r} of type {type(value).__name__}")
     return notes
+
+
+def _numbers(raw: Any) -> tuple[int, ...]:
+    if type(raw) is not list or not all(type(number) is int for number in raw):
+        raise ValueError("a list in a note that is none of whole numbers")
+    return tuple(raw)
 
 
 def _checked_key(raw: Any) -> Key:
@@ -393,6 +431,8 @@ class _Builder:
     """Containers by their number."""
     with_grad: dict[int, torch.Tensor] = field(default_factory=dict)
     """Tensors that require gradients, by the id of the leaf that was given."""
+    compounds: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+    """Compound tensors by their notes and the ids of their parts: tied ones are one tensor."""
     absent: list[str] = field(default_factory=list)
     """Leaves that were wanted and not given."""
     plain: list[str] = field(default_factory=list)
@@ -405,6 +445,8 @@ class _Builder:
         is_kept = is_kept or self.only is None or (prefix != "" and prefix[:-1] in self.only)
         if len(node) == 3 and node[0] in MAPPINGS:
             return self.plain_mapping(node, prefix, is_kept)
+        if node[0] == Container.TENSOR:
+            return self.compound(node, prefix, is_kept)
         number, notes = self.number, dict(node[3]) if len(node) > 3 else _NO_NOTES
         self.number += 1
         if node[0] == Container.REFERENCE:
@@ -439,6 +481,22 @@ class _Builder:
             if item is not _MISSING:
                 made[key if type(key) is str else self.key(key)] = item
         return made if is_kept or made else _MISSING
+
+    def compound(self, node: Any, prefix: str, is_kept: bool) -> Any:
+        """A compound tensor, or a dict of its parts where not all of them were selected."""
+        items = [
+            (key, self.value(child, f"{prefix}{text}.", is_kept)) for key, text, child in _children(node, self.rank)
+        ]
+        parts = {key: item for key, item in items if item is not _MISSING}
+        if len(parts) < len(items):
+            return parts or _MISSING
+        key = (node[3], *map(id, parts.values()))
+        if key not in self.compounds:
+            try:
+                self.compounds[key] = put_together(dict(node[3]), parts)
+            except (ValueError, TypeError, LookupError, RuntimeError) as error:
+                raise CorruptCheckpointError(f"{prefix[:-1]!r}: its parts are of no tensor: {error}") from error
+        return self.compounds[key]
 
     def opened(self, code: int, notes: Mapping[str, Any], name: str) -> Opened:
         """An empty container of the type that is noted, or of the plain type of its code."""
@@ -514,12 +572,17 @@ class _Builder:
 _NO_NOTES: dict[str, Any] = {}
 
 
+def _count(node: Any) -> int:
+    """Numbers that a node takes, less those below it."""
+    return int(node[0] != Container.TENSOR)
+
+
 def _sizes(node: Skeleton) -> tuple[int, int]:
     """Containers and leaves of a skeleton, itself among them."""
     if isinstance(node, int):
         return 0, 1
     below = [_sizes(child) for child in node[2]]
-    return 1 + sum(containers for containers, _ in below), sum(leaves for _, leaves in below)
+    return _count(node) + sum(containers for containers, _ in below), sum(leaves for _, leaves in below)
 
 
 @functools.lru_cache(maxsize=2)
@@ -583,7 +646,7 @@ def _find(
 ) -> tuple[Skeleton, int, int] | None:
     if isinstance(node, int):
         return None
-    containers, leaves = numbers[0] + 1, numbers[1]
+    containers, leaves = numbers[0] + _count(node), numbers[1]
     for _, text, child in _children(node, rank):
         name = prefix + text
         if name == wanted:

@@ -68,7 +68,7 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
     "a lambda": (lambda: {"opt": {"lr": lambda: 1}}, UnsafeObjectError, TypeError, "opt.lr: a function that cannot be"),
     "an open file": (lambda: {"x": [1, sys.stdout]}, UnsafeObjectError, TypeError, "x: a list that cannot be pickled"),
     "a lock in an array": (lambda: {"a": np.array([threading.Lock()])}, UnsafeObjectError, TypeError, "a: .*pickled"),
-    "a sparse tensor": (lambda: {"s": torch.eye(3).to_sparse()}, UnsupportedLeafError, TypeError, "'s'.*to_dense"),
+    "a tensor of oneDNN": (lambda: {"s": torch.eye(3).to_mkldnn()}, UnsupportedLeafError, TypeError, "'s'.*to_dense"),
     "a quantized tensor": (lambda: {"q": quantized()}, UnsupportedLeafError, TypeError, "'q'.*dequantize"),
     "a meta tensor": (lambda: {"m": torch.ones(2, device="meta")}, UnsupportedLeafError, TypeError, "'m'.*materialize"),
     "a subclass of Tensor": (

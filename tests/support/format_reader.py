@@ -16,7 +16,7 @@ from msgspec import msgpack
 __all__ = ["Leaf", "StoredTensor", "read_checkpoint"]
 
 _END = re.compile(rb',\n "blake2b": "([0-9a-f]{64})"\n\}\n\Z')
-_MAPPINGS, _SEQUENCES, _PER_RANK, _REFERENCE = (16, 17, 18, 23), (19, 20), 21, 24
+_MAPPINGS, _SEQUENCES, _PER_RANK, _REFERENCE, _COMPOUND = (16, 17, 18, 23), (19, 20), 21, 24, 25
 
 
 class DamagedError(Exception):
@@ -133,6 +133,8 @@ def _state(node: Any, prefix: str, rank: int, walk: _Walk) -> Any:
         return Leaf(node, prefix[:-1] if not earlier else f"{prefix[:-1]}~{earlier + 1}")
     code, keys, children, *rest = node
     notes = dict(rest[0]) if rest else {}
+    if code == _COMPOUND:
+        return {key: _state(child, f"{prefix}{key}.", rank, walk) for key, child in zip(keys, children, strict=True)}
     number = len(walk.made)
     walk.made.append(None)
     if code == _REFERENCE:

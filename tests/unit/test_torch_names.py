@@ -106,6 +106,15 @@ def test_neg_view_negates_without_a_copy() -> None:
     assert negated.tolist() == [-1, -1]
 
 
+def test_the_parts_of_a_sparse_tensor_are_its_own_memory_coalesced_or_not() -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2), (3,), check_invariants=True)
+    indices, values = _torch.sparse_coo_parts(tensor)
+    indices[0, 1], values[1] = 2, 5
+    assert tensor.to_dense().tolist() == [0, 1, 5]
+    _torch.mark_coalesced(tensor, is_coalesced=True)
+    assert tensor.is_coalesced()
+
+
 def test_shard_and_strided_shard_differ_where_the_constant_says_so() -> None:
     strided = getattr(torch.distributed.tensor.placement_types, "_StridedShard", None)
     assert _torch.SHARDS_DIFFER is (strided is None or Shard(0) != strided(0, split_factor=2))

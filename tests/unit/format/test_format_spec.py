@@ -66,6 +66,7 @@ def test_it_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> Non
         "names": types.SimpleNamespace(w=torch.ones(1).requires_grad_(), lr=0.1),
         "counts": collections.defaultdict(int, a=1),
         "queue": collections.deque([torch.ones(1)], maxlen=3),
+        "sparse": torch.eye(2).to_sparse(),
         "one": shared,
         "two": [shared],
         0: torch.zeros(1),
@@ -81,9 +82,13 @@ def test_it_reads_containers_keys_and_names_of_every_kind(tmp_path: Path) -> Non
     assert found["one"] is found["two"][0]
     assert found["names"]["w"].code == 4
     back = rebuilt(found, values)
-    assert list(back) == ["names", "counts", "queue", "one", "two", 0, "0", b"x", 1j]
+    assert list(back) == ["names", "counts", "queue", "sparse", "one", "two", 0, "0", b"x", 1j]
     assert (back[0].tolist(), back["0"].tolist()) == ([0], [1])
     assert back[1j] == {float("inf"): 2, "/p": 3, (1, b"y"): 4}
+    assert {name: part.tolist() for name, part in back["sparse"].items()} == {
+        "indices": [[0, 1], [0, 1]],
+        "values": [1, 1],
+    }
     assert back["counts"] == {"a": 1}
     assert back["names"]["lr"] == 0.1
 

@@ -269,7 +269,7 @@ def test_a_refused_state_leaves_the_next_one_a_miss_or_right():
     cache = PlanCache()
     resolve(cache, {"a": W})
     with pytest.raises(UnsupportedLeafError, match="'a'"):
-        resolve(cache, {"a": W.to_sparse()})
+        resolve(cache, {"a": W.to_mkldnn()})
     with pytest.raises(UnsupportedLeafError, match="'a'"):
         resolve(cache, {"a": torch.empty(8, device="meta")})
     found = resolve(cache, {"a": W})

@@ -600,7 +600,7 @@ def fake():
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: torch.ones(2, 2).to_sparse(), "to_dense"),
+        (lambda: torch.ones(2, 2).to_mkldnn(), "to_dense"),
         (quantized, "quantized"),
         (nested, "unbind"),
         (lambda: torch.ones(2, device="meta"), "meta"),

@@ -1,0 +1,81 @@
+"""Compound tensors of a template: held against those of a checkpoint, and proven once their parts are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.read.open import Checkpoint
+from aio_ckpt.read.rank_names import skeleton_of
+from aio_ckpt.state import compound
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.compound import CompoundTensor
+from aio_ckpt.state.containers import Notes
+
+__all__ = ["CompoundTarget", "check_targets", "match_compounds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompoundTarget:
+    """A compound tensor of the template, whose parts are filled."""
+
+    name: str
+    """Its name."""
+    own: CompoundTensor
+    """It and its parts."""
+    stored: Notes
+    """What is to hold of it afterwards."""
+
+
+def match_compounds(
+    checkpoint: Checkpoint, template: tree.Template, missing: Sequence[str], rank: int
+) -> tuple[list[CompoundTarget], list[str], list[str]]:
+    """What to fill; what does not fit; and which of the names in ``missing`` are missing all the same."""
+    stored = _stored(checkpoint, rank) if template.compounds or missing else {}
+    targets: list[CompoundTarget] = []
+    faults: list[str] = []
+    told = [name for name in missing if name in stored]
+    faults += [f"{name!r} is {_kind(())} in the template and {_kind(stored[name])} in the checkpoint" for name in told]
+    for name, own in template.compounds.items():
+        if name in stored:
+            fault = compound.difference(own.notes, stored[name])
+        elif name in checkpoint.catalog.shards:
+            fault = f"is {_kind(own.notes)} in the template and {_kind(())} in the checkpoint"
+        else:
+            continue
+        if fault is None:
+            targets.append(CompoundTarget(name=name, own=own, stored=stored[name]))
+        else:
+            faults.append(f"{name!r} {fault}")
+            told += [part for part in missing if tree.is_below(part, name)]
+    return targets, faults, [name for name in missing if name not in told]
+
+
+def _stored(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
+    """Notes of every compound tensor by name: of what this rank saved, and of what others did."""
+    if not checkpoint.has_skeleton:
+        return {}
+    owners = {manifest.skeleton: number for number, manifest in reversed([*enumerate(checkpoint.ranks)])}
+    found: dict[str, Notes] = {}
+    for number in owners.values():
+        found |= tree.compound_notes(skeleton_of(checkpoint, number), rank=number)
+    return found | tree.compound_notes(skeleton_of(checkpoint, rank), rank=rank)
+
+
+def _kind(notes: Notes) -> str:
+    """What a tensor is, for messages."""
+    return f"a {dict(notes).get('layout', 'plain')} tensor"
+
+
+def check_targets(targets: Iterable[CompoundTarget]) -> None:
+    """Prove that the parts, now filled, are of a tensor: an index out of bounds would be read beyond memory.
+
+    Raises:
+        CorruptCheckpointError: names the tensor.
+    """
+    for target in targets:
+        try:
+            compound.put_together(dict(target.stored), target.own.parts)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{target.name!r}: its parts are of no tensor: {error}") from error

@@ -1,0 +1,146 @@
+"""Tensors that are stored by their parts: saved, loaded into the template's own, read, and seen by stock."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from builders import flip
+from gated_storage import TIMEOUT
+
+from aio_ckpt import (
+    CorruptCheckpointError,
+    MissingNameError,
+    SyncCheckpointEngine,
+    TemplateMismatchError,
+)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "coo": {"layout": torch.sparse_coo},
+    "csr": {"layout": torch.sparse_csr},
+    "csc": {"layout": torch.sparse_csc},
+    "bsr": {"layout": torch.sparse_bsr, "blocksize": (2, 2)},
+    "bsc": {"layout": torch.sparse_bsc, "blocksize": (2, 2)},
+}
+
+
+def sparse(number: float, kind: str) -> torch.Tensor:
+    """A band of 40 x 40; other numbers, other values in other places, as many."""
+    dense = number * torch.eye(40).roll(2 * int(number), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: "in beta state"
+        return dense.to_sparse(**LAYOUTS[kind])
+
+
+def stock_load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return state
+
+
+# -- sparse -------------------------------------------------------------------------------------------
+
+
+def test_sparse_tensors_are_saved_loaded_in_place_and_read(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({kind: sparse(1, kind) for kind in LAYOUTS}).result(TIMEOUT)
+        state = {kind: sparse(2, kind) for kind in LAYOUTS}
+        report = engine.save(state).result(TIMEOUT)
+        assert report.plan_hit
+        targets = {kind: sparse(0.5, kind) for kind in LAYOUTS}
+        before = dict(targets)
+        outcome = engine.load(targets, strict=True)
+        assert outcome.verified
+        read = engine.read()
+    for kind, wanted in state.items():
+        assert targets[kind] is before[kind]
+        for found in (targets[kind], read[kind]):
+            assert (found.layout, found.shape) == (wanted.layout, wanted.shape)
+            assert torch.equal(found.to_dense(), wanted.to_dense())
+    assert targets["coo"].is_coalesced()
+    parts = {"coo.indices": torch.zeros(2, 40, dtype=torch.int64), "coo.values": torch.zeros(40)}
+    stock_load(report.path, parts)
+    made = torch.sparse_coo_tensor(parts["coo.indices"], parts["coo.values"], (40, 40), check_invariants=True)
+    assert torch.equal(made.to_dense(), state["coo"].to_dense())
+
+
+def test_a_template_gets_the_mark_of_coalesced_that_was_saved(root: Path) -> None:
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1], [0, 0]]), torch.ones(2), (3, 3), check_invariants=True)
+    target = torch.sparse_coo_tensor(
+        torch.tensor([[0, 1], [0, 0]]), torch.ones(2), (3, 3), is_coalesced=True, check_invariants=True
+    )
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": twice}).result(TIMEOUT)
+        engine.load({"w": target})
+    assert not target.is_coalesced()
+    assert target.to_dense()[1, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ({"w": torch.eye(4).to_sparse()}, r"'w' has shape \(4, 4\) in the template and \(3, 3\) in the checkpoint"),
+        ({"w": torch.ones(3, 3).to_sparse()}, r"'w.indices' has shape \(2, 9\) in the template and \(2, 3\)"),
+        ({"w": torch.eye(3).double().to_sparse()}, "'w.values' is torch.float64 in the template"),
+        ({"w": torch.eye(3).to_sparse_csr}, "has layout sparse_csr in the template and sparse_coo in the checkpoint"),
+        ({"w": torch.eye(3)}, "'w' is a plain tensor in the template and a sparse_coo tensor in the checkpoint"),
+        ({"d": torch.eye(3).to_sparse()}, "'d' is a sparse_coo tensor in the template and a plain tensor in the ch"),
+    ],
+)
+def test_a_template_of_another_shape_or_layout_is_refused_before_anything_is_touched(
+    root: Path, template: dict[str, Any], message: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        template = {name: value() if callable(value) else value for name, value in template.items()}
+    before = {name: value.clone() for name, value in template.items()}
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"w": torch.eye(3).to_sparse(), "d": torch.eye(3)}).result(TIMEOUT)
+        with pytest.raises(TemplateMismatchError, match=message) as caught:
+            engine.load(template)
+        with pytest.raises(MissingNameError, match=r"more\.indices"):
+            engine.load({"more": torch.eye(3).to_sparse()})
+        engine.load({"more": torch.eye(3).to_sparse()}, allow_missing=True)
+    assert not caught.value.target_modified
+    for name, value in template.items():
+        assert torch.equal(value.to_dense(), before[name].to_dense())
+
+
+def test_indices_that_leave_the_tensor_are_damage(root: Path) -> None:
+    """Whoever writes the file chooses the indices: with sums that match, even."""
+    with SyncCheckpointEngine(root) as engine:
+        tensor = torch.eye(3).to_sparse()
+        path = engine.save({"w": tensor}).result(TIMEOUT).path
+        data = (path / "__0_0.distcp").read_bytes()
+        place = data.index(torch.tensor([0, 1, 2] * 2).numpy().tobytes())
+        flip(path / "__0_0.distcp", place, 0x40)
+        with pytest.raises(CorruptCheckpointError):
+            engine.load({"w": torch.eye(3).to_sparse()}, fallback=False)
+        tensor._indices()[0, 0] = 64
+        engine.save({"w": tensor}).result(TIMEOUT)
+        for load in (lambda: engine.load({"w": torch.eye(3).to_sparse()}, fallback=False), lambda: engine.read()):
+            with pytest.raises(CorruptCheckpointError, match=r"'w': its parts are of no tensor.*64"):
+                load()
+
+
+class Graph(torch.nn.Module):
+    """As graph networks and pruned models have it."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.register_buffer("edges", sparse(number, "coo"))
+        self.linear = torch.nn.Linear(2, 2)
+
+
+def test_a_module_with_a_sparse_buffer_goes_through_its_state_dict(root: Path) -> None:
+    saved, model = Graph(1), Graph(2)
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"m": saved}).result(TIMEOUT)
+        engine.load({"m": model})
+    assert torch.equal(model.edges.to_dense(), saved.edges.to_dense())  # type: ignore[operator,union-attr]
+    assert torch.equal(model.linear.weight, saved.linear.weight)

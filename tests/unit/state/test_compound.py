@@ -1,0 +1,128 @@
+"""Compound tensors: every one comes back bit for bit from its parts, and parts of no tensor are told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensor_bits import assert_same_tensor, random_tensor
+from tree_states import round_trip
+
+from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.compound import take_apart
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
+
+
+def sparse(layout, dense, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: "in beta state"
+        return dense.to_sparse(layout=layout, **options)
+
+
+@st.composite
+def coo(draw):
+    """Sorted or not, with indices twice or not, with dense dimensions or not."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dense = draw(st.lists(st.integers(0, 2), max_size=2))
+    rows = draw(st.lists(st.tuples(*(st.integers(0, size - 1) for size in shape)), max_size=5))
+    indices = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(shape)).T
+    values = random_tensor((len(rows), *dense), draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+    made = torch.sparse_coo_tensor(indices, values, (*shape, *dense), check_invariants=True)
+    return made.coalesce() if draw(st.booleans()) and values.dtype is not torch.bool else made
+
+
+@st.composite
+def compressed(draw):
+    """CSR, CSC, BSR or BSC, in batches or not."""
+    layout = draw(st.sampled_from([torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]))
+    batch = draw(st.lists(st.integers(1, 2), max_size=1))
+    rows, columns = draw(st.integers(0, 2)), draw(st.integers(1, 2))
+    seed, dtype = draw(st.integers(0, 99)), draw(st.sampled_from(DTYPES))
+    mask = torch.rand(2 * rows, 3 * columns, generator=torch.Generator().manual_seed(seed)) < 0.5
+    dense = random_tensor((*batch, 2 * rows, 3 * columns), dtype, seed).masked_fill(~mask, 0)
+    dense = dense.masked_fill((dense == 0) & mask, 1)  # all of a batch have as many values
+    blocks = {"blocksize": (2, 3)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    return sparse(layout, dense, **blocks)
+
+
+def assert_same_compound(got, wanted):
+    """Equal by notes (shape, layout, mark of coalesced) and, bit for bit, by parts."""
+    assert type(got) is torch.Tensor
+    one, other = take_apart(got), take_apart(wanted)
+    assert (one.notes, list(one.parts)) == (other.notes, list(other.parts))
+    for name, part in one.parts.items():
+        assert_same_tensor(part, other.parts[name])
+
+
+@given(coo() | compressed(), st.booleans())
+def test_a_sparse_tensor_comes_back_bit_for_bit_from_its_parts(tensor, needs_grad):
+    if needs_grad and (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.requires_grad_()
+    made = round_trip({"a": [tensor, 1], "b": torch.ones(1)})
+    assert_same_compound(made["a"][0], tensor)
+    assert made["a"][0].requires_grad == tensor.requires_grad
+
+
+def test_a_name_has_the_parts_below_it_in_every_mapping():
+    state = {str(number): torch.ones(1) for number in range(20)} | {"s": torch.eye(2).to_sparse(), "deep": {}}
+    state["deep"] = {"t": torch.eye(2).to_sparse(), "n": 1}
+    flat = tree.flatten(state, rank=0)
+    assert flat.names[20:] == ["s.indices", "s.values", "deep.t.indices", "deep.t.values", "deep.n"]
+    assert tree.compound_notes(flat.skeleton, rank=0).keys() == {"s", "deep.t"}
+    assert tree.read_template(state, rank=0).names == flat.names
+    assert round_trip(state, only=["s.values"])["s"]["values"].tolist() == [1, 1]
+    assert round_trip(state, only=["deep.t"])["deep"]["t"].is_sparse
+
+
+def test_containers_keep_their_numbers_behind_a_compound_tensor():
+    shared = {"w": torch.ones(1)}
+    made = round_trip({"s": torch.eye(2).to_sparse(), "one": (shared,), "two": [shared]})
+    assert made["one"][0] is made["two"][0]
+
+
+def test_a_tensor_with_two_names_is_one_tensor():
+    tensor = torch.eye(2).to_sparse()
+    flat = tree.flatten({"a": tensor, "b": tensor}, rank=0)
+    parts = {"indices": torch.zeros(2, 1, dtype=torch.int64), "values": torch.ones(1)}
+    made = tree.build(flat.skeleton, {name: parts[name.partition(".")[2]] for name in flat.names}, rank=0)
+    assert made["a"] is made["b"]
+
+
+def test_names_equal_as_text_are_told_apart_below_compound_tensors():
+    state = {0: torch.eye(2).to_sparse(), "0": 3 * torch.eye(2).to_sparse(), "z": {1: 5, "1": torch.ones(1)}}
+    made = round_trip(state)
+    assert (made[0].values().tolist(), made["0"].values().tolist()) == ([1, 1], [3, 3])
+    tree.put_back(state, {"z.1": 7}, rank=0)
+    assert state["z"][1] == 7
+    tree.put_back(state, {"z.1": 7, "0~2": 0}, rank=0)
+    assert state["z"][1] == 7
+
+
+@pytest.mark.parametrize("change", [{"indices": torch.tensor([[0, 9], [0, 1]])}, {"values": torch.ones(3)}])
+def test_parts_of_no_tensor_are_told_before_any_memory_is_read_by_them(change):
+    flat = tree.flatten({"s": torch.eye(2).to_sparse()}, rank=0)
+    parts = {"s.indices": torch.tensor([[0, 1], [0, 1]]), "s.values": torch.ones(2)}
+    with pytest.raises(CorruptCheckpointError, match="'s': its parts are of no tensor"):
+        tree.build(flat.skeleton, parts | {f"s.{name}": part for name, part in change.items()}, rank=0)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        [25, [], [], [["layout", "sparse_coo"]]],
+        [25, ["values"], [0]],
+        [25, [["i", "1"]], [0], [["layout", "sparse_coo"]]],
+        [25, ["values"], [0], [["layout", 1]]],
+        [25, ["values"], [0], [["shape", ["a"]]]],
+        [25, ["values"], [0], [["shape", 3]]],
+    ],
+)
+def test_a_node_that_no_writer_makes_is_damage(node):
+    data = tree.encode_skeleton((16, ("s",), (node,)))
+    with pytest.raises(CorruptCheckpointError, match="skeleton"):
+        tree.decode_skeleton(data, name="m.bin")
