@@ -122,7 +122,7 @@ class TorchCheckpointing(Saver):
             self.manager.prewarm_staging(self.items)
             # A trainer does this minutes before its first save, which would wait for both.
             self.manager._prewarm_staging_future.result(WAIT_SECS)
-            self.manager._frontend._checkpoint_process.wait_for_init()
+            self.manager._saver._checkpoint_process.wait_for_init()
 
     @classmethod
     def check(cls, device: torch.device) -> None:
