@@ -125,7 +125,7 @@ class Structure:
     def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
         """Whether ``flat`` has this very structure: ``self == Structure.of(flat, leaves)``.
 
-        Compared as it is read: 40,000 live shapes and strides would wake the garbage collector, which walks the
+        Shapes and strides are compared as they are read: 40,000 live tuples would wake the garbage collector, which walks the
         trainer's whole heap.
         """
 
@@ -140,12 +140,12 @@ class Structure:
             and self.types == leaves.types  # the lists have one length from here on
             and self.object_types == [type(value) for _, value in leaves.objects]
             and self.shards == leaves.shards
-            and equal(_dtype, self.dtypes)
+            and self.dtypes == list(map(_dtype, leaves.tensors))
             and equal(_shape, self.shapes)
             and equal(_stride, self.strides)
-            and equal(_device, self.devices)
+            and self.devices == list(map(_device, leaves.tensors))
             and (is_real or equal(_is_conj, self.conj))
-            and equal(_is_neg, self.neg)
+            and self.neg == list(map(_is_neg, leaves.tensors))
         )
 
     def extent_bytes(self, leaf: int) -> int:
