@@ -125,8 +125,8 @@ class Structure:
     def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
         """Whether ``flat`` has this very structure: ``self == Structure.of(flat, leaves)``.
 
-        Shapes and strides are compared as they are read: 40,000 live tuples would wake the garbage collector, which walks the
-        trainer's whole heap.
+        Shapes and strides are compared as they are read: 40,000 live tuples would wake the garbage collector, which
+        walks the trainer's whole heap.
         """
 
         def equal(read: Callable[[torch.Tensor], object], kept: Sequence[object]) -> bool:
