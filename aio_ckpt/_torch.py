@@ -37,6 +37,8 @@ __all__ = [
     "default_store",
     "dtensor_over",
     "foreach_copy",
+    "has_load_hooks",
+    "is_load_of_torch",
     "local_tensor",
     "log_untried_torch",
     "mark_coalesced",
@@ -100,6 +102,25 @@ def sparse_coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def mark_coalesced(tensor: torch.Tensor, *, is_coalesced: bool) -> None:
     """Say whether a sparse COO tensor is coalesced. If ``_coalesced_`` moves: leave the mark as it is."""
     tensor._coalesced_(is_coalesced)
+
+
+def is_load_of_torch(value: Any) -> bool:
+    """Return whether ``load_state_dict`` of a module or optimizer is torch's own. Uses public names only."""
+    return _is_of_torch(value.load_state_dict)
+
+
+def has_load_hooks(module: torch.nn.Module) -> bool:
+    """Return whether code that is not torch's sees or changes what this module loads.
+
+    Torch's own hooks (FSDP2, BatchNorm's versions) leave a name that is in ``state_dict()`` under that name.
+    If ``_load_state_dict_pre_hooks`` moves, follow ``Module.register_load_state_dict_pre_hook``.
+    """
+    hooks = (module._load_from_state_dict, *module._load_state_dict_pre_hooks.values())
+    return not all(map(_is_of_torch, hooks))
+
+
+def _is_of_torch(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
 
 
 def default_store() -> Store | None:

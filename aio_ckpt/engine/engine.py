@@ -418,7 +418,7 @@ class CheckpointEngine(BaseEngine):
             UnsupportedLeafError: a leaf that nothing can fill.
             FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
             PeerFailedError, StallError: another rank failed, or gave no sign of life.
-            Exception: of a ``load_state_dict``, with ``target_modified``: the tensors outside of it are filled by then.
+            Exception: of a ``load_state_dict``, with ``target_modified``: all tensors are filled by then.
         """
         given_up: Future[None] = Future()
         options = {

@@ -193,25 +193,31 @@ async def _planned(
 ) -> tuple[_LoadPlan, list[ReadRequest]]:
     """What to read for a template, and by which reads."""
     catalog = checkpoint.catalog
-    fresh, objects = _unplaced(found, catalog)
-    names = [*(name for name, _ in found.tensors), *fresh, *objects]
+    values, objects = _unplaced(found, catalog)
+    names = [*(name for name, _ in found.tensors), *values, *objects]
     await files.measure({item.file for item, _, _ in found.whole}, catalog.files)
     source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
-    draft = _LoadPlan(source=source, plan=ReadPlan(), sharded=found.sharded, skip_untrusted=skip_untrusted)
+    draft = _LoadPlan(
+        source=source,
+        plan=ReadPlan(),
+        live=found.live,
+        layouts=found.layouts,
+        skip_untrusted=skip_untrusted,
+    )
 
     def plan() -> list[ReadRequest]:
         draft.plan.add_whole(found.whole)
-        draft.add_all(found.tensors, fresh, objects, trusted)
+        draft.add_all(found.tensors, values, objects, trusted)
         return draft.plan.segments(readers)
 
     return draft, await run_blocking(executor, plan)
 
 
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
-    """Names of the tensors that are read into fresh memory, and of the objects: what the template has no room for."""
+    """Names of the tensors that are set or given to ``load_state_dict``, and of the objects."""
     below = [name for _, _, names in found.stateful for name in names]
-    fresh = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.shards)]
-    return fresh, [*found.objects, *(name for name in below if name in catalog.objects)]
+    values = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.shards)]
+    return values, [*found.objects, *(name for name in below if name in catalog.objects)]
 
 
 async def read_state(
@@ -320,13 +326,15 @@ class _LoadPlan:
     plan: ReadPlan
     """The reads."""
     values: dict[str, object] = field(default_factory=dict)
-    """Fresh tensors, and objects once decoded, by name."""
+    """Tensors outside the template's own leaves, and objects once decoded, by name."""
     undecoded: dict[str, bytes] = field(default_factory=dict)
     """Bytes of objects as read."""
     by_dcp: dict[str, Any] = field(default_factory=dict)
     """Name -> target of what DCP's own reader must read; None for an object."""
-    sharded: dict[str, DTensor] = field(default_factory=dict)
-    """Fresh names that are read as the shard of a DTensor like this one."""
+    live: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Names below Stateful values that are read into a tensor that is there."""
+    layouts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Names below Stateful values that are read into a fresh tensor like this one."""
     skip_untrusted: bool = False
     """Leave objects that need trust unread."""
     untrusted: dict[str, str] = field(default_factory=dict)
@@ -335,12 +343,12 @@ class _LoadPlan:
     """Devices of targets that are no host memory."""
 
     def add_all(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], fresh: Iterable[str], objects: Iterable[str], trusted: bool
+        self, tensors: Iterable[tuple[str, torch.Tensor]], values: Iterable[str], objects: Iterable[str], trusted: bool
     ) -> None:
-        """Plan ``tensors`` into their memory, ``fresh`` names into new memory, and ``objects``."""
+        """Plan ``tensors`` into their memory, ``values`` into that of ``live`` or new memory, and ``objects``."""
         for name, tensor in tensors:
             self._add_tensor(name, tensor)
-        self._add_fresh(fresh)
+        self._add_values(values)
         for name in objects:
             if name in self.source.objects:
                 self.plan.add_object(self.source.objects[name], functools.partial(self.undecoded.__setitem__, name))
@@ -362,16 +370,16 @@ class _LoadPlan:
             raise error
         self.untrusted[name] = str(error)
 
-    def _add_fresh(self, names: Iterable[str]) -> None:
-        tied: dict[tuple[int, ...], torch.Tensor] = {}
+    def _add_values(self, names: Iterable[str]) -> None:
+        made: dict[tuple[int, ...], torch.Tensor] = {}
         for name in names:
             shards: Shards = self.source.items.get(name) or self.source.transformed[name]
-            shard = shard_like(self.sharded.get(name), shards)
-            key = (0 if shard is None else id(shard), *map(id, shards))
-            if key not in tied:
-                tied[key] = _new_tensor(name, shards) if shard is None else _new_shard(shard, shards)
-                self._add_tensor(name, tied[key])
-            self.values[name] = tied[key]
+            target, like = self.live.get(name), shard_like(self.layouts.get(name), shards)
+            key = (id(target), id(like), *map(id, shards))  # tied names are read once
+            if key not in made:
+                made[key] = _new_tensor(name, shards, like) if target is None else target
+                self._add_tensor(name, made[key])
+            self.values[name] = made[key]
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         items = self.source.items.get(name)
@@ -394,17 +402,16 @@ class _LoadPlan:
         self.plan.add_tensor(items, offsets, tensor)
 
 
-def _new_shard(like: DTensor, shards: Shards) -> torch.Tensor:
-    """A DTensor of the stored dtype with the mesh and placements of ``like``, on its device."""
-    return torch.empty_like(like, dtype=shards[0].dtype, requires_grad=False)
+def _new_tensor(name: str, shards: Shards, like: torch.Tensor | None) -> torch.Tensor:
+    """Memory of the stored dtype with the device, mesh and placements of ``like``.
 
-
-def _new_tensor(name: str, shards: Shards) -> torch.Tensor:
-    """Host memory for a whole tensor, laid out as it is stored where that is one item.
+    Without ``like``, host memory for the whole tensor, laid out as it is stored where that is one item.
 
     Raises:
         CorruptCheckpointError: more than the shards can hold; nothing was allocated.
     """
+    if like is not None:
+        return torch.empty_like(like, dtype=shards[0].dtype, requires_grad=False)
     first, shape = shards[0], global_shape(shards)
     stored = sum(shard.raw_bytes if isinstance(shard, Item) else shard.item_bytes * _MAX_EXPANSION for shard in shards)
     if math.prod(shape) * first.dtype.itemsize > stored:

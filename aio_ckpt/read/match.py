@@ -8,19 +8,20 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.read.compounds import CompoundTarget, match_compounds
+from aio_ckpt.read.live import fillable, layouts_below, tensors_below
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, type_name
 from aio_ckpt.state.tensor_memory import (
     are_apart,
+    look_of,
     memory_fault,
     memory_of,
     overlapping,
@@ -59,8 +60,10 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
-    sharded: dict[str, DTensor] = field(default_factory=dict)
-    """Names below Stateful values -> the DTensor there now, whose mesh and placements say which shard to read."""
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Names below Stateful values -> the tensor of ``state_dict()`` that is filled. Tied names have the same one."""
+    layouts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Names below Stateful values -> a tensor like which fresh memory is laid out, and which shard is read."""
     compounds: list[CompoundTarget] = field(default_factory=list)
     """Compound tensors of the template, whose parts are among ``whole`` and ``tensors``."""
     missing: tuple[str, ...] = ()
@@ -122,7 +125,7 @@ def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | 
     return None
 
 
-def shard_like(there: DTensor | None, shards: Shards) -> DTensor | None:
+def shard_like(there: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:
     """``there``, where what is stored is of its shape: below a Stateful value a scalar may stand in for a shard."""
     return there if there is not None and there.shape == global_shape(shards) else None
 
@@ -217,14 +220,10 @@ def _overlaps(catalog: Catalog, found: Match, template: tree.Template) -> list[s
         "checkpoint holds other values for it: give it memory of its own, or leave it out"
         for before, later in overlapping(tensors)
         if not (
-            _look(tensors[later]) == _look(tensors[before])
+            look_of(tensors[later]) == look_of(tensors[before])
             and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]])
         )
     ]
-
-
-def _look(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _may_be_equal(one: Shards, other: Shards) -> bool:
@@ -283,42 +282,31 @@ def _match_stateful(
     missing: list[str] = []
     faults: list[str] = []
     names = wanted_names(checkpoint, rank=rank, only=None)
+    shards = checkpoint.catalog.shards
+    there: dict[str, torch.Tensor] = {}
     for prefix, value in template.stateful:
         below = [name for name in names if tree.is_below(name, prefix)]
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or is_empty_container(checkpoint, prefix, rank):
             into.stateful.append((prefix, value, below))
-            if _may_be_sharded(value, below, checkpoint):
-                into.sharded.update(_sharded_below(prefix, value, below, rank))
+            tensors = [name for name in below if name in shards]
+            if tensors:  # else there is no reason to call state_dict(), which is not cheap for a data loader, say
+                found = tensors_below(prefix, value, tensors, rank=rank)
+                into.layouts |= layouts_below(prefix, value, tensors, found)
+                there |= found
         else:
             missing.append(prefix)
+    fitting = {
+        name: tensor
+        for name, tensor in there.items()
+        if "~" not in name and f"{name}~2" not in shards and _tensor_fault(tensor, shards[name]) is None
+    }
+    stored = {name: shards[name] for _, _, names in into.stateful for name in names if name in shards}
+    taken = [*((address, item.raw_bytes) for item, _, address in into.whole)]
+    taken += [span_of(memory_of(tensor)) for _, tensor in into.tensors]
+    into.live = fillable(fitting, stored, [value for _, value, _ in into.stateful], taken)
     return missing, faults
-
-
-def _may_be_sharded(value: Any, names: Sequence[str], checkpoint: Checkpoint) -> bool:
-    """Whether to look into ``value.state_dict()``: for a data loader, say, that is no idle question."""
-    if isinstance(value, torch.nn.Module):
-        return any(isinstance(tensor, DTensor) for tensor in (*value.parameters(), *value.buffers()))
-    if isinstance(value, torch.optim.Optimizer):
-        return any(isinstance(parameter, DTensor) for group in value.param_groups for parameter in group["params"])
-    return any(name in checkpoint.catalog.shards for name in names)
-
-
-def _sharded_below(prefix: str, value: Any, names: Sequence[str], rank: int) -> dict[str, DTensor]:
-    """DTensors of ``value`` by full name; state of an optimizer that is still empty is laid out as its parameters."""
-    leaves = tree.leaves_of(value.state_dict(), prefix, rank=rank)
-    found = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, DTensor)}
-    dot = prefix and f"{prefix}."
-    if isinstance(value, torch.optim.Optimizer):
-        parameters = [parameter for group in value.param_groups for parameter in group["params"]]
-        for name in names:
-            number, _, key = name.removeprefix(f"{dot}state.").partition(".")
-            if key and number.isdigit() and int(number) < len(parameters):
-                parameter = parameters[int(number)]
-                if isinstance(parameter, DTensor):
-                    found.setdefault(name, parameter)
-    return found
 
 
 # -- messages ---------------------------------------------------------------------------------------

@@ -328,8 +328,8 @@ def wanted_bytes(found: Match, catalog: Catalog) -> int:
     below = (name for _, _, names in found.stateful for name in catalog.shards.keys() & set(names))
     for name in (*(name for name, _ in found.arrays), *below):
         shards = catalog.shards[name]
-        shard = shard_like(found.sharded.get(name), shards)
-        wanted += _bytes_for(global_shape(shards) if shard is None else memory_of(shard).shape, shards)
+        target = found.live.get(name, shard_like(found.layouts.get(name), shards))
+        wanted += _bytes_for(global_shape(shards) if target is None else memory_of(target).shape, shards)
     return wanted
 
 

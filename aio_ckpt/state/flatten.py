@@ -225,13 +225,16 @@ def read_template(state: object, *, rank: int) -> Template:
 
 
 def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
-    """Leaves of a ``state_dict()`` by name, as they are called below ``prefix``."""
+    """Leaves of a ``state_dict()`` by name, as they are called below ``prefix``; no parts of compound tensors."""
     try:
-        flat = flatten(state, rank=rank)
+        flat = flatten({prefix: state} if prefix else state, rank=rank)
     except EmptyStateError:
         return {}
-    dot = prefix and f"{prefix}."
-    return {f"{dot}{name}": value for name, value in zip(flat.names, flat.values, strict=True)}
+    leaves = dict(zip(flat.names, flat.values, strict=True))
+    compounds = compound_notes(flat.skeleton, rank=rank)
+    if not compounds:
+        return leaves
+    return {name: leaf for name, leaf in leaves.items() if not any(is_below(name, above) for above in compounds)}
 
 
 def check_leaves(flat: FlatState) -> None:

@@ -18,6 +18,7 @@ from aio_ckpt.format.manifests import IntArray
 __all__ = [
     "are_apart",
     "extent_bytes",
+    "look_of",
     "memory_fault",
     "memory_of",
     "needed_bytes",
@@ -32,6 +33,11 @@ _MAX_WORK = 100_000
 def _has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether its values stand at its address: a subclass that dispatches for itself may keep them elsewhere."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def look_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """All that decides which bytes a tensor writes, and what."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

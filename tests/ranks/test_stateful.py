@@ -51,12 +51,19 @@ def save(rank: int, count: int, root: Path) -> list[list[float]]:
     return weights(model)
 
 
+def memory(app: AppState) -> list[int]:
+    shards = [state["exp_avg"].to_local() for state in app.optimizer.state.values()]
+    return [shard.data_ptr() for shard in shards]
+
+
 def load(rank: int, count: int, root: Path) -> list[list[float]]:
     model, app = trained(2, count)
+    before = memory(app)
     state = {"app": app, "epoch": 0}
     with engine_on(root, SECS) as engine:
         engine.load(state)
     assert state["epoch"] == 3
+    assert memory(app) == before
     return weights(model)
 
 

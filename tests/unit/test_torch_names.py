@@ -189,3 +189,24 @@ def test_the_torch_that_runs_the_tests_was_tried() -> None:
 def test_pytree_nodes_are_the_registered_containers() -> None:
     assert {dict, list, tuple} <= set(_torch.PYTREE_NODES)
     assert set not in _torch.PYTREE_NODES
+
+
+def test_hooks_of_torch_are_told_from_hooks_of_others() -> None:
+    class Own(torch.nn.Linear):
+        def _load_from_state_dict(self, *arguments: object) -> None: ...
+
+    hooked = torch.nn.Linear(1, 1)
+    hooked.register_load_state_dict_pre_hook(lambda *arguments: None)
+    assert [_torch.has_load_hooks(module) for module in (Own(1, 1), hooked)] == [True, True]
+    normed = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))
+    assert normed._load_state_dict_pre_hooks
+    assert [_torch.has_load_hooks(module) for module in (normed, torch.nn.BatchNorm1d(1))] == [False, False]
+
+
+def test_a_load_state_dict_of_torch_is_told_from_others() -> None:
+    class Own(torch.nn.Linear):
+        def load_state_dict(self, *arguments: object) -> None: ...  # type: ignore[override]
+
+    assert not _torch.is_load_of_torch(Own(1, 1))
+    assert _torch.is_load_of_torch(torch.nn.Linear(1, 1))
+    assert _torch.is_load_of_torch(torch.optim.SGD([torch.zeros(1)]))

@@ -1,0 +1,255 @@
+"""A load fills the tensors of modules, optimizers and other Stateful values where they are, and runs their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import flip, steps_dir
+from torch import nn
+
+from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.errors import CorruptCheckpointError
+
+SECS = 60.0
+
+
+class Box:
+    """Stateful: gives what it holds, and keeps what it was given."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+        self.given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.held)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+
+class Copies(Box):
+    """Stateful, whose ``state_dict()`` holds copies."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.held.items()}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        yield engine
+
+
+def trained(seed: int, kind: Callable[..., nn.Module] = nn.Sequential) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = kind(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=seed / 100)
+    for _ in range(seed):
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two state dicts are equal, tensors by their bytes."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def spied(value: Any) -> list[dict[str, Any]]:
+    """What ``value.load_state_dict`` is given from now on."""
+    given: list[dict[str, Any]] = []
+    load = value.load_state_dict
+
+    def load_state_dict(state: dict[str, Any]) -> Any:
+        given.append(state)
+        return load(state)
+
+    load_state_dict.__module__ = "torch"  # no load hook of the module's own, as far as the engine is concerned
+    value.load_state_dict = load_state_dict
+    return given
+
+
+def test_the_state_of_an_optimizer_stays_in_its_own_tensors(engine: SyncCheckpointEngine) -> None:
+    model, optimizer = trained(3)
+    engine.save({"model": model, "optimizer": optimizer}).result(SECS)
+    other, resumed = trained(2)
+    before = tensors_of(resumed)
+    for _ in range(2):
+        engine.load({"model": other, "optimizer": resumed})
+        assert all(now is then for now, then in zip(tensors_of(resumed), before, strict=True))
+        assert same(resumed.state_dict(), optimizer.state_dict())
+        assert same(other.state_dict(), model.state_dict())
+        other(torch.randn(3, 4)).sum().backward()
+        resumed.step()
+
+
+def test_a_module_is_given_its_own_memory_and_the_versions_of_the_checkpoint(engine: SyncCheckpointEngine) -> None:
+    model, _ = trained(1)
+    engine.save({"model": model}).result(SECS)
+    other, _ = trained(2)
+    given = spied(other)
+    seen: list[set[str]] = []
+    other[1].register_load_state_dict_post_hook(lambda module, keys: seen.append({"hook"}))
+    engine.load({"model": other})
+    assert {name: tensor.data_ptr() for name, tensor in given[0].items()} == {
+        name: tensor.data_ptr() for name, tensor in other.state_dict().items()
+    }
+    assert given[0]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+    assert seen == [{"hook"}]
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_an_optimizer_without_state_is_filled_by_its_load_state_dict(engine: SyncCheckpointEngine) -> None:
+    model, optimizer = trained(3)
+    engine.save({"optimizer": optimizer}).result(SECS)
+    fresh = torch.optim.AdamW(model.parameters())
+    engine.load({"optimizer": fresh})
+    assert same(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_a_state_dict_of_copies_gives_its_values_to_load_state_dict(engine: SyncCheckpointEngine) -> None:
+    engine.save({"s": Box(a=torch.arange(4.0))}).result(SECS)
+    copies = Copies(a=torch.zeros(4))
+    engine.load({"s": copies})
+    assert copies.given is not None
+    assert copies.given["a"].tolist() == [0, 1, 2, 3]
+    assert not copies.held["a"].any()
+
+
+UNLIKE: dict[str, Callable[[], torch.Tensor]] = {
+    "another dtype": lambda: torch.zeros(2, 2, dtype=torch.bfloat16),
+    "another shape": lambda: torch.zeros(4),
+    "no memory": lambda: torch.zeros(2, 2, device="meta"),
+    "memory shared with itself": lambda: torch.zeros(1).expand(2, 2),
+    "made in inference mode": lambda: torch.inference_mode()(torch.zeros)(2, 2),
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_tensor_that_cannot_take_the_stored_one_is_left_to_load_state_dict(
+    engine: SyncCheckpointEngine, kind: str
+) -> None:
+    engine.save({"s": Box(a=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))}).result(SECS)
+    box = Box(a=UNLIKE[kind]())
+    engine.load({"s": box})
+    assert box.given is not None
+    assert (box.given["a"].dtype, box.given["a"].tolist()) == (torch.float32, [[1.0, 2.0], [3.0, 4.0]])
+    assert box.held["a"].is_meta or not box.held["a"].any()
+
+
+def test_a_transposed_tensor_is_filled_by_its_elements(engine: SyncCheckpointEngine) -> None:
+    engine.save({"s": Box(a=torch.arange(6.0).reshape(2, 3))}).result(SECS)
+    box = Box(a=torch.zeros(3, 2).t())
+    engine.load({"s": box})
+    assert box.held["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_objects_that_share_memory_here_and_not_in_the_checkpoint_get_a_tensor_each(
+    engine: SyncCheckpointEngine,
+) -> None:
+    engine.save({"one": Box(a=torch.ones(4)), "other": Box(b=torch.full((4,), 2.0))}).result(SECS)
+    shared = torch.zeros(6)
+    one, other = Box(a=shared[:4]), Box(b=shared[2:])
+    engine.load({"one": one, "other": other})
+    assert one.given is not None
+    assert other.given is not None
+    assert (one.given["a"].tolist(), other.given["b"].tolist()) == ([1.0] * 4, [2.0] * 4)
+
+
+def test_an_object_that_shares_memory_with_a_tensor_of_the_template_gets_its_own_value(
+    engine: SyncCheckpointEngine,
+) -> None:
+    engine.save({"best": Box(a=torch.ones(4)), "w": torch.full((4,), 2.0)}).result(SECS)
+    live = torch.zeros(4)
+    best = Box(a=live)
+    engine.load({"best": best, "w": live})
+    assert best.given is not None
+    assert (best.given["a"].tolist(), live.tolist()) == ([1.0] * 4, [2.0] * 4)
+
+
+def test_tied_weights_stay_tied_and_those_that_are_tied_in_the_checkpoint_alone_do_not(
+    engine: SyncCheckpointEngine,
+) -> None:
+    weight = torch.arange(4.0)
+    engine.save({"s": Box(a=weight, b=weight)}).result(SECS)
+    tied, live = Box(), torch.zeros(4)
+    tied.held = {"a": live, "b": live}
+    engine.load({"s": tied})
+    assert tied.given is not None
+    assert tied.given["a"] is tied.given["b"] is live
+    apart = Box(a=torch.zeros(4), b=torch.zeros(4))
+    engine.load({"s": apart})
+    assert apart.given is not None
+    assert apart.given["a"] is apart.given["b"]
+    assert apart.given["a"].tolist() == [0, 1, 2, 3]
+    assert not apart.held["a"].any()
+
+
+class Shifting(nn.Sequential):
+    """Renames what it loads by a hook of its own: each stored layer is that of the layer behind it."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        first = {name: state[prefix + name] for name in ("2.weight", "2.bias")}
+        state |= {prefix + name.replace("2", "3"): tensor for name, tensor in first.items()}
+        state |= {f"{prefix}2.{name}": torch.full_like(first[f"2.{name}"], 7) for name in ("weight", "bias")}
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_module_whose_own_hook_renames_what_it_loads_is_read_into_fresh_memory(engine: SyncCheckpointEngine) -> None:
+    model, _ = trained(1)
+    last = {f"3.{name}": torch.zeros_like(tensor) for name, tensor in model[2].state_dict().items()}
+    engine.save({"model": model.state_dict() | last}).result(SECS)
+    other = Shifting(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
+    engine.load({"model": other})
+    assert torch.equal(other[3].weight, model[2].weight)
+    assert bool((other[2].weight == 7).all())
+
+
+def test_no_load_state_dict_is_called_where_a_block_is_damaged_and_the_error_says_that_tensors_changed(
+    engine: SyncCheckpointEngine, tmp_path: Path
+) -> None:
+    box = Box(a=torch.ones(8 << 20), n=3, z=torch.ones(4))
+    engine.save({"s": box}, 1).result(SECS)
+    path = steps_dir(tmp_path, 1) / "__0_0.distcp"
+    flip(path, path.stat().st_size // 2)
+    template = Box(a=torch.zeros(8 << 20), n=0, z=torch.zeros(4))
+    with pytest.raises(CorruptCheckpointError, match=r"'s\.a'") as caught:
+        engine.load({"s": template}, 1)
+    assert caught.value.target_modified
+    assert template.given is None
+    assert set(template.held["a"].unique().tolist()) <= {0.0, 1.0}
+
+
+def test_what_a_load_state_dict_raises_says_that_tensors_changed(engine: SyncCheckpointEngine) -> None:
+    model, optimizer = trained(1)
+    engine.save({"optimizer": optimizer}).result(SECS)
+    fewer = torch.optim.AdamW(model[0].parameters())
+    with pytest.raises(ValueError, match="parameter group") as caught:
+        engine.load({"optimizer": fewer})
+    assert caught.value.target_modified  # type: ignore[attr-defined]
+
+
+def test_a_state_dict_that_is_no_mapping_is_loaded(engine: SyncCheckpointEngine) -> None:
+    class Listed(Box):
+        def state_dict(self) -> Any:
+            return [self.held["a"], {"n": 1}]
+
+    engine.save({"s": Listed(a=torch.arange(3.0))}).result(SECS)
+    listed = Listed(a=torch.zeros(3))
+    engine.load({"s": listed})
+    assert listed.held["a"].tolist() == [0, 1, 2]
+    assert listed.given == [listed.held["a"], {"n": 1}]
