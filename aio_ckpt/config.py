@@ -14,6 +14,7 @@ from aio_ckpt.errors import ConfigError
 
 __all__ = [
     "GATHER_BYTES",
+    "LEAST_BUDGET_BYTES",
     "MAX_BYTES_PER_SEC",
     "MAX_WORKERS",
     "MIN_BYTES_PER_SEC",
@@ -40,6 +41,8 @@ MIN_BYTES_PER_SEC = 1 << 20
 """Smallest cap: a chunk of 32 MiB, which is written at once, then waits half a minute."""
 GATHER_BYTES = 64 << 20
 """Default of ``EngineConfig.gather_bytes``."""
+LEAST_BUDGET_BYTES = 64 << 10
+"""Least ``EngineConfig.budget_bytes``: one chunk of a file."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
 _NAME_BYTES = 255
 """Of a name, as Linux file systems have it."""
@@ -104,7 +107,8 @@ class EngineConfig:
     fall back, ``off`` never tries."""
 
     budget_bytes: int | None = None
-    """Most host memory for images. None: the smaller of half of what is available and the cgroup's headroom."""
+    """Most host memory for images, at least 64 KiB. None: the smaller of half of what is available and the cgroup's
+    headroom, measured when a new layout is planned. A larger state is saved in waves."""
 
     max_write_bytes_per_sec: float | None = None
     """Cap on writing data files, for this engine; at least 1 MiB. None: as fast as the disk."""
@@ -246,7 +250,9 @@ _BYTES = "give a whole number of bytes, 0 for none"
 _CHECKS: dict[str, _Check] = {
     "workers": _whole(_AT_LEAST_1, 1),
     "max_in_flight": _whole(_AT_LEAST_1, 1),
-    "budget_bytes": _whole(_AT_LEAST_1, 1, or_none=True),
+    "budget_bytes": _whole(
+        f"give a whole number of bytes from {LEAST_BUDGET_BYTES} on, or None", LEAST_BUDGET_BYTES, or_none=True
+    ),
     "keep_last": _whole(_AT_LEAST_1, 1, or_none=True),
     "keep_every": _whole(_AT_LEAST_1, 1, or_none=True),
     "stall_timeout_secs": check_seconds,

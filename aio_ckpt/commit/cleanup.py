@@ -66,9 +66,7 @@ async def settle_failure(
 
     ``pending`` is None where it is not this rank's to remove. Of several ranks one that is late may make it anew.
     """
-    for future in image.written:
-        if not future.done():
-            future.set_exception(cause)
+    image.fail_slots(cause)
     lease = image.lease
     lease.close()
     with anyio.move_on_after(SETTLE_SECS):

@@ -292,10 +292,7 @@ def _check_written(sources: Sources, written: Written) -> None:
 
 async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image, cause: BaseException) -> None:
     """Wake a capture that waits for room, then remove what was written, once its threads let go of it."""
-    told = cause if isinstance(cause, Exception) else SaveCancelledError("the save was cancelled")
-    for slot in image.written:
-        if not slot.done():
-            slot.set_exception(told)
+    image.fail_slots(cause if isinstance(cause, Exception) else SaveCancelledError("the save was cancelled"))
     if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
         return  # another save's
     with anyio.move_on_after(SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):

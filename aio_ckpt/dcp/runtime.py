@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from aio_ckpt._torch import log_untried_torch
 from aio_ckpt.checks import check_kind
-from aio_ckpt.config import EngineConfig
+from aio_ckpt.config import LEAST_BUDGET_BYTES, EngineConfig
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.lifetime import LifetimeManager, default_budget_bytes, ranks_on_host
 from aio_ckpt.plan.layout import chunk_bytes_for
@@ -30,6 +30,8 @@ __all__ = ["Face", "Runtime", "peers_on_host"]
 
 _WINDOW_CHUNKS = 2
 """Chunks of an image that are in memory at once, for each write in flight: one is filled while another is written."""
+_WINDOW_SHARE = 4
+"""The window has at most one part in so many of the budget: the rest is for staging."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,10 @@ class Runtime:
         )
         with portal.opening():
             executor = portal.executor
+            budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
             window_bytes = _WINDOW_CHUNKS * max(config.workers, 2) * chunk_bytes_for(sys.maxsize)
-            staging_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=peers_on_host())
+            window_bytes = min(window_bytes, max(budget_bytes // _WINDOW_SHARE, LEAST_BUDGET_BYTES))
+            staging_bytes = budget_bytes - window_bytes
             return cls(
                 config=config,
                 portal=portal,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +90,9 @@ def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> 
     return StorageInfo(file, entry.offset, entry.nbytes, transform_descriptors=list(descriptors))
 
 
-def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, gather_bytes: int) -> Sources:
+def collect_sources(
+    plan: SavePlan, planner: SavePlanner, transforms: Any, *, gather_bytes: int, budget_bytes: int
+) -> Sources:
     """Resolve every item of ``plan``; ``transforms`` is torch's ``_StorageWriterTransforms``, None without extensions.
 
     Tensors are resolved before the first is copied, so a planner that makes new ones needs room for all of them.
@@ -116,9 +118,8 @@ def collect_sources(plan: SavePlan, planner: SavePlanner, transforms: Any, *, ga
         items.append(item)
         tensors.append(data.detach())
     boxes = [_box(item) for item in items]
-    planned, aliases = plan_tensors([item.index.fqn for item in items], tensors, boxes, gather_bytes=gather_bytes)
-    # The whole save happens in one call: nothing of the host must be captured at once, a window will do.
-    planned = replace(planned, plan=replace(planned.plan, host_bytes=0))
+    names = [item.index.fqn for item in items]
+    planned, aliases = plan_tensors(names, tensors, boxes, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     return Sources(
         planned=planned,
         indices=tuple(item.index for item in items),
@@ -144,8 +145,11 @@ def plan_tensors(
     boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
     *,
     gather_bytes: int,
+    budget_bytes: int,
 ) -> tuple[PlannedImage, list[int]]:
     """Lay tensors out, those that share bytes once; ``boxes`` holds global shape and offsets of each.
+
+    ``budget_bytes`` of memory are there for the image.
 
     Returns the plan and, per tensor, the first that shares its bytes.
     """
@@ -163,7 +167,7 @@ def plan_tensors(
         for leaf, fqns in tied.items()
         for spec in (structure.stored_spec(leaf),)
     ]
-    plan = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
+    plan = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     return PlannedImage(plan=plan, tensors=tensors, objects=[]), aliases
 
 

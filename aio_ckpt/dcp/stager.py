@@ -24,7 +24,7 @@ from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import capture
-from aio_ckpt.snapshot.image import Image, lease_image
+from aio_ckpt.snapshot.image import image_bytes_of, lease_image
 from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.write.trace_file import NO_TRACE
 
@@ -96,7 +96,13 @@ def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
     if found.local:
         boxes = [(tuple(tensor.shape), (0,) * tensor.dim()) for tensor in found.local]
         names = [str(number) for number in range(len(boxes))]
-        planned, aliases = plan_tensors(names, found.local, boxes, gather_bytes=runtime.config.gather_bytes)
+        planned, aliases = plan_tensors(
+            names,
+            found.local,
+            boxes,
+            gather_bytes=runtime.config.gather_bytes,
+            budget_bytes=runtime.staging.budget_bytes,
+        )
         line = _captured(runtime, planned)
         views = _views(planned.plan, line)
         for leaf, (key, owner) in zip(aliases, found.owners.items(), strict=True):
@@ -108,6 +114,7 @@ def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
     """The whole image as bytes, for as long as anybody holds the tensor or a view of it."""
     config = runtime.config
+    _check_whole(planned.plan, runtime)
     image = lease_image(
         planned,
         0,
@@ -118,7 +125,6 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
     )
     lease = image.lease
     try:
-        _check_whole(image, runtime)
         capture(
             planned,
             image,
@@ -139,11 +145,12 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
         lease.close()
 
 
-def _check_whole(image: Image, runtime: Runtime) -> None:
-    if not image.is_whole:
+def _check_whole(plan: ImagePlan, runtime: Runtime) -> None:
+    nbytes, budget_bytes = image_bytes_of(plan, 0), runtime.staging.budget_bytes
+    if nbytes > budget_bytes:
         raise BudgetExceededError(
-            f"a state of {image.chunks[-1].stop} bytes cannot be staged within budget_bytes="
-            f"{runtime.staging.budget_bytes}: raise it, or save without async"
+            f"a state of {nbytes} bytes cannot be staged within the {budget_bytes} bytes that budget_bytes leaves for "
+            "staging: raise it, or save without async"
         )
 
 

@@ -57,7 +57,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         overwrite: replace a checkpoint that is there; False refuses to.
         _extensions: applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
-        config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes`` (for staging), ``gather_bytes``,
+        config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes``, ``gather_bytes``,
             ``max_write_bytes_per_sec``, ``thread_nice``, ``thread_ioprio``,
             ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest is
             an engine's.
@@ -168,7 +168,13 @@ class Writer(Face, StorageWriter, AsyncStager):
             save: RankSave = runtime.portal.call(
                 find, runtime.storage, path, plan.storage_data, timeout=runtime.config.stall_timeout_secs
             )
-            sources = collect_sources(plan, planner, self._transforms, gather_bytes=self._config.gather_bytes)
+            sources = collect_sources(
+                plan,
+                planner,
+                self._transforms,
+                gather_bytes=self._config.gather_bytes,
+                budget_bytes=runtime.window.budget_bytes,
+            )
             results = write_rank(runtime, path, save, sources)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)

@@ -158,6 +158,7 @@ class BaseEngine:
         """Capture ``state`` now and save it in the background.
 
         When this returns, the caller may change all it passed. ``await`` the ticket for a durable, visible checkpoint.
+        A state larger than ``budget_bytes`` is captured and written in waves: this returns when the last is captured.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
@@ -174,10 +175,11 @@ class BaseEngine:
         Raises:
             StepOrderError, EmptyStateError, ConfigError: bad input; nothing was touched.
             UnsupportedLeafError, UnsafeObjectError, SourceChangedError: a bad leaf; nothing was touched.
-            BudgetExceededError: the host state alone exceeds ``budget_bytes``.
+            BudgetExceededError: the system refuses the staging memory.
             BusyError: ``when_busy="raise"`` and ``max_in_flight`` saves are pending.
             RootError: the root is not writable, or another writer holds it.
-            StallError: ``deadline_secs`` passed before everything was captured.
+            StallError: ``deadline_secs`` passed before everything was captured, or the disk stalled meanwhile.
+            WriteError: the disk failed before everything was captured.
             PeerFailedError: another rank failed, and all had to agree before this one captured.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """

@@ -425,6 +425,8 @@ class InFlight:
         if error is not None and not is_cancelled:
             # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
+        if error is not None:
+            save.captured.image.fail_slots(error)  # a pipeline that never began has not
         self._on_settled(save.step, error)
         with self._lock:
             self._pending = [other for other in self._pending if other is not save]

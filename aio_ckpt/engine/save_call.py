@@ -28,7 +28,7 @@ from aio_ckpt.engine.root import RootSession
 from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.memory.kind import StagingChoice
-from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager, default_budget_bytes
+from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
@@ -74,20 +74,25 @@ class SaveFrontend:
         self._rescue = rescue
         self._is_urgent = is_urgent
         self._on_committed = on_committed
-        budget_bytes = config.budget_bytes or default_budget_bytes(ranks_on_host=ctx.members.on_host)
         self.lifetime = LifetimeManager(
-            budget_bytes=budget_bytes, executor=ctx.executor, debug=config.debug, segments=rescue.shared_memory
+            budget_bytes=config.budget_bytes,
+            ranks_on_host=ctx.members.on_host,
+            executor=ctx.executor,
+            debug=config.debug,
+            segments=rescue.shared_memory,
         )
         """Arenas."""
         self.cache = PlanCache(
             world_size=ctx.members.coordinator.world_size,
             gather_bytes=config.gather_bytes,
+            budget_bytes=self.lifetime.measure_budget,
         )
         """The plan of the last save."""
         self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
         """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
+        self._has_told_waves = False
         self.dropping: list[Future[None]] = []
         """Given-up snapshots of dead trainers, on their way out."""
         self._refused: Future[None] | None = None
@@ -175,6 +180,7 @@ class SaveFrontend:
                 planned, objects = self._assign(planned, objects, step, joint.agreement, deadline)
         with trace.span("lease memory", CALLER):
             image = self._lease(planned, objects, deadline)
+        self._tell_waves(image, step)
         try:
             save = in_flight.enter(
                 call,
@@ -344,6 +350,21 @@ class SaveFrontend:
             limit_secs=deadline.left_secs(MAX_SECS),
         )
         return self._staging.take(planned.plan.source, lease)
+
+    def _tell_waves(self, image: Image, step: int) -> None:
+        """Log, once, why ``save()`` takes as long as the disk."""
+        if image.is_whole or self._has_told_waves:
+            return
+        self._has_told_waves = True
+        image_bytes, budget_bytes = image.chunks[-1].stop, self.lifetime.budget_bytes
+        _log.warning(
+            "step %d: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
+            "is captured, which takes as long as the disk needs for the others; raise budget_bytes where there is "
+            "memory. Told once",
+            step,
+            image_bytes,
+            budget_bytes,
+        )
 
     def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:
         """In the background of this save: the arena that the next one would have to map."""

@@ -11,7 +11,7 @@ import torch
 from aio_ckpt import _torch
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all, memmove
 
-__all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "DeviceMemory", "Groups", "HostCopies", "foreach_copy"]
+__all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "DeviceMemory", "Groups", "HostCopies", "foreach_copy", "pack_part"]
 
 FOREACH_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -160,3 +160,26 @@ def foreach_copy(groups: Groups) -> None:
             else:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source)
+
+
+def pack_part(target: torch.Tensor, source: torch.Tensor, first: int) -> None:
+    """Copy the elements of ``source``, of any layout, from number ``first`` on, to ``target``, which is flat.
+
+    Elements are counted in the order of a contiguous tensor. Both are host memory; nothing is allocated beside it.
+    """
+    if source.dim() < 2:
+        target.copy_(source.reshape(-1)[first : first + len(target)])
+        return
+    row, last = source[0].numel(), first + len(target)
+    begin, end = -(-first // row), last // row  # whole rows
+    if begin > end:
+        pack_part(target, source[end], first - end * row)
+        return
+    head, tail = begin * row - first, last - end * row
+    if head:
+        pack_part(target[:head], source[begin - 1], row - head)
+    if begin < end:
+        rows = source[begin:end]
+        target[head : len(target) - tail].view(rows.shape).copy_(rows)
+    if tail:
+        pack_part(target[len(target) - tail :], source[end], 0)

@@ -32,10 +32,19 @@ def ranks_on_host(world_size: int) -> int:
     return min(int(told), world_size) if told.isascii() and told.isdigit() and int(told) else world_size
 
 
-def default_budget_bytes(*, ranks_on_host: int) -> int:
-    """Half of the memory that is available, at most the cgroup's headroom, shared among the host's ranks."""
-    available: int = psutil.virtual_memory().available // 2
-    return min(available, _cgroup_headroom_bytes(available)) // ranks_on_host
+_LEAST_BUDGET_BYTES = 16 << 20
+"""Of a machine that has nothing left: a save needs some memory."""
+
+
+def default_budget_bytes(*, ranks_on_host: int, held_bytes: int = 0) -> int:
+    """Half of the memory that is available, at most the cgroup's headroom, shared among the host's ranks.
+
+    The ``held_bytes`` that this rank has for images already count as available, and as many for each other rank.
+    """
+    held_bytes *= ranks_on_host
+    available = (psutil.virtual_memory().available + held_bytes) // 2
+    headroom = _cgroup_headroom_bytes(available - held_bytes) + held_bytes
+    return max(min(available, headroom) // ranks_on_host, _LEAST_BUDGET_BYTES)
 
 
 def _cgroup_headroom_bytes(otherwise: int) -> int:
@@ -134,10 +143,22 @@ class LifetimeManager:
     """
 
     def __init__(
-        self, *, budget_bytes: int, executor: Executor, debug: bool, segments: SharedMemoryFactory | None = None
+        self,
+        *,
+        budget_bytes: int | None,
+        executor: Executor,
+        debug: bool,
+        ranks_on_host: int = 1,
+        segments: SharedMemoryFactory | None = None,
     ) -> None:
-        """``segments``: what makes shared memory that outlives the process; closed with the manager."""
-        self.budget_bytes = budget_bytes
+        """``budget_bytes`` is None: :func:`default_budget_bytes`, with ``ranks_on_host``.
+
+        ``segments``: what makes shared memory that outlives the process; closed with the manager.
+        """
+        self._ranks_on_host = ranks_on_host
+        self._is_measured = budget_bytes is None
+        self.budget_bytes = default_budget_bytes(ranks_on_host=ranks_on_host) if budget_bytes is None else budget_bytes
+        """As given, or as it was measured last."""
         self._segments = segments
         self._executor = executor
         self._debug = debug
@@ -157,6 +178,17 @@ class LifetimeManager:
                 arena_bytes=sum(arena.capacity for arena in self._arenas),
                 leases=len(self._leases),
             )
+
+    def measure_budget(self) -> int:
+        """Return ``budget_bytes``; the default is measured anew.
+
+        Asked where a new layout changes what is needed: the trainer may have taken memory since the last time. In
+        between, the budget stays, and with it the arenas that are used again.
+        """
+        if self._is_measured:
+            held_bytes = self.stats.arena_bytes
+            self.budget_bytes = default_budget_bytes(ranks_on_host=self._ranks_on_host, held_bytes=held_bytes)
+        return self.budget_bytes
 
     def acquire(self, spec: ArenaSpec, *, timeout_secs: float, limit_secs: float = math.inf) -> Lease:
         """An arena that meets ``spec``; blocks while other leases hold the budget, or while one is being mapped ahead.

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from aio_ckpt.config import LEAST_BUDGET_BYTES
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, Envelope, TensorSpec, align_up
 from aio_ckpt.plan.values import Chunk, ChunkSums, ImageLayout, Piece, TensorItem
 
-__all__ = ["Placement", "chunk_bytes_for", "cut_chunks", "file_chunks", "lay_out"]
+__all__ = ["Placement", "chunk_bytes_for", "chunk_bytes_within", "cut_chunks", "file_chunks", "lay_out"]
 
 RAW_ALIGNMENT = 64
 """Raw bytes of every item start on a multiple of it (DESIGN §5)."""
@@ -25,6 +26,8 @@ _FEW_CHUNKS = 8
 """A small image is cut in about so many chunks, to have some to overlap."""
 _MANY_CHUNKS = 128
 """From so many on a larger image has larger chunks: each costs 0.5 ms of CPU and GIL hand-offs (FACTS)."""
+_WAVE_CHUNKS = 8
+"""Chunks that the budget holds of a larger image: some are written while one is summed and one is captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +52,24 @@ def chunk_bytes_for(raw_bytes: int) -> int:
     return min(align_up(wanted, 1 << 20), _CHUNK_BYTES_MAX)
 
 
-def lay_out(placements: Sequence[Placement], *, chunk_bytes: int | None = None) -> ImageLayout:
-    """Place one item after the other. ``chunk_bytes``: of the layout that this is a part of, instead of one's own.
+def chunk_bytes_within(raw_bytes: int, budget_bytes: int) -> int:
+    """:func:`chunk_bytes_for`, but short enough that the budget holds two, and more if the image goes in waves."""
+    most = budget_bytes // (_WAVE_CHUNKS if raw_bytes > budget_bytes else 2)
+    # Headers and trailers, which no chunk cuts, are far shorter than the least.
+    return min(chunk_bytes_for(raw_bytes), max(most - most % LEAST_BUDGET_BYTES, LEAST_BUDGET_BYTES))
 
-    With equal chunks no item of a part begins behind where it began in the whole.
+
+def lay_out(placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: int | None = None) -> ImageLayout:
+    """Place one item after the other; ``budget_bytes`` of memory are there for the image.
+
+    ``chunk_bytes``: of the layout that this is a part of, instead of one's own. With equal chunks no item of a part
+    begins behind where it began in the whole.
 
     Raw bytes start on 64 bytes, those of a mebibyte or more on a page. An item whose header or trailer would
     straddle a chunk boundary is moved behind it.
     """
     raw_bytes = sum(placement.envelope.raw_bytes for placement in placements)
-    chunk_bytes = chunk_bytes or chunk_bytes_for(raw_bytes)
+    chunk_bytes = chunk_bytes or chunk_bytes_within(raw_bytes, budget_bytes)
     items: list[TensorItem] = []
     cursor = 0
     for placement in placements:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -56,8 +57,6 @@ class ImagePlan:
     """What is copied by address, and where to."""
     descriptors: CopyDescriptors
     """The same with the addresses of the save that made them."""
-    host_bytes: int
-    """Raw bytes that must be captured at once: for ``save()``, all that is not on a CUDA device."""
     source: torch.device | None
     """CUDA device that most raw bytes come from; None: the state is in host memory."""
     gathers: bool
@@ -128,9 +127,17 @@ class PlanCache:
     One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
     """
 
-    def __init__(self, *, world_size: int = 1, gather_bytes: int = GATHER_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        world_size: int = 1,
+        gather_bytes: int = GATHER_BYTES,
+        budget_bytes: Callable[[], int] = lambda: sys.maxsize,
+    ) -> None:
+        """``budget_bytes``: memory for an image, asked for by each miss."""
         self._world_size = world_size
         self._gather_bytes = gather_bytes
+        self._budget_bytes = budget_bytes
         self._plan: Plan | None = None
         self.hits = 0
         self.misses = 0
@@ -197,6 +204,7 @@ class PlanCache:
                 source_bytes,
                 world_size=self._world_size,
                 gather_bytes=self._gather_bytes,
+                budget_bytes=self._budget_bytes(),
             )
         self._plan = plan if self._world_size == 1 else None  # else until it is agreed
         self.misses += 1
@@ -232,6 +240,7 @@ def make_plan(
     *,
     world_size: int,
     gather_bytes: int,
+    budget_bytes: int,
 ) -> Plan:
     """Plan a new structure: DCP's planner for what is written, our layout for where. With several ranks: all of it."""
     aliases = partition(structure, fingerprint)
@@ -247,7 +256,7 @@ def make_plan(
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
         for spec in (structure.stored_spec(leaf),)
     ]
-    image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes)
+    image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     plan = _plan_of(image, aliases, object_names, source_bytes)
     local = local_plan(plan.layout.items, structure.shards, object_names, plan.skeleton)
     if world_size > 1:
@@ -290,6 +299,7 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
         placements,
         plan.descriptors.fingerprint,
         gather_bytes=plan.gather_bytes,
+        budget_bytes=sys.maxsize,  # the whole keeps to it
         chunk_bytes=plan.layout.chunk_bytes,
     )
     objects = share.object_names(plan.object_names)
@@ -312,11 +322,12 @@ def plan_image(
     fingerprint: list[int],
     *,
     gather_bytes: int,
+    budget_bytes: int,
     chunk_bytes: int | None = None,
 ) -> ImagePlan:
     """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses.
 
-    ``chunk_bytes``: see :func:`aio_ckpt.plan.layout.lay_out`.
+    ``budget_bytes``, ``chunk_bytes``: see :func:`aio_ckpt.plan.layout.lay_out`.
     """
 
     def gathers(device: torch.device, nbytes: int) -> bool:
@@ -326,7 +337,7 @@ def plan_image(
         device = structure.devices[placed.leaf]
         return image_order(device, is_gathered=gathers(device, placed.envelope.raw_bytes))
 
-    layout = lay_out(sorted(placements, key=order), chunk_bytes=chunk_bytes)
+    layout = lay_out(sorted(placements, key=order), budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
     copy_methods = choose_copy_methods(
         structure, layout, copies_by_address=copies_by_address, gathers=gathers, gather_bytes=gather_bytes
     )
@@ -337,7 +348,6 @@ def plan_image(
         copy_methods=copy_methods,
         places=places,
         descriptors=places.at(fingerprint),
-        host_bytes=sum(item.raw_bytes for item in layout.items if structure.devices[item.leaf].type != "cuda"),
         source=_main_source(structure, layout),
         gather_bytes=gather_bytes,
         gathers=any(route.gathered for route in copy_methods),

@@ -13,7 +13,7 @@ import torch
 
 from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.format import tensor_zip as envelope
-from aio_ckpt.memory.copies import Copies, CopyEvent
+from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, unreadable
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, DeviceCopies, GatherRun
@@ -293,13 +293,16 @@ class Capture:
         shift = self._shift(chunk)
         for piece in pieces:
             leaf = self._planned.plan.layout.items[piece.item].leaf
-            copies = self._copies_from(self._planned.tensors[leaf].device)
-            source = self._flat_bytes(leaf, copies)
+            tensor = self._planned.tensors[leaf].detach()
             start = piece.image_start + shift
-            copies.copy(
-                self._image.lease.arena.tensor[start : start + piece.nbytes],
-                source[piece.raw_start : piece.raw_start + piece.nbytes],
-            )
+            target = self._image.lease.arena.tensor[start : start + piece.nbytes]
+            if tensor.device.type == "cpu" and not _is_line(tensor):
+                # Piece by piece: a packed copy of the whole tensor would be memory beside the budget.
+                pack_part(target.view(tensor.dtype), tensor, piece.raw_start // tensor.itemsize)
+                continue
+            copies = self._copies_from(tensor.device)
+            source = self._flat_bytes(leaf, tensor, copies)
+            copies.copy(target, source[piece.raw_start : piece.raw_start + piece.nbytes])
 
     def _copies_from(self, source: torch.device) -> Copies:
         if source not in self._copies:
@@ -308,16 +311,18 @@ class Capture:
         self._without_event.add(self._copies[source])
         return self._copies[source]
 
-    def _flat_bytes(self, leaf: int, copies: Copies) -> torch.Tensor:
+    def _flat_bytes(self, leaf: int, tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
         if leaf not in self._flat:
-            tensor = self._planned.tensors[leaf].detach()
-            plain = envelope.is_dense(tuple(tensor.shape), tensor.stride()) and not (
-                tensor.is_conj() or tensor.is_neg()
-            )
-            packed = tensor if plain else copies.packed(tensor)
+            packed = tensor if _is_line(tensor) else copies.packed(tensor)
             line = torch.as_strided(packed, (packed.numel(),), (1,), packed.storage_offset())
             self._flat[leaf] = line.view(torch.uint8)
         return self._flat[leaf]
+
+
+def _is_line(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of ``tensor`` stand in its memory as they are stored."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return not is_lazy and envelope.is_dense(tuple(tensor.shape), tensor.stride())
 
 
 def capture(
@@ -357,7 +362,7 @@ def capture(
             work.issue_first()
             for run, is_issued in _cut_runs(image, planned.plan):
                 is_brief = is_issued or run[-1].stop - run[0].start <= _BRIEF_BYTES
-                if not is_brief:
+                if not is_brief or run[0].index >= image.slots:  # what is not told is never written
                     tell()
                 _await_slot(image, run[0], stall_timeout_secs)
                 untold.append(work.capture_run(run, is_issued=is_issued))

@@ -6,10 +6,10 @@ until an earlier chunk of the slot was written.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
-from aio_ckpt.errors import BudgetExceededError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.memory.arena import ArenaKind
 from aio_ckpt.memory.lifetime import ArenaSpec, Lease, LifetimeManager
@@ -17,7 +17,7 @@ from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.values import Chunk
 
-__all__ = ["Image", "arena_spec", "lease_image", "ring_slots"]
+__all__ = ["Image", "arena_spec", "image_bytes_of", "lease_image", "ring_slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,12 @@ class Image:
         """Whether every chunk has a slot of its own."""
         return self.slots >= len(self.chunks)
 
+    def fail_slots(self, cause: BaseException) -> None:
+        """No slot becomes free any more: a capture that waits for one raises ``cause``."""
+        for slot in self.written:
+            with contextlib.suppress(InvalidStateError):  # free
+                slot.set_exception(cause)
+
     def slot_offset(self, chunk: Chunk) -> int:
         """Where in the arena the chunk stands."""
         return (chunk.index % self.slots) * self.chunk_bytes
@@ -56,36 +62,22 @@ class Image:
         return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
 
 
-def ring_slots(image_bytes: int, chunk_bytes: int, must_hold_bytes: int, budget_bytes: int) -> int:
-    """How many chunks the arena holds: all of them, or as many as the budget allows (waves).
-
-    Raises:
-        BudgetExceededError: what must be captured at once does not fit, or not even two chunks do.
-    """
-    chunks = -(-image_bytes // chunk_bytes)
+def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int:
+    """How many chunks the arena holds: all of them, or as many as the budget allows (waves), but one at least."""
     if image_bytes <= budget_bytes:
-        return chunks
-    slots = budget_bytes // chunk_bytes
-    if must_hold_bytes > budget_bytes or slots < 2:
-        raise BudgetExceededError(
-            f"{must_hold_bytes} bytes of host state (image {image_bytes} bytes, chunks of {chunk_bytes}) must be "
-            f"captured at once, budget_bytes={budget_bytes}: raise it, or save less at once"
-        )
-    return slots
+        return -(-image_bytes // chunk_bytes)
+    return max(budget_bytes // chunk_bytes, 1)
 
 
 def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
-    """What a save of ``plan`` with so many bytes of objects needs.
-
-    Raises:
-        BudgetExceededError: see :func:`ring_slots`.
-    """
-    image_bytes = _image_bytes(plan, objects_bytes)
-    slots = ring_slots(image_bytes, plan.layout.chunk_bytes, plan.host_bytes, budget_bytes)
+    """What a save of ``plan`` with so many bytes of objects needs."""
+    image_bytes = image_bytes_of(plan, objects_bytes)
+    slots = ring_slots(image_bytes, plan.layout.chunk_bytes, budget_bytes)
     return ArenaSpec(nbytes=min(image_bytes, slots * plan.layout.chunk_bytes), kind=kind, source=plan.source)
 
 
-def _image_bytes(plan: ImagePlan, objects_bytes: int) -> int:
+def image_bytes_of(plan: ImagePlan, objects_bytes: int) -> int:
+    """Length of the data file of ``plan`` with so many bytes of objects."""
     return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
 
 
@@ -101,13 +93,13 @@ def lease_image(
     """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
 
     Raises:
-        BudgetExceededError: see :func:`ring_slots`; or the memory cannot be had.
+        BudgetExceededError: the memory cannot be had.
         StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs``
             passed.
     """
     layout = planned.plan.layout
     spec = arena_spec(planned.plan, objects_bytes, kind, budget_bytes=lifetime.budget_bytes)
-    chunks = file_chunks(layout, _image_bytes(planned.plan, objects_bytes))
+    chunks = file_chunks(layout, image_bytes_of(planned.plan, objects_bytes))
     slots = min(len(chunks), -(-spec.nbytes // layout.chunk_bytes))
     lease = lifetime.acquire(spec, timeout_secs=timeout_secs, limit_secs=limit_secs)
     try:

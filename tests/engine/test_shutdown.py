@@ -24,11 +24,11 @@ from warm_python import run_warm
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.commit import cleanup as undo
 from aio_ckpt.engine import engine as engine_module
-from aio_ckpt.engine import save_call as saver
 from aio_ckpt.engine.in_flight import KnownSteps
 from aio_ckpt.errors import EngineClosedError, SaveCancelledError, WriteError
 from aio_ckpt.format.names import PENDING_DIR
 from aio_ckpt.memory import cuda as device
+from aio_ckpt.memory import lifetime
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_an_engine_that_cannot_be_opened_gives_back_what_it_had(
     elif missing == "the loop":
         monkeypatch.setattr(asyncio.events.get_event_loop_policy(), "new_event_loop", fail)
     else:
-        monkeypatch.setattr(saver, "default_budget_bytes", fail)
+        monkeypatch.setattr(lifetime, "default_budget_bytes", fail)
     with pytest.raises((OSError, RuntimeError), match=r"Too many open files|can't start new thread"):
         SyncCheckpointEngine(root)
     monkeypatch.undo()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,14 @@ from property_examples import examples
 
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.tensor_zip import render
-from aio_ckpt.plan.layout import RAW_ALIGNMENT, Placement, chunk_bytes_for, file_chunks, lay_out
+from aio_ckpt.plan.layout import (
+    RAW_ALIGNMENT,
+    Placement,
+    chunk_bytes_for,
+    chunk_bytes_within,
+    file_chunks,
+    lay_out,
+)
 from aio_ckpt.plan.values import ImageLayout
 
 MIB = 1 << 20
@@ -21,9 +30,10 @@ def spec_of(nbytes: int, *, dims: int = 1) -> TensorSpec:
     return TensorSpec(torch.uint8, shape, (1,) * dims)
 
 
-def laid_out(sizes: list[int], *, dims: int = 1) -> ImageLayout:
+def laid_out(sizes: list[int], budget_bytes: int = sys.maxsize, *, dims: int = 1) -> ImageLayout:
     specs = [spec_of(nbytes, dims=dims) for nbytes in sizes]
-    return lay_out([Placement(leaf, (f"n{leaf}",), (0,) * dims, spec, render(spec)) for leaf, spec in enumerate(specs)])
+    placements = [Placement(leaf, (f"n{leaf}",), (0,) * dims, spec, render(spec)) for leaf, spec in enumerate(specs)]
+    return lay_out(placements, budget_bytes=budget_bytes)
 
 
 near_boundaries = st.builds(
@@ -39,7 +49,10 @@ def brim(first: int) -> list[int]:
     return [first, *[MIB - 900] * 3, *[50] * 20, 9 * MIB - first, MIB, 3]
 
 
-layouts = st.one_of(sizes, st.integers(MIB - 20_000, MIB).map(brim)).map(laid_out)
+layouts = st.one_of(
+    st.one_of(sizes, st.integers(MIB - 20_000, MIB).map(brim)).map(laid_out),
+    st.builds(laid_out, st.lists(st.integers(0, 2 * MIB), max_size=8), st.integers(64 << 10, 4 * MIB)),
+)
 
 
 @examples(150)
@@ -151,6 +164,18 @@ def test_a_chunk_is_a_whole_number_of_blocks_and_bounded(raw_bytes: int):
     size = chunk_bytes_for(raw_bytes)
     assert size % BLOCK_BYTES == 0
     assert 4 * MIB <= size <= 64 * MIB
+
+
+@examples(200)
+@given(st.integers(0, 1 << 40), st.integers(64 << 10, 1 << 40))
+def test_no_chunk_is_larger_than_the_budget_and_of_a_larger_image_eight_fit(raw_bytes: int, budget_bytes: int):
+    size = chunk_bytes_within(raw_bytes, budget_bytes)
+    assert size % PAGE_BYTES == 0
+    assert 64 << 10 <= size <= min(budget_bytes, chunk_bytes_for(raw_bytes))
+    if raw_bytes > budget_bytes >= 1 * MIB:
+        assert size * 8 <= budget_bytes
+    if budget_bytes >= 512 * MIB or budget_bytes >= max(raw_bytes, 64 * MIB):
+        assert size == chunk_bytes_for(raw_bytes)
 
 
 def test_a_small_image_has_some_chunks_to_overlap_and_a_large_one_few():

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import struct
+import sys
 import threading
 import zipfile
 import zlib
@@ -99,7 +100,7 @@ def small_layout(sizes: list[int], chunk_bytes: int) -> ImageLayout:
         placements.append(Placement(index, (f"t{index}",), (0,), spec, envelope.render(spec)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "chunk_bytes_for", lambda raw_bytes: chunk_bytes)
-        return lay_out(placements)
+        return lay_out(placements, budget_bytes=sys.maxsize)
 
 
 SIZES = st.one_of(
