@@ -67,6 +67,8 @@ CPU_PAGE = Page(
     ),
 )
 
+_BEFORE_COPIES = "In this section and below, `default` made no copies on the device: today's `device_copy_bytes=0`."
+
 GPU_PAGE = Page(
     "GPU",
     f"""{METHOD}
@@ -87,8 +89,8 @@ GPU_PAGE = Page(
   rows.
 - A contender that is not installed or fails is a row with the reason.""",
     (
-        Section("One GPU: saves of the present code", "", (f"{ONE}/gpu-save-blocks-short",)),
-        Section("One GPU: saves", "", (f"{ONE}/gpu-save-blocks-rivals", f"{ONE}/gpu-save-blocks")),
+        Section("One GPU: saves of the present code", "", (f"{ONE}/gpu-save-blocks-default",)),
+        Section("One GPU: saves", _BEFORE_COPIES, (f"{ONE}/gpu-save-blocks-rivals", f"{ONE}/gpu-save-blocks")),
         Section("One GPU: saves beside steps of 250 ms", "", (f"{ONE}/gpu-save-blocks-rivals-step250",)),
         Section("One GPU: 2 GB and 34 GB", "", (f"{ONE}/gpu-save-blocks-gb2", f"{ONE}/gpu-save-blocks-gb32")),
         Section("One GPU: 10,000 small tensors", "", (f"{ONE}/gpu-save-small-16-cores",)),

@@ -169,7 +169,6 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
     default = rows.get(("blocks", GOAL_GB, "aio-default"), {})
     half = rows.get(("blocks", GOAL_GB, "aio-half"), {})
     fenced = rows.get(("blocks", GOAL_GB, "aio-fenced"), {})
-    guarded = rows.get(("blocks", GOAL_GB, "aio-guarded"), {})
 
     def add(
         text: str, figures: Mapping[str, float], name: str, bound: float, unit: str, *, floor: bool = False
@@ -181,7 +180,6 @@ def goals(document: Mapping[str, Any]) -> list[Goal]:
     add("8.5 GB: save() blocks, later saves", default, "blocked_secs", 3, "ms")
     add("8.5 GB: first save blocks", default, "first_blocked_secs", 1, "s")
     add("8.5 GB: training lost a save", default, "lost_secs", 10, "ms")
-    add("8.5 GB: training lost a save, guarded, without copies on the device", guarded, "lost_secs", 120, "ms")
     if "lost_secs" in half and "lost_secs" in fenced:
         share = half["lost_secs"] / fenced["lost_secs"]
         found.append(Goal(text="8.5 GB: lost with room for half of the state / for none", figure=share, bound=0.5))
