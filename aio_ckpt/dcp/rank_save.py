@@ -6,7 +6,7 @@ import contextlib
 import errno
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,8 +129,12 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
 # -- every rank -----------------------------------------------------------------------------------
 
 
-def write_rank(runtime: Runtime, directory: Path, save: RankSave, sources: Sources) -> list[WriteResult]:
+def write_rank(
+    runtime: Runtime, directory: Path, save: RankSave, sources: Sources, *, on_captured: Callable[[], None]
+) -> list[WriteResult]:
     """Write the rank's data file and manifest, durably, while the tensors are captured on this thread.
+
+    ``on_captured`` is called once no tensor is needed any more; what it raises fails the save.
 
     Raises:
         WriteError: with errno and path.
@@ -138,6 +142,7 @@ def write_rank(runtime: Runtime, directory: Path, save: RankSave, sources: Sourc
         Exception: the first error of any stage; then what was written is removed.
     """
     if sources.is_empty:
+        on_captured()
         written = runtime.portal.call(
             _write_manifest, runtime.storage, directory, save, sources, None, timeout=runtime.config.stall_timeout_secs
         )
@@ -152,13 +157,18 @@ def write_rank(runtime: Runtime, directory: Path, save: RankSave, sources: Sourc
         limit_secs=MAX_SECS,
     )
     try:
-        return _capture_and_write(runtime, directory, save, sources, image)
+        return _capture_and_write(runtime, directory, save, sources, image, on_captured)
     finally:
         image.lease.close()
 
 
 def _capture_and_write(
-    runtime: Runtime, directory: Path, save: RankSave, sources: Sources, image: Image
+    runtime: Runtime,
+    directory: Path,
+    save: RankSave,
+    sources: Sources,
+    image: Image,
+    on_captured: Callable[[], None],
 ) -> list[WriteResult]:
     limit_secs = runtime.config.stall_timeout_secs
     progress = CaptureProgress(len(image.chunks))
@@ -174,10 +184,9 @@ def _capture_and_write(
             stall_timeout_secs=limit_secs,
             trace=NO_TRACE,
         )
-        try:
-            manifest = _outcome(writing, progress, limit_secs, directory)
-        finally:
-            work.finish()  # the arena goes back: no copy may still be under way
+        work.finish()
+        on_captured()
+        manifest = _outcome(writing, progress, limit_secs, directory)
     except BaseException as error:
         writing.cancel()
         with contextlib.suppress(TimeoutError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from aio_ckpt._torch import dtensor_over
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.live_state import LiveState
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.errors import BudgetExceededError
@@ -28,7 +29,7 @@ from aio_ckpt.snapshot.image import image_bytes_of, lease_image
 from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.write.trace_file import NO_TRACE
 
-__all__ = ["AsyncStager", "stage_state"]
+__all__ = ["AsyncStager", "Staging", "plan_staging"]
 
 
 class AsyncStager(Face, staging.AsyncStager):
@@ -52,11 +53,19 @@ class AsyncStager(Face, staging.AsyncStager):
         """A copy of ``state_dict``; what is not in the copy later is nobody's but the caller's.
 
         Raises:
-            BudgetExceededError: the state alone is larger than ``budget_bytes``.
+            BudgetExceededError: the state is larger than what ``budget_bytes`` leaves for staging. This stager does
+                not know when the writer has captured; ``Writer`` itself stages a state of any size.
             StallError: copies of earlier calls hold the budget, for ``stall_timeout_secs``.
             SourceChangedError: a tensor's memory was freed.
         """
-        return stage_state(self._keep(), state_dict)
+        runtime = self._keep()
+        staging = plan_staging(runtime, state_dict)
+        if not staging.fits:
+            raise BudgetExceededError(
+                f"a state of {staging.nbytes} bytes cannot be staged within the {staging.budget_bytes} bytes that "
+                "budget_bytes leaves for staging: raise it, or let Writer stage, which needs no whole copy"
+            )
+        return staging.copied(runtime)
 
     def synchronize_staging(self) -> None:
         """Nothing: :meth:`stage` returns when everything is copied."""
@@ -88,33 +97,63 @@ class _Found:
             self.local.append(local.detach())
 
 
-def stage_state(runtime: Runtime, state: dict[str, Any]) -> dict[str, Any]:
-    """Copy ``state`` into memory of ``runtime.staging``, which returns there when the last copy is gone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """One state and where its tensors would stand in staging memory."""
+
+    state: dict[str, Any]
+    """As the caller gave it."""
+    owners: Mapping[int, torch.Tensor]
+    """Tensors that are copied by address, by ``id``."""
+    planned: PlannedImage | None
+    """The image of them; None if there are none."""
+    aliases: Sequence[int]
+    """Per tensor, the leaf of the image that holds its bytes."""
+    budget_bytes: int
+    """Staging memory, in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the image."""
+        return 0 if self.planned is None else image_bytes_of(self.planned.plan, 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether staging memory can hold a copy."""
+        return self.nbytes <= self.budget_bytes
+
+    def copied(self, runtime: Runtime) -> dict[str, Any]:
+        """Copy the state into memory of ``runtime.staging``, which returns there when the last copy is gone."""
+        memo: dict[int, Any] = {}
+        if self.planned is not None:
+            views = _views(self.planned.plan, _captured(runtime, self.planned))
+            for leaf, (key, owner) in zip(self.aliases, self.owners.items(), strict=True):
+                memo[key] = _like(owner, views[leaf])
+        # Every other value is copied with its containers; each tensor is found in the memo, by its id.
+        return copy.deepcopy(self.state, memo)
+
+    def live(self) -> LiveState:
+        """The state with its own tensors, and a copy of all else."""
+        memo: dict[int, Any] = dict(self.owners)
+        return LiveState(copy.deepcopy(self.state, memo), self.budget_bytes)
+
+
+def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
+    """Look for the tensors of ``state`` and lay them out; nothing is copied yet."""
     found = _Found()
     found.add_all([state])
-    memo: dict[int, Any] = {}
+    planned, aliases, budget_bytes = None, list[int](), runtime.staging.budget_bytes
     if found.local:
         boxes = [(tuple(tensor.shape), (0,) * tensor.dim()) for tensor in found.local]
         names = [str(number) for number in range(len(boxes))]
-        planned, aliases = plan_tensors(
-            names,
-            found.local,
-            boxes,
-            gather_bytes=runtime.config.gather_bytes,
-            budget_bytes=runtime.staging.budget_bytes,
-        )
-        line = _captured(runtime, planned)
-        views = _views(planned.plan, line)
-        for leaf, (key, owner) in zip(aliases, found.owners.items(), strict=True):
-            memo[key] = _like(owner, views[leaf])
-    # Every other value is copied with its containers; each tensor is found in the memo, by its id.
-    return copy.deepcopy(state, memo)
+        gather_bytes = runtime.config.gather_bytes
+        planned, aliases = plan_tensors(names, found.local, boxes, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
+    return Staging(state=state, owners=found.owners, planned=planned, aliases=aliases, budget_bytes=budget_bytes)
 
 
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
     """The whole image as bytes, for as long as anybody holds the tensor or a view of it."""
     config = runtime.config
-    _check_whole(planned.plan, runtime)
     image = lease_image(
         planned,
         0,
@@ -143,15 +182,6 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
         return torch.from_numpy(memory)
     finally:
         lease.close()
-
-
-def _check_whole(plan: ImagePlan, runtime: Runtime) -> None:
-    nbytes, budget_bytes = image_bytes_of(plan, 0), runtime.staging.budget_bytes
-    if nbytes > budget_bytes:
-        raise BudgetExceededError(
-            f"a state of {nbytes} bytes cannot be staged within the {budget_bytes} bytes that budget_bytes leaves for "
-            "staging: raise it, or save without async"
-        )
 
 
 def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import uuid
 from collections.abc import Sequence
@@ -22,10 +23,11 @@ from aio_ckpt._torch import DCP_VERSION, writer_transforms
 from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig
+from aio_ckpt.dcp.live_state import LiveState
 from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import collect_sources
-from aio_ckpt.dcp.stager import stage_state
+from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
@@ -34,6 +36,8 @@ from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path, make_dirs
 
 __all__ = ["Writer", "recover"]
+
+_log = logging.getLogger("aio_ckpt")
 
 
 class Writer(Face, StorageWriter, AsyncStager):
@@ -45,7 +49,8 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     Outside ``with`` every call starts threads of its own and ends them before it returns; inside, they and the memory
     are kept from save to save. As a stager (``dcp.async_save`` without ``async_stager=``) it copies the whole state,
-    host tensors too, before ``async_save`` returns.
+    host tensors too, before ``async_save`` returns. If ``budget_bytes`` holds no copy, ``async_save`` returns when the
+    last wave of the state is captured.
 
     Args:
         path: the directory; made if it is missing.
@@ -100,6 +105,8 @@ class Writer(Face, StorageWriter, AsyncStager):
         self._taken_id = ""
         self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
         self._unwritten: set[str] = set()  # ids that no plan has brought yet: DCP's plan cache brings old ones again
+        self._awaited: LiveState | None = None  # the caller's thread is about to wait for it, or waits
+        self._live: list[LiveState] = []  # the same, until it is captured
         self._transforms = _transforms(_extensions)
 
     # -- what DCP calls, in this order ------------------------------------------------------------
@@ -175,7 +182,7 @@ class Writer(Face, StorageWriter, AsyncStager):
                 gather_bytes=self._config.gather_bytes,
                 budget_bytes=runtime.window.budget_bytes,
             )
-            results = write_rank(runtime, path, save, sources)
+            results = write_rank(runtime, path, save, sources, on_captured=self._captured)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -225,12 +232,50 @@ class Writer(Face, StorageWriter, AsyncStager):
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`."""
+        """A copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`.
+
+        If the state is larger than what ``budget_bytes`` leaves for staging, its tensors are the caller's own, and
+        :meth:`synchronize_staging` waits until they are captured.
+        """
         with self._running() as runtime:
-            return stage_state(runtime, state_dict)
+            staging = plan_staging(runtime, state_dict)
+            if staging.fits:
+                return staging.copied(runtime)
+        _log.warning(
+            "%s: %d bytes are saved in waves, as budget_bytes holds no copy of them: dcp.async_save returns when the "
+            "last wave is captured, which takes as long as the disk needs for the others; raise budget_bytes where "
+            "there is memory",
+            self.path,
+            staging.nbytes,
+        )
+        self._awaited = staging.live()
+        self._live.append(self._awaited)
+        return self._awaited
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``dcp.async_save`` has to call :meth:`synchronize_staging`."""
+        return self._awaited is not None
 
     def synchronize_staging(self) -> None:
-        """Nothing: :meth:`stage` returns when everything is copied."""
+        """Wait until the state of the last :meth:`stage` is captured, if it was not copied.
+
+        Raises:
+            StallError: the save did not begin within ``stall_timeout_secs``.
+        """
+        live, self._awaited = self._awaited, None
+        if live is not None:
+            live.wait_captured(self._config.stall_timeout_secs)
+            self._forget(live)  # not after an exception: the save has still to hear of it
+
+    def _captured(self) -> None:
+        """The save of this thread needs the caller's tensors no more, if they are not copies."""
+        for live in [state for state in self._live if state.is_saved_here]:
+            self._forget(live)
+            live.release()
+
+    def _forget(self, live: LiveState) -> None:
+        self._live = [state for state in self._live if state is not live]
 
     @property
     def save_id(self) -> str:

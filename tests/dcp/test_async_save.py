@@ -321,7 +321,7 @@ def test_dcp_takes_our_writer_and_stager_for_stagers() -> None:
     assert not Writer("x").should_synchronize_after_execute
 
 
-def test_a_state_beyond_the_budget_is_refused() -> None:
+def test_a_state_beyond_the_budget_is_refused_by_a_stager_that_knows_no_writer() -> None:
     with AsyncStager(EngineConfig(budget_bytes=1 << 20)) as stager:
         with pytest.raises(BudgetExceededError, match="budget_bytes"):
             stager.stage({"w": torch.zeros(1 << 20)})
@@ -417,6 +417,7 @@ import os, sys, torch, warnings
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import Writer
 
 if __name__ == "__main__":
@@ -430,6 +431,11 @@ if __name__ == "__main__":
     )
     state["w"].zero_()
     saving.result(60)
+    large = {"w": torch.ones(1 << 20)}
+    writer = Writer(path, config=EngineConfig(budget_bytes=1 << 20))
+    saving = dcp.async_save(large, checkpoint_id=path, storage_writer=writer, async_checkpointer_type=kind)
+    error = saving.exception(60)
+    assert "AsyncCheckpointerType.THREAD" in str(error) and not large["w"].is_shared(), error
 """
 
 
