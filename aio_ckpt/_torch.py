@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -30,9 +31,11 @@ __all__ = [
     "NEWEST_TRIED",
     "PYTREE_NODES",
     "SHARDS_DIFFER",
+    "AsyncCollectiveTensor",
     "PrefixStore",
     "StorageInfo",
     "Store",
+    "bare_tensor",
     "create_chunk_list",
     "default_store",
     "dtensor_over",
@@ -59,6 +62,8 @@ _log = logging.getLogger("aio_ckpt")
 #   pickled module and name have to be those of the running torch. Allow the new name in `format/dcp_metadata_read` too.
 # create_chunk_list: the box of the global tensor that this rank holds of a DTensor. If it moves, take what
 #   `default_planner` calls. `compute_local_shape_and_global_offset` is no replacement: it moved more often.
+# AsyncCollectiveTensor: a tensor whose values another rank may still be sending. If it moves, follow
+#   `torch.distributed.tensor`. Such a tensor must not be read before its `wait()`.
 # narrow_tensor_by_index: the part of a tensor that a read item names. If it moves, `tensor.narrow` for each dimension.
 # PYTREE_NODES: the types of containers that somebody registered with torch's pytrees. If it moves: an empty mapping;
 #   such containers then come back as plain ones unless they are trusted.
@@ -89,6 +94,15 @@ def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target in few launches. If it moves, ``copy_`` one by one: 10 times the host time."""
     torch._foreach_copy_(targets, sources)
+
+
+def bare_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a strided tensor of no subclass over the memory of ``tensor``, without gradients.
+
+    If ``DisableTorchFunctionSubclass`` moves: ``torch.overrides``; a subclass may make everything one of its own.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(torch.Tensor)
 
 
 def sparse_coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import skeleton_of
 from aio_ckpt.state import compound
@@ -13,7 +14,7 @@ from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.containers import Notes
 
-__all__ = ["CompoundTarget", "check_targets", "match_compounds"]
+__all__ = ["CompoundTarget", "check_targets", "match_compounds", "own_below"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,15 @@ def match_compounds(
     targets: list[CompoundTarget] = []
     faults: list[str] = []
     told = [name for name in missing if name in stored]
-    faults += [f"{name!r} is {_kind(())} in the template and {_kind(stored[name])} in the checkpoint" for name in told]
+    faults += [
+        f"{name!r} is a {compound.kind_of(())} in the template and a {compound.kind_of(stored[name])} in the checkpoint"
+        for name in told
+    ]
     for name, own in template.compounds.items():
         if name in stored:
             fault = compound.difference(own.notes, stored[name])
         elif name in checkpoint.catalog.shards:
-            fault = f"is {_kind(own.notes)} in the template and {_kind(())} in the checkpoint"
+            fault = f"is a {compound.kind_of(own.notes)} in the template and a {compound.kind_of(())} in the checkpoint"
         else:
             continue
         if fault is None:
@@ -52,20 +56,46 @@ def match_compounds(
     return targets, faults, [name for name in missing if name not in told]
 
 
+def own_below(
+    checkpoint: Checkpoint, stateful: Sequence[tuple[str, Any, Sequence[str]]], *, rank: int, trusted: bool
+) -> tuple[dict[str, CompoundTensor], list[str]]:
+    """Compound tensors of Stateful values by full name, and why some of them do not fit.
+
+    Raises:
+        UnsafeObjectError: a tensor is of a type that a Stateful value does not have yet, and that may not be made.
+    """
+    stored = _stored(checkpoint, rank) if stateful else {}
+    found: dict[str, CompoundTensor] = {}
+    faults: list[str] = []
+    for prefix, value, _ in stateful:
+        typed = {name: notes for name, notes in stored.items() if "type" in dict(notes) and tree.is_below(name, prefix)}
+        if not typed:
+            continue
+        found |= tree.compounds_of(value.state_dict(), prefix, rank=rank)
+        for name, notes in typed.items():
+            if name in found:
+                fault = compound.difference(found[name].notes, notes)
+                faults += [] if fault is None else [f"{name!r} {fault}"]
+            elif compound.allowed_type(dict(notes), trusted=trusted) is None:
+                raise UnsafeObjectError(
+                    f"{name}: a {str(dict(notes)['type']).replace(':', '.')}, which {prefix or 'the template'!r} does "
+                    "not hold yet, so that its type would have to be made: import and allow it with "
+                    "torch.serialization.add_safe_globals, or set trusted_objects=True"
+                )
+    return found, faults
+
+
 def _stored(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
     """Notes of every compound tensor by name: of what this rank saved, and of what others did."""
     if not checkpoint.has_skeleton:
         return {}
     owners = {manifest.skeleton: number for number, manifest in reversed([*enumerate(checkpoint.ranks)])}
     found: dict[str, Notes] = {}
+    if not any(map(tree.may_hold_compounds, owners)):
+        return found
     for number in owners.values():
         found |= tree.compound_notes(skeleton_of(checkpoint, number), rank=number)
     return found | tree.compound_notes(skeleton_of(checkpoint, rank), rank=rank)
-
-
-def _kind(notes: Notes) -> str:
-    """What a tensor is, for messages."""
-    return f"a {dict(notes).get('layout', 'plain')} tensor"
 
 
 def check_targets(targets: Iterable[CompoundTarget]) -> None:
@@ -75,7 +105,10 @@ def check_targets(targets: Iterable[CompoundTarget]) -> None:
         CorruptCheckpointError: names the tensor.
     """
     for target in targets:
+        notes = dict(target.stored)
+        if "type" in notes:  # whose own code made it of these parts
+            continue
         try:
-            compound.put_together(dict(target.stored), target.own.parts)
+            compound.put_together(notes, target.own.parts, trusted=False)
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             raise CorruptCheckpointError(f"{target.name!r}: its parts are of no tensor: {error}") from error

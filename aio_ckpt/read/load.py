@@ -482,7 +482,7 @@ def _prepare_apply(
             own = tree.leaves_of(value.state_dict(), prefix, rank=rank)
             values |= {name: own[name] for name in names if name in draft.untrusted and name in own}
         if skeleton is not None:
-            inner = tree.build_below(skeleton, prefix, values, rank=rank, trusted=trusted)
+            inner = tree.build_below(skeleton, prefix, values, rank=rank, trusted=trusted, own=found.own)
         else:
             leaves_below = {name: values[name] for name in names if name in values}
             inner = _plain_below(checkpoint, prefix, leaves_below, value)

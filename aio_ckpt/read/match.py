@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
-from aio_ckpt.read.compounds import CompoundTarget, match_compounds
+from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below
 from aio_ckpt.read.live import fillable, layouts_below, tensors_below
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, type_name
 from aio_ckpt.state.tensor_memory import (
     are_apart,
@@ -66,6 +67,8 @@ class Match:
     """Names below Stateful values -> a tensor like which fresh memory is laid out, and which shard is read."""
     compounds: list[CompoundTarget] = field(default_factory=list)
     """Compound tensors of the template, whose parts are among ``whole`` and ``tensors``."""
+    own: dict[str, CompoundTensor] = field(default_factory=dict)
+    """Names below Stateful values -> the compound tensor there now, of whose type another one can be made."""
     missing: tuple[str, ...] = ()
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -88,6 +91,7 @@ def match_template(
         MissingNameError: the checkpoint lacks names (unless ``allow_missing``).
         UnexpectedNameError: with ``strict``, the template lacks names.
         TemplateMismatchError: kind, shape or dtype differ.
+        UnsafeObjectError: a Stateful value is to get a tensor of a type that it does not have and that is not allowed.
     """
     template = tree.read_template(state, rank=rank)
     found = Match()
@@ -98,6 +102,8 @@ def match_template(
     faults += _overlaps(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank)
     missing, faults = missing + unmatched, faults + misfits
+    found.own, misfits = own_below(checkpoint, found.stateful, rank=rank, trusted=trusted)
+    faults += misfits
     if missing and not allow_missing:
         remedy = _wrapped_otherwise(missing, checkpoint) or "allow_missing=True leaves them as they are"
         raise MissingNameError(f"{checkpoint.path}: lacks {_listed(missing)}; {remedy}")

@@ -15,6 +15,7 @@ from aio_ckpt.errors import ConfigError, EngineClosedError
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
+from aio_ckpt.state.compound import plain_tensors
 from aio_ckpt.state.tensor_memory import span_of
 
 __all__ = ["OptimizerGuards"]
@@ -75,8 +76,8 @@ class OptimizerGuards:
         tensors = [tensor for guarded in self._objects for tensor in _tensors_of(guarded)]
         try:
             starts = addresses(tensors)
-        except RuntimeError:  # sparse ones have no address; a state holds none either
-            tensors = [tensor for tensor in tensors if tensor.layout == torch.strided]
+        except RuntimeError:  # sparse ones have no address
+            tensors = [part for tensor in tensors for part in plain_tensors(tensor) if part.layout == torch.strided]
             starts = addresses(tensors)
         counts = list(map(torch.Tensor.numel, tensors))
         found = self._found
@@ -151,5 +152,5 @@ def _tensors_of(guarded: Any) -> list[torch.Tensor]:
     if kinds <= _PLAIN_TYPES:
         return values  # type: ignore[return-value]
     if not kinds <= _SHARDED_TYPES:
-        values = [value for value in values if isinstance(value, torch.Tensor)]
+        values = [part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value)]
     return [local_tensor(value) if isinstance(value, DTensor) else value for value in values]  # type: ignore[misc]

@@ -1,22 +1,41 @@
 """Compound tensors: those whose values stand in other tensors, their parts. Taken apart, and put together again.
 
 A skeleton notes what such a tensor is but for its parts. The parts are leaves, named below the tensor. Putting a sparse
-tensor together runs no code of its own.
+tensor together runs no code of its own. A subclass of Tensor is made again where the user has allowed its type by
+``torch.serialization.add_safe_globals``, or where the checkpoint is trusted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from aio_ckpt._torch import mark_coalesced, sparse_coo_parts
-from aio_ckpt.state.containers import Notes
+from aio_ckpt._torch import AsyncCollectiveTensor, bare_tensor, mark_coalesced, sparse_coo_parts
+from aio_ckpt.errors import AioCkptError
+from aio_ckpt.state.containers import Notes, named_type
+from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.state.tensor_memory import has_own_memory
 
-__all__ = ["CompoundTensor", "difference", "is_compound", "put_together", "settle", "take_apart"]
+__all__ = [
+    "CompoundTensor",
+    "allowed_type",
+    "difference",
+    "is_compound",
+    "kind_of",
+    "plain_form",
+    "plain_tensors",
+    "put_together",
+    "put_together_like",
+    "settle",
+    "take_apart",
+]
 
 _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -25,8 +44,12 @@ _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 _LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
-_COMPARED = {"layout": "layout", "shape": "shape"}
-"""Notes that a template must share with what is stored, and what they are called."""
+_SPARSE = frozenset(_LAYOUTS.values())
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+_COMPARED = ("layout", "shape", "stride", "dtype")
+"""Notes that a template must share with what is stored."""
+_DATA = "data"
+"""The one part of a subclass whose values stand in its own memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,60 +64,226 @@ class CompoundTensor:
     """Tensors that hold its values, in its own memory; they may be compound, too."""
 
 
+# -- apart ------------------------------------------------------------------------------------------
+
+
 def is_compound(tensor: torch.Tensor) -> bool:
     """Whether the tensor is stored by its parts."""
-    return tensor.layout in _LAYOUTS.values() and not is_lazy(tensor)
+    kind = type(tensor)
+    if kind in _PLAIN_TYPES:
+        return kind is not DTensor and tensor.layout in _SPARSE
+    if issubclass(kind, (DTensor, AsyncCollectiveTensor)) or is_lazy(tensor) or tensor.is_nested:
+        return False
+    return _is_wrapper(kind) or (has_own_memory(tensor) and tensor.layout is torch.strided)
 
 
-def take_apart(tensor: torch.Tensor) -> CompoundTensor:
-    """The parts and notes of a compound tensor."""
-    layout = tensor.layout
-    bare = tensor.detach()
-    notes: list[tuple[str, Any]] = [("layout", str(layout).removeprefix("torch.")), ("shape", tuple(tensor.shape))]
-    if layout is torch.sparse_coo:
-        indices, values = sparse_coo_parts(bare)
-        parts = {"indices": indices, "values": values}
-        notes.append(("coalesced", int(tensor.is_coalesced())))
-    else:
-        parts = {name: getattr(bare, name)() for name in (*_COMPRESSED[layout], "values")}
-    if tensor.requires_grad and tensor.is_leaf:
-        notes.append(("grad", 1))
-    return CompoundTensor(tensor=tensor, notes=tuple(notes), parts=parts)
+def _is_wrapper(kind: Any) -> bool:
+    """Whether tensors of this type tell their inner tensors (torch: "traceable wrapper subclass")."""
+    return callable(getattr(kind, "__tensor_flatten__", None)) and callable(getattr(kind, "__tensor_unflatten__", None))
 
 
-def put_together(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tensor that has these notes and parts, over the memory of the parts.
+def take_apart(tensor: Any, name: str) -> CompoundTensor:
+    """The parts and notes of a compound tensor called ``name``.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError: no tensor has them; every index is checked.
+        UnsafeObjectError, UnsupportedLeafError: pickle cannot store what a subclass says of itself.
     """
+    kind = type(tensor)
+    notes: list[tuple[str, Any]]
+    if kind not in _PLAIN_TYPES:
+        notes = [("type", f"{kind.__module__}:{kind.__qualname__}")]
+        if _is_wrapper(kind):
+            notes += [("shape", tuple(tensor.shape)), ("stride", tuple(tensor.stride()))]
+            notes += [("dtype", str(tensor.dtype).removeprefix("torch."))]
+            notes += [("context", _encoded(tensor.__tensor_flatten__()[1], f"{name}: the context"))]
+        elif vars(tensor):
+            notes += [("attributes", _encoded(dict(vars(tensor)), f"{name}: the attributes"))]
+    else:
+        notes = [("layout", str(tensor.layout).removeprefix("torch.")), ("shape", tuple(tensor.shape))]
+        if tensor.layout is torch.sparse_coo:
+            notes += [("coalesced", int(tensor.is_coalesced()))]
+    if tensor.requires_grad and tensor.is_leaf:
+        notes += [("grad", 1)]
+    return CompoundTensor(tensor=tensor, notes=tuple(notes), parts=_parts(tensor))
+
+
+def _parts(tensor: Any) -> dict[str, torch.Tensor]:
+    kind = type(tensor)
+    if kind not in _PLAIN_TYPES and _is_wrapper(kind):
+        return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    if kind not in _PLAIN_TYPES:
+        return {_DATA: bare_tensor(tensor)}
+    bare = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return dict(zip(("indices", "values"), sparse_coo_parts(bare), strict=True))
+    return {name: getattr(bare, name)() for name in (*_COMPRESSED[tensor.layout], "values")}
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the values: the tensor itself, or its parts and theirs."""
+    if not is_compound(tensor):
+        yield tensor
+        return
+    for part in _parts(tensor).values():
+        yield from plain_tensors(part)
+
+
+# -- together ---------------------------------------------------------------------------------------
+
+
+def put_together(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], *, trusted: bool) -> torch.Tensor | None:
+    """The tensor that has these notes and parts, over the memory of the parts; None if its type may not be made here.
+
+    Raises:
+        ValueError, TypeError, LookupError, RuntimeError: no tensor has them; every index is checked.
+    """
+    made = _subclass(notes, parts, trusted) if "type" in notes else _sparse(notes, parts)
+    return made.requires_grad_() if made is not None and notes.get("grad") else made
+
+
+def _sparse(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     layout, shape = _LAYOUTS[notes["layout"]], tuple(notes["shape"])
     if layout is torch.sparse_coo:
-        made = torch.sparse_coo_tensor(
+        return torch.sparse_coo_tensor(
             parts["indices"],
             parts["values"],
             shape,
             is_coalesced=bool(notes.get("coalesced")),
             check_invariants=True,
         )
+    compressed, plain = _COMPRESSED[layout]
+    return torch.sparse_compressed_tensor(
+        parts[compressed], parts[plain], parts["values"], shape, layout=layout, check_invariants=True
+    )
+
+
+def allowed_type(notes: Mapping[str, Any], *, trusted: bool) -> Any | None:
+    """The subclass of Tensor that ``notes`` name; None if it is not there, or may not be made."""
+    kind = named_type(notes, trusted=trusted)
+    if kind is None or not issubclass(kind, torch.Tensor):
+        return None
+    return kind if trusted or kind in torch.serialization.get_safe_globals() else None
+
+
+def _subclass(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], trusted: bool) -> torch.Tensor | None:
+    kind: Any = allowed_type(notes, trusted=trusted)
+    if kind is None:
+        return None
+    made: Any
+    try:
+        if "context" in notes:
+            context = decode_object(notes["context"], name="the context of a tensor", trusted=trusted)
+            made = kind.__tensor_unflatten__(dict(parts), context, torch.Size(notes["shape"]), tuple(notes["stride"]))
+        else:
+            made = parts[_DATA].as_subclass(kind)
+        if "attributes" in notes:
+            vars(made).update(decode_object(notes["attributes"], name="the attributes of a tensor", trusted=trusted))
+    except Exception:  # noqa: BLE001 - whatever a type's own code raises
+        return None
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def put_together_like(own: CompoundTensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What ``own`` is with other parts. Runs the code of its type, which the caller has run to make it."""
+    if all(parts[name] is part for name, part in own.parts.items()):
+        return own.tensor
+    tensor: torch.Tensor = own.tensor
+    kind: Any = type(tensor)
+    made: torch.Tensor
+    if _is_wrapper(kind):
+        context = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        made = kind.__tensor_unflatten__(dict(parts), context, tensor.shape, tensor.stride())
     else:
-        compressed, plain = _COMPRESSED[layout]
-        made = torch.sparse_compressed_tensor(
-            parts[compressed], parts[plain], parts["values"], shape, layout=layout, check_invariants=True
-        )
-    return made.requires_grad_() if notes.get("grad") else made
+        made = parts[_DATA].as_subclass(kind)
+        vars(made).update(vars(tensor))
+    return made.requires_grad_() if tensor.requires_grad and tensor.is_leaf else made
+
+
+def plain_form(parts: Mapping[str, torch.Tensor]) -> object:
+    """What stands for a tensor whose type may not be made: its parts, or the one that has its shape."""
+    return parts[_DATA] if parts.keys() == {_DATA} else dict(parts)
+
+
+# -- what a template's own must be ------------------------------------------------------------------
 
 
 def difference(own: Notes, stored: Notes) -> str | None:
     """Why a tensor with the notes ``own`` cannot be filled from what has ``stored``; None if it can."""
     mine, theirs = dict(own), dict(stored)
-    for note, what in _COMPARED.items():
+    if kind_of(own) != kind_of(stored):
+        return f"is a {kind_of(own)} in the template and a {kind_of(stored)} in the checkpoint"
+    for note in _COMPARED:
         if mine.get(note) != theirs.get(note):
-            return f"has {what} {mine.get(note)} in the template and {theirs.get(note)} in the checkpoint"
+            return f"has {note} {mine.get(note)} in the template and {theirs.get(note)} in the checkpoint"
+    if _contexts_differ(mine.get("context", b""), theirs.get("context", b"")):
+        return (
+            "was made with other settings (its __tensor_flatten__ gives another context) than the one in the checkpoint"
+        )
     return None
+
+
+def kind_of(notes: Notes) -> str:
+    """What a tensor with these notes is, for messages. Of a type the name alone: libraries move their modules."""
+    found = dict(notes)
+    return str(found["type"]).rpartition(":")[2] if "type" in found else f"{found.get('layout', 'plain')} tensor"
+
+
+def _contexts_differ(mine: bytes, theirs: bytes) -> bool:
+    """Whether both contexts can be read without trust, and differ by more than devices."""
+    if mine == theirs:
+        return False
+    try:
+        one, other = (decode_object(data, name="a context", trusted=False) for data in (mine, theirs))
+        return bool(_without_devices(one) != _without_devices(other))
+    except (AioCkptError, RuntimeError, ValueError):  # the latter from tensors, which have no one truth
+        return False
+
+
+def _without_devices(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return None
+    if isinstance(value, (list, tuple)):
+        return [type(value), *map(_without_devices, value)]
+    if isinstance(value, dict):
+        return {key: _without_devices(item) for key, item in value.items()}
+    return value
 
 
 def settle(filled: CompoundTensor, stored: Notes) -> None:
     """Set on a tensor, whose parts were filled, what its parts do not say."""
-    if filled.tensor.layout is torch.sparse_coo:
+    if type(filled.tensor) in _PLAIN_TYPES and filled.tensor.layout is torch.sparse_coo:
         mark_coalesced(filled.tensor, is_coalesced=bool(dict(stored).get("coalesced")))
+
+
+# -- what subclasses say of themselves --------------------------------------------------------------
+
+_ATOMS = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.Size})
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A value of which equal text means equal bytes."""
+
+    text: str
+    """``repr`` of it."""
+    value: object = field(compare=False)
+    """It itself."""
+
+
+def _encoded(value: object, name: str) -> bytes:
+    return _encoded_once(_Described(repr(value), value)) if _is_described(value) else encode_object(name, value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded_once(described: _Described) -> bytes:
+    """An optimizer has a few contexts in thousands of tensors: ``torch.save`` takes 40 us for each."""
+    return encode_object("a context", described.value)
+
+
+def _is_described(value: Any) -> bool:
+    kind = type(value)
+    if kind in (list, tuple):
+        return all(map(_is_described, value))
+    if kind is dict:
+        return all(type(key) is str and _is_described(item) for key, item in value.items())
+    return kind in _ATOMS

@@ -36,6 +36,7 @@ __all__ = [
     "has_fields",
     "is_mapping",
     "is_transparent",
+    "named_type",
     "notes_of",
     "open_container",
     "parts_of",
@@ -177,8 +178,8 @@ _UNNAMED: dict[str, Any] = {"mappingproxy": types.MappingProxyType}
 """Types that are not where their name says."""
 
 
-def open_container(notes: Mapping[str, Any], *, is_keyed: bool, is_tuple: bool, trusted: bool) -> Opened | None:
-    """What makes a container of the type that ``notes`` name; None if that type is not there, or may not be made."""
+def named_type(notes: Mapping[str, Any], *, trusted: bool) -> Any:
+    """The type that ``notes`` name; None if it is not imported here. With ``trusted``, its module is imported."""
     module, _, qualname = str(notes.get("type")).partition(":")
     if trusted:
         try:
@@ -186,8 +187,15 @@ def open_container(notes: Mapping[str, Any], *, is_keyed: bool, is_tuple: bool, 
         except Exception:  # noqa: BLE001 - whatever importing a module raises
             return None
     try:
-        kind = _UNNAMED.get(qualname) or find_class(module, qualname)
+        return _UNNAMED.get(qualname) or find_class(module, qualname)
     except ClassNotImportedError:
+        return None
+
+
+def open_container(notes: Mapping[str, Any], *, is_keyed: bool, is_tuple: bool, trusted: bool) -> Opened | None:
+    """What makes a container of the type that ``notes`` name; None if that type is not there, or may not be made."""
+    kind = named_type(notes, trusted=trusted)
+    if kind is None:
         return None
     if is_tuple:
         return _collected(tuple, kind) if _may_make(kind, trusted) and issubclass(kind, tuple) else None

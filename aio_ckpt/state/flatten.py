@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from operator import attrgetter, is_, itemgetter
@@ -24,9 +24,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from aio_ckpt._torch import local_tensor
+from aio_ckpt._torch import AsyncCollectiveTensor, local_tensor
 from aio_ckpt.errors import EmptyStateError, SourceChangedError, UnsupportedLeafError
-from aio_ckpt.state.compound import CompoundTensor, is_compound, take_apart
+from aio_ckpt.state.compound import CompoundTensor, is_compound, plain_tensors, take_apart
 from aio_ckpt.state.containers import fields_of, has_fields, is_mapping, is_transparent, notes_of, parts_of, remade
 from aio_ckpt.state.objects import (
     MAX_DEPTH,
@@ -54,6 +54,7 @@ from aio_ckpt.state.skeleton import (
     freeze_key,
     is_below,
     key_text,
+    may_hold_compounds,
     skeleton_names,
     subtree,
     unflatten_dcp,
@@ -72,6 +73,7 @@ __all__ = [
     "build_below",
     "check_leaves",
     "compound_notes",
+    "compounds_of",
     "copy_names",
     "dcp_paths",
     "decode_object",
@@ -83,6 +85,7 @@ __all__ = [
     "is_below",
     "is_immutable",
     "leaves_of",
+    "may_hold_compounds",
     "put_back",
     "read_template",
     "skeleton_names",
@@ -101,8 +104,12 @@ def tensor_fault(value: Any) -> str | None:
     kind = type(value)
     if is_lazy(value):
         return f"a {kind.__name__} has no shape yet; run one forward pass first"
+    if issubclass(kind, AsyncCollectiveTensor):
+        return "an AsyncCollectiveTensor, whose values may not be there yet; give its .wait()"
     if kind not in TENSOR_TYPES:
-        return f"a {type_name(value)}, a subclass of Tensor that would come back as another type; give a plain tensor"
+        return (
+            f"a {type_name(value)}, a subclass of Tensor that does not tell where its values are; give a plain tensor"
+        )
     tensor = local_tensor(value) if kind is DTensor else value
     if tensor.is_nested:
         return "a nested tensor; give its parts with .unbind()"
@@ -235,6 +242,14 @@ def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
     if not compounds:
         return leaves
     return {name: leaf for name, leaf in leaves.items() if not any(is_below(name, above) for above in compounds)}
+
+
+def compounds_of(state: object, prefix: str, *, rank: int) -> dict[str, CompoundTensor]:
+    """Compound tensors of a ``state_dict()`` by name, as they are called below ``prefix``."""
+    walk = _Walk(rank=rank)
+    _, found = walk.apart(walk.root(state))
+    dot = prefix and f"{prefix}."
+    return {f"{dot}{name}": compound for name, compound in found}
 
 
 def check_leaves(flat: FlatState) -> None:
@@ -390,7 +405,7 @@ class _Walk:
         """The skeleton of a leaf, or of a compound tensor."""
         if kind is not LeafKind.TENSOR or not is_compound(value):
             return self.leaf(value, name, kind)
-        compound = take_apart(value)
+        compound = take_apart(value, name)
         found.append((name, compound))
         nodes = [self.part(f"{name}.{key}", part, kind, found) for key, part in compound.parts.items()]
         return Container.TENSOR, tuple(compound.parts), tuple(nodes), compound.notes
@@ -476,7 +491,7 @@ def _copy_bytes(values: Sequence[object]) -> float:
     return total
 
 
-def _with_grads(skeleton: Skeleton, values: Sequence[Any], kinds: list[LeafKind]) -> Skeleton:
+def _with_grads(skeleton: Skeleton, values: list[Any], kinds: list[LeafKind]) -> Skeleton:
     """``skeleton``, where leaf tensors that require gradients are marked. One pass in C where none does."""
     if not any(map(_requires_grad, _tensors_of(values, kinds))):
         return skeleton
@@ -494,16 +509,16 @@ def _with_nodes(node: Any, nodes: Iterator[Skeleton]) -> Skeleton:
     return (*node[:2], tuple([_with_nodes(child, nodes) for child in node[2]]), *node[3:])
 
 
-def _tensors_of(values: Sequence[Any], kinds: list[LeafKind]) -> Iterable[Any]:
+def _tensors_of(values: list[Any], kinds: list[LeafKind]) -> list[Any]:
     """The values that are tensor leaves."""
     if kinds.count(LeafKind.TENSOR) == len(kinds):
         return values
-    return compress(values, map(is_, kinds, repeat(LeafKind.TENSOR)))
+    return list(compress(values, map(is_, kinds, repeat(LeafKind.TENSOR))))
 
 
-def _are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether none is compound. One pass in C."""
-    return {*map(_layout, tensors)} <= _STRIDED
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    """Whether none is compound: two passes in C."""
+    return {*map(type, tensors)} <= _TENSOR_TYPES and {*map(_layout, tensors)} <= _STRIDED
 
 
 def _endless(name: str, depth: int) -> UnsupportedLeafError:
@@ -643,7 +658,7 @@ class _PutBack:
     def leaf(self, value: Any, name: str | None, code: int) -> Any:
         if self.names is not None:
             name = self.names[self.leaf_number]
-            self.leaf_number += _leaf_count(value) if code == LeafKind.TENSOR else 1
+            self.leaf_number += len(list(plain_tensors(value))) if code == LeafKind.TENSOR else 1
         return value if name is None or code == LeafKind.TENSOR else self.objects.get(name, value)
 
     def entered(self, value: Any, code: int, name: str | None) -> Any:
@@ -670,11 +685,6 @@ class _PutBack:
         new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]
         changed = [(key, now) for key, was, now in zip(keys, items, new, strict=True) if now is not was]
         return _with(value, code, changed, new) if changed else value
-
-
-def _leaf_count(tensor: torch.Tensor) -> int:
-    """Leaves that stand for a tensor."""
-    return sum(map(_leaf_count, take_apart(tensor).parts.values())) if is_compound(tensor) else 1
 
 
 def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[object]) -> Any:

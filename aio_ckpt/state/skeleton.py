@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError, UnsupportedLeafError
-from aio_ckpt.state.compound import put_together
+from aio_ckpt.state.compound import CompoundTensor, plain_form, put_together, put_together_like
 from aio_ckpt.state.containers import Notes, Opened, decode_metadata, open_container
 from aio_ckpt.state.harmless import harmless_type
 from aio_ckpt.state.objects import MAX_DEPTH, check_key, decode_object, encode_object, from_tensor
@@ -40,6 +40,7 @@ __all__ = [
     "freeze_key",
     "is_below",
     "key_text",
+    "may_hold_compounds",
     "skeleton_names",
     "subtree",
     "unflatten_dcp",
@@ -326,6 +327,11 @@ def encode_skeleton(skeleton: Skeleton) -> bytes:
         ) from error
 
 
+def may_hold_compounds(data: bytes) -> bool:
+    """Whether an encoded skeleton may have a node of a compound tensor: an array of four that begins with its code."""
+    return bytes((0x94, Container.TENSOR)) in data
+
+
 def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
     """Inverse of :func:`encode_skeleton`; every number and key is checked.
 
@@ -371,12 +377,15 @@ _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "same": (int,),
     "copy": (int,),
     "layout": (str,),
+    "dtype": (str,),
+    "context": (bytes,),
+    "attributes": (bytes,),
     "coalesced": (int,),
     "grad": (int,),
 }
 
 
-_NUMBERS = frozenset({"shape"})
+_NUMBERS = frozenset({"shape", "stride"})
 """Notes that are lists of whole numbers."""
 
 
@@ -423,6 +432,8 @@ class _Builder:
     """Whether types and keys may be read by running code."""
     marked: dict[int, str]
     """Names of leaves that are not their path, by the number of the leaf."""
+    own: Mapping[str, CompoundTensor] = field(default_factory=dict)
+    """Compound tensors of the value that is to take what is built: their types are the caller's."""
     number: int = 0
     """Of the next container."""
     leaf_number: int = 0
@@ -492,11 +503,20 @@ class _Builder:
             return parts or _MISSING
         key = (node[3], *map(id, parts.values()))
         if key not in self.compounds:
-            try:
-                self.compounds[key] = put_together(dict(node[3]), parts)
-            except (ValueError, TypeError, LookupError, RuntimeError) as error:
-                raise CorruptCheckpointError(f"{prefix[:-1]!r}: its parts are of no tensor: {error}") from error
+            made = self.put_together(dict(node[3]), parts, prefix[:-1])
+            if made is None:
+                self.note_plain(dict(node[3]), prefix[:-1])
+                return plain_form(parts)
+            self.compounds[key] = made
         return self.compounds[key]
+
+    def put_together(self, notes: Mapping[str, Any], parts: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        if name in self.own and "type" in notes:
+            return put_together_like(self.own[name], parts)
+        try:
+            return put_together(notes, parts, trusted=self.trusted)
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{name!r}: its parts are of no tensor: {error}") from error
 
     def opened(self, code: int, notes: Mapping[str, Any], name: str) -> Opened:
         """An empty container of the type that is noted, or of the plain type of its code."""
@@ -661,9 +681,17 @@ def _find(
 
 
 def build_below(
-    skeleton: Skeleton, name: str, leaves: Mapping[str, object], *, rank: int, trusted: bool = False
+    skeleton: Skeleton,
+    name: str,
+    leaves: Mapping[str, object],
+    *,
+    rank: int,
+    trusted: bool = False,
+    own: Mapping[str, CompoundTensor] | None = None,
 ) -> object:
     """The value called ``name`` (a module's or optimizer's ``state_dict()``), from leaves by their full names.
+
+    ``own``: compound tensors of the value that takes it, by full name. Their types are made without trust.
 
     Raises:
         MissingNameError: nothing is called so, or one of its leaves is not in ``leaves``.
@@ -675,6 +703,7 @@ def build_below(
         only=None,
         trusted=trusted,
         marked=_marked(skeleton, rank),
+        own=own or {},
         number=number,
         leaf_number=leaf_number,
     )

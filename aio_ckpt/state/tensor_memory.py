@@ -18,6 +18,7 @@ from aio_ckpt.format.manifests import IntArray
 __all__ = [
     "are_apart",
     "extent_bytes",
+    "has_own_memory",
     "look_of",
     "memory_fault",
     "memory_of",
@@ -30,7 +31,7 @@ _MAX_WORK = 100_000
 """Of numpy's exact search for a shared byte; what is harder counts as shared."""
 
 
-def _has_own_memory(tensor: torch.Tensor) -> bool:
+def has_own_memory(tensor: torch.Tensor) -> bool:
     """Whether its values stand at its address: a subclass that dispatches for itself may keep them elsewhere."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
@@ -54,7 +55,7 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
     if type(tensor) is DTensor and any(placement.is_partial() for placement in tensor.placements):
         return "has a Partial placement in the template, which no shard of a checkpoint fits: give .redistribute()"
     tensor = memory_of(tensor)
-    if not _has_own_memory(tensor):
+    if not has_own_memory(tensor):
         kind = type(tensor).__name__
         return f"is a {kind} in the template, whose values need not be in its own memory: give a plain tensor"
     if tensor.is_meta or tensor.layout is not torch.strided:

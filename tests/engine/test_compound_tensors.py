@@ -11,12 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from builders import flip
 from gated_storage import TIMEOUT
+from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt import (
     CorruptCheckpointError,
+    EngineConfig,
     MissingNameError,
     SyncCheckpointEngine,
     TemplateMismatchError,
+    UnsafeObjectError,
 )
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -87,7 +90,10 @@ def test_a_template_gets_the_mark_of_coalesced_that_was_saved(root: Path) -> Non
         ({"w": torch.eye(4).to_sparse()}, r"'w' has shape \(4, 4\) in the template and \(3, 3\) in the checkpoint"),
         ({"w": torch.ones(3, 3).to_sparse()}, r"'w.indices' has shape \(2, 9\) in the template and \(2, 3\)"),
         ({"w": torch.eye(3).double().to_sparse()}, "'w.values' is torch.float64 in the template"),
-        ({"w": torch.eye(3).to_sparse_csr}, "has layout sparse_csr in the template and sparse_coo in the checkpoint"),
+        (
+            {"w": torch.eye(3).to_sparse_csr},
+            "is a sparse_csr tensor in the template and a sparse_coo tensor in the checkpoint",
+        ),
         ({"w": torch.eye(3)}, "'w' is a plain tensor in the template and a sparse_coo tensor in the checkpoint"),
         ({"d": torch.eye(3).to_sparse()}, "'d' is a sparse_coo tensor in the template and a plain tensor in the ch"),
     ],
@@ -144,3 +150,101 @@ def test_a_module_with_a_sparse_buffer_goes_through_its_state_dict(root: Path) -
         engine.load({"m": model})
     assert torch.equal(model.edges.to_dense(), saved.edges.to_dense())  # type: ignore[operator,union-attr]
     assert torch.equal(model.linear.weight, saved.linear.weight)
+
+
+# -- subclasses ---------------------------------------------------------------------------------------
+
+
+def tagged(number: float) -> Any:
+    tensor: Any = torch.full((3,), float(number)).as_subclass(Tagged)
+    tensor.space = "RGB"
+    return tensor
+
+
+def wrapped(number: float) -> dict[str, Any]:
+    return {
+        "moment": blockwise(number),
+        "token": blockwise(number, Token),
+        "deep": [nested(number)],
+        "t": tagged(number),
+    }
+
+
+def numbers(state: dict[str, Any]) -> list[float]:
+    deep = state["deep"][0]
+    parts = [state["moment"].codes, state["token"].scale, deep.inner.codes, deep.mask.to_dense()[1, 1], state["t"]]
+    return [float(part.flatten()[0]) for part in parts]
+
+
+def test_wrapper_tensors_are_filled_in_place_without_trust(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(wrapped(1)).result(TIMEOUT)
+        assert engine.save(wrapped(2)).result(TIMEOUT).plan_hit
+        state = wrapped(1)
+        before, codes = dict(state), state["moment"].codes
+        report = engine.load(state, strict=True)
+        assert report.verified
+    assert all(state[name] is before[name] for name in state)
+    assert state["moment"].codes is codes
+    assert numbers(state) == [2] * 5
+
+
+def test_wrapper_tensors_are_read_where_their_type_is_allowed_or_trusted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(wrapped(3)).result(TIMEOUT)
+        state, report = engine.read(with_report=True)
+        assert state["moment"].keys() == {"codes", "scale"}
+        assert (type(state["t"]), state["t"].tolist()) == (torch.Tensor, [3, 3, 3])
+        assert report.plain == (
+            "moment (wrapper_tensors.Blockwise)",
+            "token (wrapper_tensors.Token)",
+            "deep.0.inner (wrapper_tensors.Blockwise)",
+            "deep.0 (wrapper_tensors.Nested)",
+            "t (wrapper_tensors.Tagged)",
+        )
+        monkeypatch.setattr(torch.serialization, "get_safe_globals", lambda: [Blockwise, Nested, Token])
+        state, report = engine.read(with_report=True)
+        assert [type(state["moment"]), type(state["deep"][0])] == [Blockwise, Nested]
+        assert report.plain == ("token (wrapper_tensors.Token)", "t (wrapper_tensors.Tagged)")
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        state, report = engine.read(with_report=True)
+    assert report.plain == ()
+    assert numbers(state) == [3] * 5
+    assert (state["t"].space, state["token"].signed) == ("RGB", True)
+
+
+class Optimizer:
+    """As low-bit optimizers: its state is there after the first step only."""
+
+    def __init__(self, number: float | None = None) -> None:
+        self.state = {} if number is None else {0: {"moment": blockwise(number, Token), "step": int(number)}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def test_a_stateful_value_that_has_the_type_takes_it_without_trust(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"opt": Optimizer(4)}).result(TIMEOUT)
+        optimizer = Optimizer(1)
+        engine.load({"opt": optimizer})
+        assert (type(optimizer.state[0]["moment"]), optimizer.state[0]["step"]) == (Token, 4)
+        assert optimizer.state[0]["moment"].codes.unique().tolist() == [4]
+        with pytest.raises(
+            UnsafeObjectError, match=r"opt\.state\.0\.moment: a wrapper_tensors\.Token.*trusted_objects"
+        ) as caught:
+            engine.load({"opt": Optimizer()})
+        assert not caught.value.target_modified
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        optimizer = Optimizer()
+        engine.load({"opt": optimizer})
+        assert optimizer.state[0]["moment"].codes.unique().tolist() == [4]
+        other = Optimizer(1)
+        other.state[0]["moment"] = blockwise(1)
+        with pytest.raises(TemplateMismatchError, match="is a Blockwise in the template and a Token in the checkpoint"):
+            engine.load({"opt": other})

@@ -106,6 +106,25 @@ def test_neg_view_negates_without_a_copy() -> None:
     assert negated.tolist() == [-1, -1]
 
 
+class Greedy(torch.Tensor):
+    """Makes every tensor one of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_bare_tensor_is_of_no_subclass_and_the_same_memory() -> None:
+    tensor = torch.ones(2).as_subclass(Greedy).requires_grad_()
+    bare = _torch.bare_tensor(tensor)
+    assert (type(bare), bare.data_ptr(), bare.requires_grad) == (torch.Tensor, tensor.data_ptr(), False)
+
+
+def test_a_tensor_of_a_functional_collective_is_waited_for() -> None:
+    tensor = _torch.AsyncCollectiveTensor(torch.ones(2))
+    assert tensor.wait().tolist() == [1, 1]
+
+
 def test_the_parts_of_a_sparse_tensor_are_its_own_memory_coalesced_or_not() -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2), (3,), check_invariants=True)
     indices, values = _torch.sparse_coo_parts(tensor)

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensor_bits import assert_same_tensor, random_tensor
 from tree_states import round_trip
+from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
-from aio_ckpt.errors import CorruptCheckpointError
+from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.compound import take_apart
+from aio_ckpt.state.compound import difference, take_apart
+from aio_ckpt.state.objects import encode_object
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
 
@@ -53,7 +55,7 @@ def compressed(draw):
 def assert_same_compound(got, wanted):
     """Equal by notes (shape, layout, mark of coalesced) and, bit for bit, by parts."""
     assert type(got) is torch.Tensor
-    one, other = take_apart(got), take_apart(wanted)
+    one, other = take_apart(got, "x"), take_apart(wanted, "x")
     assert (one.notes, list(one.parts)) == (other.notes, list(other.parts))
     for name, part in one.parts.items():
         assert_same_tensor(part, other.parts[name])
@@ -66,6 +68,83 @@ def test_a_sparse_tensor_comes_back_bit_for_bit_from_its_parts(tensor, needs_gra
     made = round_trip({"a": [tensor, 1], "b": torch.ones(1)})
     assert_same_compound(made["a"][0], tensor)
     assert made["a"][0].requires_grad == tensor.requires_grad
+
+
+def test_a_wrapper_inside_a_wrapper_has_parts_below_parts_and_a_trusted_reader_makes_them_all():
+    flat = tree.flatten({"n": nested(3)}, rank=0)
+    assert flat.names == ["n.inner.codes", "n.inner.scale", "n.mask.indices", "n.mask.values"]
+    made = round_trip({"n": nested(3)}, trusted=True)["n"]
+    assert [type(made), type(made.inner)] == [Nested, Blockwise]
+    assert (made.inner.codes.tolist(), made.mask.to_dense().diag().tolist()) == ([[3] * 8] * 4, [3] * 4)
+    plain = []
+    made = round_trip({"n": nested(3)}, plain=plain)["n"]
+    assert (made["inner"]["scale"].tolist(), made["mask"].is_sparse) == ([3] * 4, True)
+    assert plain == ["n.inner (wrapper_tensors.Blockwise)", "n (wrapper_tensors.Nested)"]
+
+
+def test_a_subclass_with_memory_of_its_own_keeps_its_attributes():
+    tensor = torch.arange(3.0).as_subclass(Tagged)
+    tensor.space = "RGB"
+    tensor.requires_grad_()
+    flat = tree.flatten({"t": tensor}, rank=0)
+    assert flat.values[0].data_ptr() == tensor.data_ptr()
+    assert type(flat.values[0]) is torch.Tensor
+    made = round_trip({"t": tensor}, trusted=True)["t"]
+    assert (type(made), made.space, made.tolist(), made.requires_grad) == (Tagged, "RGB", [0, 1, 2], True)
+    made = round_trip({"t": tensor})["t"]
+    assert (type(made), made.tolist()) == (torch.Tensor, [0, 1, 2])
+
+
+def test_a_context_that_pickle_cannot_store_is_told_by_name():
+    tensor = blockwise(1)
+    tensor.signed = lambda: None
+    with pytest.raises(UnsafeObjectError, match=r"a\.0: the context"):
+        tree.flatten({"a": [tensor]}, rank=0)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, 1), ([1], (1,)), (0.0, -0.0), ({"a": 1}, {"a": 2})])
+def test_contexts_that_differ_are_stored_apart(first, second):
+    found = [dict(take_apart(blockwise(1, signed=signed), "t").notes)["context"] for signed in (first, second, first)]
+    assert found[0] != found[1]
+    assert found[0] is found[2]
+
+
+@pytest.mark.parametrize(
+    ("own", "stored", "word"),
+    [
+        (blockwise(1), blockwise(2), None),
+        (blockwise(1), blockwise(1, signed=False), "other settings"),
+        (blockwise(1), blockwise(1, Token), "is a Blockwise in the template and a Token in the checkpoint"),
+        (blockwise(1, Token), blockwise(1, Token, signed=False), None),  # no reader without trust knows
+    ],
+)
+def test_a_template_must_have_the_settings_that_are_stored(own, stored, word):
+    found = difference(take_apart(own, "t").notes, take_apart(stored, "t").notes)
+    assert found is None if word is None else word in found
+
+
+def test_settings_of_another_device_are_the_same():
+    own, stored = (dict(take_apart(blockwise(1), "t").notes) for _ in range(2))
+    stored["context"] = encode_object("t", [True, torch.float32, torch.device("cuda:1")])
+    assert difference(tuple(own.items()), tuple(stored.items())) is None
+
+
+class Failing(Blockwise):
+    @classmethod
+    def __tensor_unflatten__(cls, *_):
+        raise ArithmeticError
+
+
+def test_a_type_that_raises_when_it_is_made_comes_back_as_its_parts():
+    plain = []
+    made = round_trip({"t": blockwise(1, Failing)}, trusted=True, plain=plain)["t"]
+    assert (list(made), len(plain)) == (["codes", "scale"], 1)
+
+
+def test_a_tensor_whose_values_another_rank_still_sends_is_refused():
+    tensor = torch.distributed._functional_collectives.AsyncCollectiveTensor(torch.ones(1))
+    with pytest.raises(UnsupportedLeafError, match=r"'t': an AsyncCollectiveTensor.*wait"):
+        tree.check_leaves(tree.flatten({"t": tensor}, rank=0))
 
 
 def test_a_name_has_the_parts_below_it_in_every_mapping():

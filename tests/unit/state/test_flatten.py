@@ -576,10 +576,6 @@ def test_leaf_tensors_keep_requires_grad():
     assert [name for name, value in back["all"].items() if value.requires_grad] == ["7"]
 
 
-class Tagged(torch.Tensor):
-    pass
-
-
 def quantized():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
@@ -605,7 +601,6 @@ def fake():
         (nested, "unbind"),
         (lambda: torch.ones(2, device="meta"), "meta"),
         (fake, "FakeTensor"),
-        (lambda: torch.ones(2).as_subclass(Tagged), "Tagged"),
         (lambda: UninitializedParameter(), "forward"),
     ],
 )
