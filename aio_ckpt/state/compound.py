@@ -17,7 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from aio_ckpt._torch import AsyncCollectiveTensor, bare_tensor, mark_coalesced, sparse_coo_parts
+from aio_ckpt._torch import (
+    AsyncCollectiveTensor,
+    bare_tensor,
+    mark_coalesced,
+    quantized_tensor,
+    sparse_coo_parts,
+)
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.state.containers import Notes, named_type
 from aio_ckpt.state.objects import decode_object, encode_object
@@ -45,6 +51,10 @@ _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
 }
 _LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
 _SPARSE = frozenset(_LAYOUTS.values())
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
+"""Dtypes of which an integer has a byte or more of its own."""
+_INTEGERS = (torch.int8, torch.uint8, torch.int32)
+_PER_TENSOR, _PER_CHANNEL = "per_tensor_affine", ("per_channel_affine", "per_channel_affine_float_qparams")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _COMPARED = ("layout", "shape", "stride", "dtype")
 """Notes that a template must share with what is stored."""
@@ -61,7 +71,7 @@ class CompoundTensor:
     notes: Notes
     """All that its parts do not say."""
     parts: dict[str, torch.Tensor]
-    """Tensors that hold its values, in its own memory; they may be compound, too."""
+    """Tensors that hold its values, in its own memory; they may be compound, too. Of a quantized tensor, copies."""
 
 
 # -- apart ------------------------------------------------------------------------------------------
@@ -71,7 +81,7 @@ def is_compound(tensor: torch.Tensor) -> bool:
     """Whether the tensor is stored by its parts."""
     kind = type(tensor)
     if kind in _PLAIN_TYPES:
-        return kind is not DTensor and tensor.layout in _SPARSE
+        return kind is not DTensor and (tensor.layout in _SPARSE or tensor.dtype in _QUANTIZED)
     if issubclass(kind, (DTensor, AsyncCollectiveTensor)) or is_lazy(tensor) or tensor.is_nested:
         return False
     return _is_wrapper(kind) or (has_own_memory(tensor) and tensor.layout is torch.strided)
@@ -98,6 +108,10 @@ def take_apart(tensor: Any, name: str) -> CompoundTensor:
             notes += [("context", _encoded(tensor.__tensor_flatten__()[1], f"{name}: the context"))]
         elif vars(tensor):
             notes += [("attributes", _encoded(dict(vars(tensor)), f"{name}: the attributes"))]
+    elif tensor.is_quantized:
+        notes = [("qscheme", str(tensor.qscheme()).removeprefix("torch."))]
+        if tensor.qscheme() is not torch.per_tensor_affine:
+            notes += [("axis", tensor.q_per_channel_axis())]
     else:
         notes = [("layout", str(tensor.layout).removeprefix("torch.")), ("shape", tuple(tensor.shape))]
         if tensor.layout is torch.sparse_coo:
@@ -114,6 +128,12 @@ def _parts(tensor: Any) -> dict[str, torch.Tensor]:
     if kind not in _PLAIN_TYPES:
         return {_DATA: bare_tensor(tensor)}
     bare = tensor.detach()
+    if tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
+        scale, zero_point = torch.tensor(bare.q_scale(), dtype=torch.float64), torch.tensor(bare.q_zero_point())
+        return {"int_repr": bare.int_repr(), "scale": scale, "zero_point": zero_point}
+    if tensor.is_quantized:
+        scales, zero_points = bare.q_per_channel_scales(), bare.q_per_channel_zero_points()
+        return {"int_repr": bare.int_repr(), "scales": scales, "zero_points": zero_points}
     if tensor.layout is torch.sparse_coo:
         return dict(zip(("indices", "values"), sparse_coo_parts(bare), strict=True))
     return {name: getattr(bare, name)() for name in (*_COMPRESSED[tensor.layout], "values")}
@@ -137,7 +157,10 @@ def put_together(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], *,
     Raises:
         ValueError, TypeError, LookupError, RuntimeError: no tensor has them; every index is checked.
     """
-    made = _subclass(notes, parts, trusted) if "type" in notes else _sparse(notes, parts)
+    if "type" in notes:
+        made = _subclass(notes, parts, trusted)
+    else:
+        made = _quantized(notes, parts) if "qscheme" in notes else _sparse(notes, parts)
     return made.requires_grad_() if made is not None and notes.get("grad") else made
 
 
@@ -155,6 +178,20 @@ def _sparse(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torc
     return torch.sparse_compressed_tensor(
         parts[compressed], parts[plain], parts["values"], shape, layout=layout, check_invariants=True
     )
+
+
+def _quantized(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    integers = parts["int_repr"]
+    if integers.dtype not in _INTEGERS:
+        raise TypeError(f"integers of {integers.dtype}")
+    if notes["qscheme"] == _PER_TENSOR:
+        return quantized_tensor(integers, parts["scale"], parts["zero_point"], None)
+    if notes["qscheme"] not in _PER_CHANNEL:
+        raise ValueError(f"a quantized tensor of scheme {notes['qscheme']}")
+    axis, scales, zero_points = notes["axis"], parts["scales"], parts["zero_points"]
+    if not scales.shape == zero_points.shape == integers.shape[axis : axis + 1]:
+        raise ValueError(f"{scales.numel()} scales of {integers.shape} integers, along dimension {axis}")
+    return quantized_tensor(integers, scales, zero_points, axis)
 
 
 def allowed_type(notes: Mapping[str, Any], *, trusted: bool) -> Any | None:
@@ -225,7 +262,9 @@ def difference(own: Notes, stored: Notes) -> str | None:
 def kind_of(notes: Notes) -> str:
     """What a tensor with these notes is, for messages. Of a type the name alone: libraries move their modules."""
     found = dict(notes)
-    return str(found["type"]).rpartition(":")[2] if "type" in found else f"{found.get('layout', 'plain')} tensor"
+    if "type" in found:
+        return str(found["type"]).rpartition(":")[2]
+    return f"{found.get('qscheme') or found.get('layout') or 'plain'} tensor"
 
 
 def _contexts_differ(mine: bytes, theirs: bytes) -> bool:
@@ -250,9 +289,13 @@ def _without_devices(value: Any) -> Any:
 
 
 def settle(filled: CompoundTensor, stored: Notes) -> None:
-    """Set on a tensor, whose parts were filled, what its parts do not say."""
-    if type(filled.tensor) in _PLAIN_TYPES and filled.tensor.layout is torch.sparse_coo:
-        mark_coalesced(filled.tensor, is_coalesced=bool(dict(stored).get("coalesced")))
+    """Give a tensor, whose parts were filled, what does not stand in their memory."""
+    tensor, notes = filled.tensor, dict(stored)
+    if "coalesced" in notes:
+        mark_coalesced(tensor, is_coalesced=bool(notes["coalesced"]))
+    elif "qscheme" in notes:
+        with torch.no_grad():  # a detached view would get the scale, and the tensor not
+            tensor.copy_(_quantized(notes, filled.parts))
 
 
 # -- what subclasses say of themselves --------------------------------------------------------------

@@ -116,7 +116,7 @@ def tensor_fault(value: Any) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}; give .to_dense()"
     if tensor.is_quantized:
-        return "a quantized tensor; give .int_repr() with its scale and zero point, or .dequantize()"
+        return f"a quantized tensor of {tensor.dtype}, several integers a byte; give .dequantize()"
     if tensor.dtype in _UNPLANNED_DTYPES:
         return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
     if tensor.device.type == "meta":
@@ -143,7 +143,7 @@ _CONTAINERS_FROM, _STATEFUL = int(min(Container)), int(Container.STATEFUL)
 _TEXT, _INT = {str}, {int}
 _MANY_DIGITS = 1 << 64
 _TENSOR_TYPES = frozenset(TENSOR_TYPES)
-_requires_grad, _layout = attrgetter("requires_grad"), attrgetter("layout")
+_requires_grad, _layout, _is_quantized = map(attrgetter, ("requires_grad", "layout", "is_quantized"))
 _STRIDED = {torch.strided}
 _COPY_BYTES = 1 << 20
 """Largest container that is stored a second time."""
@@ -517,8 +517,10 @@ def _tensors_of(values: list[Any], kinds: list[LeafKind]) -> list[Any]:
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether none is compound: two passes in C."""
-    return {*map(type, tensors)} <= _TENSOR_TYPES and {*map(_layout, tensors)} <= _STRIDED
+    """Whether none is compound: three passes in C."""
+    if not ({*map(type, tensors)} <= _TENSOR_TYPES and {*map(_layout, tensors)} <= _STRIDED):
+        return False
+    return not any(map(_is_quantized, tensors))
 
 
 def _endless(name: str, depth: int) -> UnsupportedLeafError:

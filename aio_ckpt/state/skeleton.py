@@ -377,6 +377,8 @@ _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "same": (int,),
     "copy": (int,),
     "layout": (str,),
+    "qscheme": (str,),
+    "axis": (int,),
     "dtype": (str,),
     "context": (bytes,),
     "attributes": (bytes,),

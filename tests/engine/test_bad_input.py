@@ -61,7 +61,7 @@ def shrunk() -> torch.Tensor:
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, but old checkpoints' models still hold such tensors
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+        return torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
 
 
 BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Exception], str]] = {
@@ -72,7 +72,7 @@ BAD_STATES: dict[str, tuple[Callable[[], object], type[AioCkptError], type[Excep
     "an open file": (lambda: {"x": [1, sys.stdout]}, UnsafeObjectError, TypeError, "x: a list that cannot be pickled"),
     "a lock in an array": (lambda: {"a": np.array([threading.Lock()])}, UnsafeObjectError, TypeError, "a: .*pickled"),
     "a tensor of oneDNN": (lambda: {"s": torch.eye(3).to_mkldnn()}, UnsupportedLeafError, TypeError, "'s'.*to_dense"),
-    "a quantized tensor": (lambda: {"q": quantized()}, UnsupportedLeafError, TypeError, "'q'.*dequantize"),
+    "a quantized tensor of 4 bits": (lambda: {"q": quantized()}, UnsupportedLeafError, TypeError, "'q'.*dequantize"),
     "a meta tensor": (lambda: {"m": torch.ones(2, device="meta")}, UnsupportedLeafError, TypeError, "'m'.*materialize"),
     "a subclass of Tensor": (
         lambda: {"t": torch.Tensor._make_wrapper_subclass(OddTensor, (2,))},

@@ -152,6 +152,56 @@ def test_a_module_with_a_sparse_buffer_goes_through_its_state_dict(root: Path) -
     assert torch.equal(model.linear.weight, saved.linear.weight)
 
 
+# -- quantized ----------------------------------------------------------------------------------------
+
+
+def quantized(number: float) -> dict[str, torch.Tensor]:
+    values = number * torch.arange(12.0).reshape(4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
+        one = torch.quantize_per_tensor(values, 0.1 * number, int(number), torch.quint8)
+        scales, points = number * (1 + torch.arange(4.0)), torch.full((4,), int(number))
+        return {"one": one, "each": torch.quantize_per_channel(values, scales, points, 0, torch.qint8)}
+
+
+def test_quantized_tensors_are_loaded_into_the_templates_own_and_read(root: Path) -> None:
+    wanted = quantized(3)
+    with SyncCheckpointEngine(root) as engine:
+        path = engine.save(quantized(2)).result(TIMEOUT).path
+        assert engine.save(wanted).result(TIMEOUT).plan_hit
+        state = quantized(1)
+        before = dict(state)
+        engine.load(state, strict=True)
+        read = engine.read()
+        with pytest.raises(
+            TemplateMismatchError, match="'one' is a per_channel_affine tensor in the template and a per_t"
+        ):
+            engine.load({"one": quantized(1)["each"]})
+        with pytest.raises(TemplateMismatchError, match=r"'each.int_repr' has shape"):
+            engine.load({"each": quantized(1)["each"][:2]})
+    for name, tensor in wanted.items():
+        assert state[name] is before[name]
+        for found in (state[name], read[name]):
+            assert (found.dtype, found.qscheme()) == (tensor.dtype, tensor.qscheme())
+            assert torch.equal(found, tensor)
+    parts = {"each.int_repr": torch.zeros(4, 3, dtype=torch.int8), "each.scales": torch.zeros(4, dtype=torch.float64)}
+    stock_load(path, parts)
+    assert torch.equal(parts["each.int_repr"], quantized(2)["each"].int_repr())
+
+
+def test_a_quantized_module_goes_through_its_state_dict(root: Path) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, number: float) -> None:
+            super().__init__()
+            self.register_buffer("weight", quantized(number)["each"])
+
+    saved, model = Layer(2), Layer(1)
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"m": saved}).result(TIMEOUT)
+        engine.load({"m": model})
+    assert torch.equal(model.weight, saved.weight)  # type: ignore[arg-type]
+
+
 # -- subclasses ---------------------------------------------------------------------------------------
 
 

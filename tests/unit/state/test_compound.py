@@ -14,7 +14,7 @@ from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.compound import difference, take_apart
+from aio_ckpt.state.compound import difference, put_together, take_apart
 from aio_ckpt.state.objects import encode_object
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
@@ -52,6 +52,25 @@ def compressed(draw):
     return sparse(layout, dense, **blocks)
 
 
+@st.composite
+def quantized(draw):
+    """Per tensor or per channel, with zero points that are integers or not."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from([torch.qint8, torch.quint8, torch.qint32]))
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
+        if draw(st.booleans()):
+            made = torch.quantize_per_tensor(values, draw(st.floats(0.01, 9)), draw(st.integers(0, 9)), dtype)
+            is_last = len(shape) == 4 and draw(st.booleans())
+            return made.contiguous(memory_format=torch.channels_last) if is_last else made
+        axis = draw(st.integers(0, len(shape) - 1))
+        points = torch.arange(shape[axis])
+        is_float = dtype is not torch.qint32 and draw(st.booleans())
+        scales = torch.rand(shape[axis], dtype=torch.float64) + 0.1
+        return torch.quantize_per_channel(values, scales, points.float() if is_float else points, axis, dtype)
+
+
 def assert_same_compound(got, wanted):
     """Equal by notes (shape, layout, mark of coalesced) and, bit for bit, by parts."""
     assert type(got) is torch.Tensor
@@ -68,6 +87,27 @@ def test_a_sparse_tensor_comes_back_bit_for_bit_from_its_parts(tensor, needs_gra
     made = round_trip({"a": [tensor, 1], "b": torch.ones(1)})
     assert_same_compound(made["a"][0], tensor)
     assert made["a"][0].requires_grad == tensor.requires_grad
+
+
+@given(quantized())
+def test_a_quantized_tensor_comes_back_bit_for_bit_from_its_parts(tensor):
+    made = round_trip({"a": [tensor, 1]})["a"][0]
+    assert (made.dtype, made.qscheme(), made.stride()) == (tensor.dtype, tensor.qscheme(), tensor.stride())
+    assert_same_compound(made, tensor)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "word"),
+    [
+        ("per_channel_affine", {"scales": torch.ones(7)}, "7 scales"),
+        ("per_channel_affine", {"int_repr": torch.ones(2, 2)}, "integers of torch.float32"),
+        ("some_other", {}, "some_other"),
+    ],
+)
+def test_parts_of_no_quantized_tensor_are_told(scheme, change, word):
+    parts = {"int_repr": torch.ones(2, 2, dtype=torch.int8), "scales": torch.ones(2), "zero_points": torch.zeros(2)}
+    with pytest.raises((ValueError, TypeError), match=word):
+        put_together({"qscheme": scheme, "axis": 0}, parts | change, trusted=False)
 
 
 def test_a_wrapper_inside_a_wrapper_has_parts_below_parts_and_a_trusted_reader_makes_them_all():

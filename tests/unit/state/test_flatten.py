@@ -579,7 +579,7 @@ def test_leaf_tensors_keep_requires_grad():
 def quantized():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces the end of quantized tensors
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+        return torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
 
 
 def nested():
