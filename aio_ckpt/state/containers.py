@@ -35,6 +35,7 @@ __all__ = [
     "fields_of",
     "has_fields",
     "is_mapping",
+    "is_opened",
     "is_transparent",
     "named_type",
     "notes_of",
@@ -81,6 +82,22 @@ is_mapping: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_mappin
 def has_fields(kind: type) -> bool:
     """Whether values of this type are taken apart by their attributes."""
     return dataclasses.is_dataclass(kind) or issubclass(kind, _NAMESPACES)
+
+
+_READ_AS_OBJECT = frozenset({list, tuple, collections.deque, *_NAMESPACES})
+_PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+
+
+def _is_opened(kind: type) -> bool:
+    """Whether values of this transparent type are entered, whatever they hold: as one object they would need trust.
+
+    Not those with fields that pickle in a way of their own, as that may leave out what cannot be stored.
+    """
+    pickling = tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+    return kind not in _READ_AS_OBJECT and (pickling == _PLAIN_PICKLING or not has_fields(kind))
+
+
+is_opened: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_opened)
 
 
 def fields_of(value: Any) -> tuple[list[str], list[object]]:

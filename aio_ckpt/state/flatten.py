@@ -3,8 +3,9 @@
 A name is the path joined by ``.``, as DCP's ``flatten_state_dict`` makes it, and a container is entered when DCP
 enters it: every mapping; a list that holds a tensor or mapping at any depth of lists. Beyond DCP, which pickles them,
 a tuple, another sequence, a dataclass or a namespace that holds a tensor or mapping is entered, and so are Stateful
-values and :class:`~aio_ckpt.state.values.PerRank` inside any of them. Every other value, whatever arrays it holds, is
-one object leaf.
+values and :class:`~aio_ckpt.state.values.PerRank` inside any of them; without any of these, dataclasses, namedtuples
+and other sequences are entered all the same, as an object of their type would need trust to be read. Every other
+value, whatever arrays it holds, is one object leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt._torch import AsyncCollectiveTensor, local_tensor
 from aio_ckpt.errors import EmptyStateError, SourceChangedError, UnsupportedLeafError
 from aio_ckpt.state.compound import CompoundTensor, is_compound, plain_tensors, take_apart
-from aio_ckpt.state.containers import fields_of, has_fields, is_mapping, is_transparent, notes_of, parts_of, remade
+from aio_ckpt.state.containers import (
+    fields_of,
+    has_fields,
+    is_mapping,
+    is_opened,
+    is_transparent,
+    notes_of,
+    parts_of,
+    remade,
+)
 from aio_ckpt.state.objects import (
     MAX_DEPTH,
     TORCH_ARRAY_DTYPES,
@@ -152,6 +162,8 @@ _MUTABLE = frozenset({*MAPPINGS, Container.LIST, Container.FIELDS})
 _UNNOTED = frozenset({dict, Counter, list, tuple, PerRank})
 """Types of which a skeleton says everything by its code."""
 _KEY, _VALUE = itemgetter(0), itemgetter(1)
+_MOST_PARTS = 1024
+"""Elements of a container without tensors that are stored one by one, each for some hundred bytes."""
 _MANY = 16
 """From so many entries on a mapping of leaves is worth a look at all their types first."""
 _CODES: dict[type, int] = {
@@ -590,7 +602,9 @@ def _code(value: Any, name: str | None) -> int:
         return Container.ORDERED_DICT if isinstance(value, OrderedDict) else Container.DICT
     if not is_transparent(kind):
         return LeafKind.OBJECT
-    if not _holds_leaves(parts_of(value), name, 0, {id(value)}):
+    parts = parts_of(value)
+    is_entered = is_opened(kind) and len(parts) <= _MOST_PARTS
+    if not is_entered and not _holds_leaves(parts, name, 0, {id(value)}):
         return LeafKind.OBJECT
     if has_fields(kind):
         return Container.FIELDS

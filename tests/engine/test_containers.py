@@ -252,3 +252,37 @@ def test_stock_converts_a_checkpoint_with_such_tuples(root: Path, tmp_path: Path
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
     assert whole["a"]["pair"][0].tolist() == [1, 1]
     assert set(whole) == {"a", "z"}
+
+
+@dataclasses.dataclass
+class Config:
+    """As people keep their settings; it holds no tensor."""
+
+    rate: float
+    widths: tuple[int, ...]
+    name: str = "run"
+
+
+class Layers(list[int]):
+    """As omegaconf's lists."""
+
+
+def test_settings_of_a_type_of_ones_own_need_no_trust(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"config": Config(0.5, (1, 2)), "layers": Layers([3, 4]), "w": torch.ones(1)}).result(TIMEOUT)
+        assert "only running code" not in caplog.text
+        mine, layers = Config(0.0, ()), Layers([0, 0])
+        state = {"config": mine, "layers": layers, "w": torch.zeros(1)}
+        engine.load(state)
+        assert state["config"] is mine
+        assert mine == Config(0.5, (1, 2))
+        assert state["layers"] is layers
+        assert layers == [3, 4]
+        found, report = engine.read(with_report=True)
+        assert found["config"] == {"rate": 0.5, "widths": (1, 2), "name": "run"}
+        assert type(found["layers"]) is list
+        assert len(report.plain) == 2
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        found = engine.read()
+    assert found["config"] == Config(0.5, (1, 2))
+    assert type(found["layers"]) is Layers

@@ -288,4 +288,4 @@ def test_no_memory_is_taken_for_a_shape_that_the_stored_bytes_cannot_fill() -> N
         record_crc32=None,
     )
     with pytest.raises(CorruptCheckpointError, match=r"'w': shape .* needs more bytes than the 4 that are stored"):
-        _new_tensor("w", (item,))
+        _new_tensor("w", (item,), None)

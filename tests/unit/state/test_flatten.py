@@ -486,13 +486,33 @@ def test_load_fills_the_own_object_of_a_template():
     assert state["list"][0].x == 2
 
 
-def test_containers_that_hold_no_tensor_are_one_object():
-    state = {"p": Point(1, 2), "q": collections.deque([1]), "n": argparse.Namespace(a=1), "m": Moments(1)}
-    flat = tree.flatten(state, rank=0)
-    assert flat.names == list(state)
-    back = tree.decode_object(tree.encode_object("p", state["p"]), name="p", trusted=False)
-    assert type(back) is Point
-    assert back == (1, 2)
+class Losses(list[float]):
+    """A sequence of a type of somebody's own."""
+
+
+@dataclasses.dataclass
+class Locked:
+    """It leaves out of a pickle what cannot be stored."""
+
+    rate: float
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"rate": self.rate}
+
+
+def test_containers_without_a_tensor_are_one_object_if_that_is_read_without_trust():
+    state = {"t": (1, 2), "l": [1], "q": collections.deque([1]), "n": argparse.Namespace(a=1)}
+    assert tree.flatten(state, rank=0).names == list(state)
+    state = {"p": Point(1, 2), "m": Moments(1), "l": Losses([1.0]), "none": Losses()}
+    assert tree.flatten(state, rank=0).names == ["p.0", "p.1", "m.mean", "m.steps", "l.0", *state]  # and for stock
+    state = {"many": Losses([1.0] * 1025), "locked": Locked(1.0)}
+    assert tree.flatten(state, rank=0).names == list(state)
+
+
+def test_a_named_tuple_inside_of_an_object_keeps_its_type():
+    back = tree.decode_object(tree.encode_object("p", [Point(1, 2)]), name="p", trusted=False)
+    assert type(back[0]) is Point
+    assert back == [(1, 2)]
 
 
 def test_shared_containers_stay_shared_and_every_place_has_its_names():
