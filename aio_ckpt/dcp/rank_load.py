@@ -97,9 +97,13 @@ class Load:
         given_up: Future[None] = Future()
         return outcome_blocking(self.runtime.portal.submit(unless_given_up, given_up, work), given_up)
 
+    def _files(self) -> Files:
+        runtime = self.runtime
+        return Files(runtime.storage, self.checkpoint.path, readers=runtime.config.workers, page_cache="take")
+
     async def _fetch(self, reads: ReadPlan) -> None:
         config, executor = self.runtime.config, self.runtime.portal.executor
-        async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
+        async with self._files() as files:
             segments = await run_blocking(executor, reads.segments, config.workers)
             if (ranks_on_host := peers_on_host()) > 1:
                 stored = sum(place.length for place in self.metadata.storage_data.values())
@@ -124,7 +128,7 @@ class Load:
         manifests = {ours.file.name: ours for ours in self.checkpoint.ranks if ours.file and ours.file.name in used}
         located = _Located()
         config, executor = self.runtime.config, self.runtime.portal.executor
-        async with Files(self.runtime.storage, self.checkpoint.path, readers=config.workers) as files:
+        async with self._files() as files:
             await files.measure(used, {name: ours.file.nbytes for name, ours in manifests.items() if ours.file})
             for index, place in wanted.items():
                 check_inside(index.fqn, place.relative_path, place.offset, place.length, files.sizes)

@@ -108,7 +108,7 @@ class Loader:
         """The nested state of ``step``, or of the newest that verifies; ``with_report``: and a ReadReport."""
         ctx = self.ctx
 
-        async def read(candidate: CommittedCheckpoint, _: bool) -> ReadOutcome:
+        async def read(candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
             return await read_state(
                 ctx.storage,
                 candidate.path,
@@ -118,6 +118,7 @@ class Loader:
                 world_size=ctx.world_size,
                 executor=ctx.executor,
                 readers=ctx.config.workers,
+                past_page_cache=again,
                 verify=ctx.config.verify == "load",
                 trusted=ctx.config.trusted_objects,
                 skip_untrusted=skip_untrusted,
@@ -173,7 +174,7 @@ class Loader:
             ranks_on_host=ctx.members.on_host,
             executor=ctx.executor,
             readers=ctx.config.workers,
-            may_share=not again,
+            past_page_cache=again,
             verify=ctx.config.verify == "load",
             strict=call.strict,
             allow_missing=call.allow_missing,

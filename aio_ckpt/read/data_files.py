@@ -11,7 +11,7 @@ import anyio
 import anyio.lowlevel
 
 from aio_ckpt.errors import MismatchError
-from aio_ckpt.storage.local import ReadFile, Storage
+from aio_ckpt.storage.local import PageCache, ReadFile, Storage
 
 __all__ = ["Files"]
 
@@ -22,14 +22,14 @@ _OPEN_FILES = 64
 class Files:
     """The data files of one checkpoint, opened when first used and closed by the ``async with``."""
 
-    def __init__(self, storage: Storage, directory: Path, *, readers: int) -> None:
+    def __init__(self, storage: Storage, directory: Path, *, readers: int, page_cache: PageCache) -> None:
         self._storage = storage
         self._directory = directory
         self._readers = readers
         self._kept: dict[str, ReadFile] = {}
         self.sizes: dict[str, int] = {}
         """Real length in bytes of each measured file."""
-        self._are_shared = False
+        self._page_cache = page_cache
 
     async def __aenter__(self) -> Files:
         return self
@@ -48,7 +48,7 @@ class Files:
 
         Nobody may be using a file; files must be measured again.
         """
-        self._are_shared = True
+        self._page_cache = "fill"
         self.sizes.clear()
         await self._close()
 
@@ -75,7 +75,7 @@ class Files:
             return
         try:
             path = self._directory / name
-            file = await self._storage.open_data_file(path, readers=self._readers, shared=self._are_shared)
+            file = await self._storage.open_data_file(path, readers=self._readers, page_cache=self._page_cache)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise MismatchError(f"{name}: missing") from error

@@ -45,7 +45,7 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import settle
 from aio_ckpt.state.values import UntrustedObject
-from aio_ckpt.storage.local import Storage
+from aio_ckpt.storage.local import PageCache, Storage
 
 __all__ = [
     "Checkpoint",
@@ -109,7 +109,7 @@ async def load_checkpoint(
     world_size: int,
     ranks_on_host: int = 1,
     readers: int,
-    may_share: bool = True,
+    past_page_cache: bool = False,
     verify: bool,
     strict: bool,
     allow_missing: bool,
@@ -121,7 +121,7 @@ async def load_checkpoint(
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
     With ``skip_untrusted`` an object that needs ``trusted`` is left as it is.
-    Without ``may_share`` all is read past the page cache, which would give what it gave before.
+    ``past_page_cache``: all is read from the disk, as the page cache would give what it gave before.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.read.open.open_checkpoint`.
@@ -131,12 +131,12 @@ async def load_checkpoint(
         UnsafeObjectError: an object needs ``trusted``.
         ReadError: the operating system could not read.
     """
-    async with Files(storage, path, readers=readers) as files:
+    async with Files(storage, path, readers=readers, page_cache="pass" if past_page_cache else "take") as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted}
         found = await run_blocking(executor, functools.partial(match, **options))
-        if may_share:
+        if not past_page_cache:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
         draft, segments = await _planned(files, checkpoint, found, executor, readers, trusted, skip_untrusted)
         await on_matched(checkpoint.identity)
@@ -230,6 +230,7 @@ async def read_state(
     rank: int,
     world_size: int,
     readers: int,
+    past_page_cache: bool = False,
     verify: bool,
     trusted: bool,
     skip_untrusted: bool = False,
@@ -251,7 +252,8 @@ async def read_state(
         )
     objects = [name for name in names if name in catalog.objects]
     fresh = [name for name in names if name in catalog.shards]
-    async with Files(storage, checkpoint.path, readers=readers) as files:
+    page_cache: PageCache = "pass" if past_page_cache else "take"
+    async with Files(storage, checkpoint.path, readers=readers, page_cache=page_cache) as files:
         source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
         draft = _LoadPlan(source=source, plan=ReadPlan(), skip_untrusted=skip_untrusted)
         await run_blocking(executor, draft.add_all, [], fresh, objects, trusted)

@@ -273,10 +273,11 @@ def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> Wr
 class LocalReadFile:
     """``storage.ReadFile`` by positioned reads, each one hop to a thread."""
 
-    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor) -> None:
+    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor, *, takes_cached: bool) -> None:
         self.path = path
         self.nbytes = nbytes
         self.direct = len(numbers) > 1
+        self._may_be_cached = takes_cached and self.direct
         self._numbers = tuple(numbers)
         self._executor = executor
         self._files = _Descriptors(executor, numbers)
@@ -287,7 +288,15 @@ class LocalReadFile:
         if not left:
             return 0
         with translated(ReadError, self.path), self._files.use():
-            return await run_blocking(self._executor, _read_fully, self._numbers, offset, left)
+            return await run_blocking(self._executor, self._read, offset, left)
+
+    def _read(self, offset: int, views: list[memoryview]) -> int:
+        """In a thread. The first miss ends the look into the page cache: each makes the kernel read ahead in vain."""
+        cached = 0
+        if self._may_be_cached:
+            cached = _read_cached(self._numbers[0], offset, views)
+            self._may_be_cached = not _skip(views, cached)
+        return cached + _read_fully(self._numbers, offset + cached, views)
 
     async def close(self) -> None:
         """Close when the last read's thread is done."""
@@ -295,15 +304,17 @@ class LocalReadFile:
             await self._files.close()
 
 
-async def open_data_file(path: Path, *, executor: Executor, direct_io: DirectIO, probe: Probe) -> LocalReadFile:
-    """Open ``path`` for reading, with O_DIRECT if ``probe`` passes on it.
+async def open_data_file(
+    path: Path, *, executor: Executor, direct_io: DirectIO, takes_cached: bool, probe: Probe
+) -> LocalReadFile:
+    """Open ``path`` for reading, with O_DIRECT if ``probe`` passes on it. ``takes_cached``: where it is not cached.
 
     Raises:
         ReadError: it is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
     """
     with translated(ReadError, path):
         opened = await run_owned(executor, _open, path, direct_io, probe, dispose=_Opened.close)
-        return LocalReadFile(path, opened.nbytes, opened.numbers, executor)
+        return LocalReadFile(path, opened.nbytes, opened.numbers, executor, takes_cached=takes_cached)
 
 
 def open_regular(path: Path) -> int:
@@ -357,11 +368,29 @@ def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) 
         if not count:
             break
         offset += count
-        while views and count >= views[0].nbytes:
-            count -= views.pop(0).nbytes
-        if count:
-            views[0] = views[0][count:]
+        _skip(views, count)
     return offset - begin
+
+
+def _read_cached(number: int, offset: int, views: list[memoryview]) -> int:
+    """What the page cache has of the next bytes, up to the first that it lacks; 0 where it cannot be asked."""
+    try:
+        return os.preadv(number, views, offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return 0
+
+
+def _skip(views: list[memoryview], count: int) -> bool:
+    """Drop the first ``count`` bytes of ``views``; whether any are left."""
+    while views and count >= views[0].nbytes:
+        count -= views.pop(0).nbytes
+    if count:
+        views[0] = views[0][count:]
+    return bool(views)
 
 
 def _taken_directly(views: list[memoryview], offset: int) -> list[memoryview]:

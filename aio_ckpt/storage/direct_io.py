@@ -8,19 +8,24 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from aio_ckpt.format.constants import PAGE_BYTES
 
-__all__ = ["NOT_SUPPORTED", "RWF_DONTCACHE", "Probe", "aligned_span", "probe_read", "probe_write", "refusal"]
-__all__ += ["takes_direct"]
+__all__ = ["NOT_SUPPORTED", "RWF_DONTCACHE", "PageCache", "Probe", "aligned_span", "probe_read", "probe_write"]
+__all__ += ["refusal", "takes_direct"]
 
 RWF_DONTCACHE = 0x80
 """Linux 6.14: through the page cache, dropped from it once written. Not in Python's ``os``."""
 
 NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 """What file systems answer to an operation they lack."""
+
+PageCache: TypeAlias = Literal["pass", "take", "fill"]
+"""How a file that takes O_DIRECT is read: past the page cache; what is cached from there, and the rest past it; or all
+through it, so that the disk is read once for several readers."""
 
 Probe = Callable[[int, int], None]
 """``probe(descriptor, rwf_flags)`` raises OSError unless the file takes such an aligned operation."""

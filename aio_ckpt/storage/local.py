@@ -18,7 +18,7 @@ from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular, translated
-from aio_ckpt.storage.direct_io import Probe, probe_read, probe_write
+from aio_ckpt.storage.direct_io import PageCache, Probe, probe_read, probe_write
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs, sync_dir
 
@@ -26,6 +26,7 @@ __all__ = [
     "DataFile",
     "FileStatus",
     "LocalStorage",
+    "PageCache",
     "ReadFile",
     "RootLock",
     "Storage",
@@ -118,8 +119,8 @@ class Storage(Protocol):
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
         """Create ``path`` exclusively and reserve ``nbytes``, so that a full disk shows before a byte is written."""
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        """Open ``path`` for ``readers`` reads at once; ``shared``: others of this host read the same bytes now."""
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        """Open ``path`` for ``readers`` reads at once. ``page_cache`` says what they do with the page cache."""
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Create ``path`` exclusively, write one part after the other, fsync. What failed is removed."""
@@ -195,14 +196,20 @@ class LocalStorage:
             probe=self._write_probe,
         )
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        """O_DIRECT, else the page cache: what is shared is read from the disk once, for all.
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        """Only ``direct_io="auto"`` leaves a choice.
 
         Reads are positioned, so that ``readers`` needs no handles here.
         """
         del readers
-        direct_io = "off" if shared and self._direct_io == "auto" else self._direct_io
-        return await open_data_file(path, executor=self._executor, direct_io=direct_io, probe=self._read_probe)
+        is_chosen = self._direct_io == "auto"
+        return await open_data_file(
+            path,
+            executor=self._executor,
+            direct_io="off" if page_cache == "fill" and is_chosen else self._direct_io,
+            takes_cached=page_cache == "take" and is_chosen,
+            probe=self._read_probe,
+        )
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Exclusive create, write, fsync, close in one thread hop."""

@@ -42,7 +42,7 @@ from aio_ckpt.errors import (
     WriteError,
 )
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, ReadFile
+from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
 
 T = TypeVar("T")
 HAS_PLAN_CACHE = hasattr(DefaultSavePlanner, "_cached_metadata")
@@ -647,8 +647,8 @@ class CountingStorage(LocalStorage):
 
     read_bytes = 0
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, shared=shared)
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
         read_into = file.read_into
 
         async def counted(offset: int, *views: memoryview) -> int:

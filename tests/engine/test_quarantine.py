@@ -33,7 +33,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, ReadFile
+from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
 from tests.engine.test_steps import value
 
 NAMES = StepNames(EngineConfig().step_dir)
@@ -279,9 +279,13 @@ class OddReads(GatedStorage):
         """Directories whose next read is garbled."""
         self.closed_one = threading.Event()
         """Step 1 was read whole, once."""
+        self.cached_wrong = False
+        """Whatever may come from the page cache is garbled."""
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        return OddFile(self, await super().open_data_file(path, readers=readers, shared=shared))
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        if self.cached_wrong and page_cache != "pass":
+            self.garbled.append(path.parent.name)
+        return OddFile(self, await super().open_data_file(path, readers=readers, page_cache=page_cache))
 
 
 class OddFile:
@@ -321,6 +325,17 @@ def odd_engine(root: Path) -> Iterator[tuple[CheckpointEngine, OddReads]]:
 def load(engine: CheckpointEngine, state: object, step: int | None = None):
     future = engine.submit_load(state, step, strict=False, allow_missing=False, fallback=True)
     return future.result(TIMEOUT)
+
+
+def test_what_the_page_cache_has_wrong_is_read_again_from_the_disk(root: Path) -> None:
+    saved(root, 1, 2)
+    with odd_engine(root) as (engine, storage):
+        storage.cached_wrong = True
+        assert load(engine, found := weights(0)).step == 2
+        assert torch.equal(found["w"], weights(2)["w"])
+        read = engine.submit_read(None, only=None, skip_untrusted=False, with_report=False).result(TIMEOUT)
+        assert torch.equal(read["w"], weights(2)["w"])
+    assert aside(root) == []
 
 
 @pytest.mark.parametrize(
@@ -454,13 +469,13 @@ class Replaces(LocalStorage):
             self.are_read.set()
         return data
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
         if self.act is not None:
             act, self.act = self.act, None
             with anyio.fail_after(TIMEOUT):
                 await self.are_read.wait()
             act()
-        return await super().open_data_file(path, readers=readers, shared=shared)
+        return await super().open_data_file(path, readers=readers, page_cache=page_cache)
 
 
 def test_a_step_that_a_writer_removes_meanwhile_makes_the_reader_look_again(root: Path) -> None:

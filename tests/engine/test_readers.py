@@ -17,7 +17,7 @@ from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.local import FileStatus, LocalStorage, ReadFile
+from aio_ckpt.storage.local import FileStatus, LocalStorage, PageCache, ReadFile
 
 KEEP_ONE = EngineConfig(keep_last=1)
 
@@ -49,9 +49,9 @@ class DisturbedStorage(LocalStorage):
         if self.count == self._at:
             await run_blocking(self._threads, self._happens)
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
         await self._turn()
-        return await super().open_data_file(path, readers=readers, shared=shared)
+        return await super().open_data_file(path, readers=readers, page_cache=page_cache)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         await self._turn()

@@ -47,7 +47,7 @@ from aio_ckpt.read.plan import covering_bytes
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.tensor_memory import memory_of
-from aio_ckpt.storage.local import LocalStorage, ReadFile, Storage
+from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile, Storage
 
 SECS = 30.0
 SHAPE = (1024, 512)
@@ -749,9 +749,9 @@ class WatchedOpens(GatedStorage):
         super().__init__(executor)
         self.shared: list[bool] = []
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        self.shared.append(shared)
-        return await super().open_data_file(path, readers=readers, shared=shared)
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        self.shared.append(page_cache == "fill")
+        return await super().open_data_file(path, readers=readers, page_cache=page_cache)
 
 
 def shared_state_of(kind: str, rank: int, count: int, *, fill: bool = True) -> dict[str, Any]:
@@ -825,7 +825,7 @@ async def test_what_is_open_is_opened_anew_to_be_shared(tmp_path: Path) -> None:
     executor = Executor("opens", 4)
     storage = WatchedOpens(executor)
     try:
-        async with Files(storage, tmp_path, readers=1) as opened:
+        async with Files(storage, tmp_path, readers=1, page_cache="pass") as opened:
             await opened.measure(["data"], {})
             await opened.share()
             await opened.measure(["data"], {})
@@ -895,9 +895,9 @@ def test_gaps_below_a_block_are_read_through(chunk: tuple[int, ...], box: tuple[
 class BadTransfer(WatchedOpens):
     """What is read through the page cache is wrong, as often as it is read."""
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, shared=shared)
-        return Garbling(file) if shared else file
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
+        return Garbling(file) if page_cache == "fill" else file
 
 
 class Garbling:
@@ -930,10 +930,10 @@ async def test_a_storage_that_must_read_directly_does(tmp_path: Path) -> None:
     executor = Executor("direct", 2)
     (tmp_path / "d").write_bytes(bytes(1 << 16))
     try:
-        for direct_io, shared in (("auto", True), ("auto", False), ("on", True)):
+        for direct_io, page_cache in (("auto", "fill"), ("auto", "pass"), ("auto", "take"), ("on", "fill")):
             storage = LocalStorage(executor, direct_io, read_probe=lambda *_: None)  # type: ignore[arg-type]
-            file = await storage.open_data_file(tmp_path / "d", readers=1, shared=shared)
-            assert file.direct is (not shared or direct_io == "on")
+            file = await storage.open_data_file(tmp_path / "d", readers=1, page_cache=page_cache)  # type: ignore[arg-type]
+            assert file.direct is (page_cache != "fill" or direct_io == "on")
             await file.close()
     finally:
         executor.close(READ_SECS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aio_ckpt.reports import WriteMode
-from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, Storage
+from aio_ckpt.storage.local import DataFile, FileStatus, PageCache, ReadFile, Storage
 from aio_ckpt.storage.lock import RootLock
 
 __all__ = ["Call", "ForwardingDataFile", "ForwardingStorage"]
@@ -59,10 +59,11 @@ class ForwardingStorage:
         )
         return ForwardingDataFile(self, made)
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
         """The calls of the file that is returned come through this storage, too."""
         opened = await self.run_read(
-            Call("open_data_file", path), lambda: self._inner.open_data_file(path, readers=readers, shared=shared)
+            Call("open_data_file", path),
+            lambda: self._inner.open_data_file(path, readers=readers, page_cache=page_cache),
         )
         return _ForwardingReadFile(self, opened)
 

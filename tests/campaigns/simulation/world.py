@@ -24,7 +24,7 @@ from aio_ckpt.errors import CorruptCheckpointError, ReadError, WriteError
 from aio_ckpt.memory.arena import POISON
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import ON_SUBMIT, Executor, run_blocking
-from aio_ckpt.storage.local import DataFile, FileStatus, ReadFile, RootLock
+from aio_ckpt.storage.local import DataFile, FileStatus, PageCache, ReadFile, RootLock
 
 __all__ = ["Chances", "DeadlockError", "Directory", "File", "SimStorage", "SimThreads", "virtual_loop"]
 
@@ -277,7 +277,7 @@ class SimStorage:
         file = await self.run("create", path, WriteError, lambda: self._new_file(path, bytes(nbytes)))
         return SimDataFile(self, path, file)
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
         """Open."""
         return SimReadFile(self, path, await self.run("open", path, ReadError, lambda: self._file(path)))
 

@@ -20,7 +20,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
 from aio_ckpt.read import plan as readplan
 from aio_ckpt.read.load import load_checkpoint, open_checkpoint
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.storage.local import LocalStorage, ReadFile
+from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
 
 NBYTES = 9 * BLOCK_BYTES + 12345
 READERS = 4
@@ -216,8 +216,8 @@ class OddReads(LocalStorage):
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor, "auto")
 
-    async def open_data_file(self, path: Path, *, readers: int, shared: bool = False) -> ReadFile:
-        file = await super().open_data_file(path, readers=readers, shared=shared)
+    async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
+        file = await super().open_data_file(path, readers=readers, page_cache=page_cache)
         file.read_into = functools.partial(self.read_into, file.read_into)  # type: ignore[method-assign]
         return file
 

@@ -521,7 +521,7 @@ async def read_box(storage, path, name, starts, lengths):
     checkpoint = await opened(storage, path)
     items = checkpoint.catalog.shards[name]
     target = torch.empty(lengths, dtype=items[0].dtype)
-    async with Files(storage, path, readers=2) as files:
+    async with Files(storage, path, readers=2, page_cache="pass") as files:
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
         plan = ReadPlan()
         plan.add_tensor(items, starts, target)
@@ -916,8 +916,8 @@ class CountingStorage:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    async def open_data_file(self, path, *, readers, shared=False):
-        return CountingFile(self, await self._inner.open_data_file(path, readers=readers, shared=shared))
+    async def open_data_file(self, path, *, readers, page_cache="pass"):
+        return CountingFile(self, await self._inner.open_data_file(path, readers=readers, page_cache=page_cache))
 
 
 class CountingFile:

@@ -244,7 +244,7 @@ def test_ranges_and_the_whole_file_are_summed_whether_ranges_overlap_or_not(exec
     faults, read = [], []
 
     async def run():
-        async with Files(LocalStorage(executor, "auto"), folder, readers=2) as files:
+        async with Files(LocalStorage(executor, "auto"), folder, readers=2, page_cache="pass") as files:
             await files.measure(["f"], {})
             found = scrub._Verification(files, executor, 2, read.append, faults)
             return await found._sum_file("f", spans)

@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import random
+import re
 import resource
 import subprocess
 import threading
@@ -681,6 +682,34 @@ async def test_every_range_reads_as_it_stands_in_the_file(
                 assert bytes(view[:count]) == data[offset : offset + length]
                 assert not any(view[count:])
     await file.close()
+
+
+def bytes_from_disk() -> int:
+    """What this process has made the disks read so far."""
+    return int(re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+
+
+async def test_what_is_cached_is_taken_from_the_page_cache_and_the_rest_from_the_disk(
+    executor: GatedExecutor, tmp_path: Path
+) -> None:
+    data = numbers(64 * PAGE)
+    with (tmp_path / "r").open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    for is_cached, page_cache, wanted in ((True, "pass", 64), (True, "take", 0), (False, "take", 64)):
+        with (tmp_path / "r").open("rb") as file:
+            file.read() if is_cached else os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        opened = await LocalStorage(executor).open_data_file(tmp_path / "r", readers=1, page_cache=page_cache)  # type: ignore[arg-type]
+        if not opened.direct:
+            await opened.close()
+            pytest.skip(f"{tmp_path} takes no direct reads")
+        before, view = bytes_from_disk(), aligned(bytes(64 * PAGE))
+        assert await opened.read_into(0, view) == 64 * PAGE
+        assert bytes(view) == data
+        pages = (bytes_from_disk() - before) // PAGE
+        assert pages == wanted if is_cached else pages >= wanted  # a miss makes the kernel read ahead
+        await opened.close()
 
 
 @pytest.mark.parametrize("most", [1 << 30, 3 * PAGE, 1000], ids=["whole", "pages", "odd"])
