@@ -69,7 +69,7 @@ def fillable(
     groups: list[tuple[list[str], torch.Tensor]] = []
     for names in tied.values():
         tensors = [memory_of(there[name]) for name in names if name in there]
-        if len(tensors) < len(names) or len({*map(look_of, tensors)}) > 1:
+        if len(tensors) < len(names) or (len(names) > 1 and len({*map(look_of, tensors)}) > 1):
             continue
         if not tensors[0].is_inference() and tensors[0].data_ptr() not in barred:
             groups.append((names, tensors[0]))
