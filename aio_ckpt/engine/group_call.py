@@ -10,7 +10,7 @@ from typing import TypeAlias
 from aio_ckpt.checks import MAX_SECS
 from aio_ckpt.commit.cleanup import PendingCleanup
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.in_flight import CALL_STAGE
+from aio_ckpt.engine.stages import CALL_STAGE
 from aio_ckpt.errors import AioCkptError, EngineClosedError, PeerFailedError, StallError, StepOrderError
 from aio_ckpt.ranks.coordinator import Exchange
 from aio_ckpt.ranks.membership import Membership
@@ -117,9 +117,9 @@ class GroupCall:
     async def _end(self, told: PeerFailedError) -> None:
         """The call is over on this rank; the others may have begun to write."""
         if self.agreement.state is not SaveState.CALLED:  # its pipeline, if it has begun, ends and clears up itself
-            await self.agreement.abort(told)
+            await self.agreement.abort(told, stage=CALL_STAGE)
             return
-        end = await self.agreement.end(told)
+        end = await self.agreement.end(told, stage=CALL_STAGE)
         if self._members.is_leader and end.may_clear:
             self._pending_cleanup.add(self._ctx.pending_path(self._number), lambda: True)
 

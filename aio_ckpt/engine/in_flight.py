@@ -17,7 +17,7 @@ from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.pipeline import SavePipeline, keep_trace
-from aio_ckpt.engine.stages import CapturedSave, PendingSave, SaveCall, SaveTimer
+from aio_ckpt.engine.stages import CALL_STAGE, CapturedSave, PendingSave, SaveCall, SaveTimer
 from aio_ckpt.errors import (
     BusyError,
     EngineClosedError,
@@ -40,11 +40,9 @@ from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
 from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.ticket import SaveTicket
 
-__all__ = ["CALL_STAGE", "MAX_CALLS", "InFlight", "KnownSteps"]
+__all__ = ["MAX_CALLS", "InFlight", "KnownSteps"]
 
 _log = logging.getLogger("aio_ckpt")
-CALL_STAGE = "capture"
-"""Stage of what ``save()`` itself raises."""
 MAX_CALLS = sys.maxsize
 """Beyond the number of any call."""
 

@@ -87,9 +87,10 @@ class SavePipeline:
                 report = await self._watched(save)
         except BaseException as error:
             cause = first_cause(error)
-            tell_stage(cause, save.stage)
+            stage = save.failing_stage
+            tell_stage(cause, stage)
             with anyio.CancelScope(shield=True):
-                cause = await self._clean_up(save, cause)
+                cause = await self._clean_up(save, cause, stage)
                 await keep_trace(self.ctx, save, cause)
             if cause is error:
                 raise
@@ -340,9 +341,9 @@ class SavePipeline:
             raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
         return report
 
-    async def _clean_up(self, save: PendingSave, cause: BaseException) -> BaseException:
+    async def _clean_up(self, save: PendingSave, cause: BaseException, stage: str) -> BaseException:
         """The save has failed: tell the other ranks, then leave nothing behind. What it failed with first."""
-        end = await save.round.end(cause, limit_secs=_tell_secs(save.call.deadline))
+        end = await save.round.end(cause, stage=stage, limit_secs=_tell_secs(save.call.deadline))
         await undo.settle_failure(
             self.ctx.storage,
             self.ctx.pending_path(save.number) if end.may_clear else None,

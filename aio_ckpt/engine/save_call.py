@@ -25,7 +25,7 @@ from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession
-from aio_ckpt.engine.stages import SaveCall
+from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.memory.kind import StagingChoice
 from aio_ckpt.memory.lifetime import ArenaSpec, LifetimeManager
@@ -293,7 +293,8 @@ class SaveFrontend:
             )
         except BaseException as error:
             with contextlib.suppress(EngineClosedError):
-                self._portal.submit(SaveRound(members, self._ctx.executor, topic=topic).end, told_of(members, error))
+                agreement = SaveRound(members, self._ctx.executor, topic=topic)
+                self._portal.submit(functools.partial(agreement.end, told_of(members, error), stage=CALL_STAGE))
             raise
         coordinator.end_call(topic)
         if busy:

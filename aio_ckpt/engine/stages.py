@@ -28,7 +28,7 @@ from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile
 
-__all__ = ["CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank"]
+__all__ = ["CALL_STAGE", "CapturedSave", "PendingSave", "SaveCall", "SaveTimer", "WrittenRank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,8 @@ class WrittenRank:
     """CRC32 of the rank's manifest."""
 
 
+CALL_STAGE = "capture"
+"""Stage of what ``save()`` itself raises."""
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
 
 
@@ -188,6 +190,12 @@ class PendingSave:
     """Where it is, for errors: ``write``, ``agree`` or ``commit``."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline; None until the pipeline has begun."""
+
+    @property
+    def failing_stage(self) -> str:
+        """Where an error of now comes: in waves, ``save()`` itself raises it while there is more to capture."""
+        is_waiting = not self.captured.image.is_whole and self.progress.is_capturing
+        return CALL_STAGE if is_waiting else self.stage
 
     @property
     def step(self) -> int:

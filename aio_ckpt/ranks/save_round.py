@@ -192,15 +192,15 @@ class SaveRound:
 
     # -- the end of a save that failed ----------------------------------------------------------------
 
-    async def end(self, cause: BaseException, *, limit_secs: float | None = None) -> SaveEnd:
-        """The save fails here with ``cause``: tell the others, and decide whether the step is in doubt.
+    async def end(self, cause: BaseException, *, stage: str, limit_secs: float | None = None) -> SaveEnd:
+        """The save fails here with ``cause``, in ``stage``: tell the others, and decide whether the step is in doubt.
 
         The leader's reply is waited for as long as the leader lives, ``limit_secs`` at most.
         """
         self._mark_doubt(cause)  # first: the others are told of it
         first = told = None
         if self.state is not SaveState.COMMITTED:  # else all know, and nothing undoes it
-            first, told = await self.abort(cause, limit_secs=limit_secs)
+            first, told = await self.abort(cause, stage=stage, limit_secs=limit_secs)
         self.fail(cause, told)
         may_clear = self.state is SaveState.FAILED and (self.is_leader or told is not None)
         if first is not None and not self.is_leader and not isinstance(cause, PeerFailedError):
@@ -209,7 +209,7 @@ class SaveRound:
         return SaveEnd(cause=cause, may_clear=may_clear)
 
     async def abort(
-        self, cause: BaseException, *, limit_secs: float | None = None
+        self, cause: BaseException, *, stage: str, limit_secs: float | None = None
     ) -> tuple[PeerFailedError | None, PeerFailedError | None]:
         """Tell the others of ``cause``. The failure that the leader had told before, and the one that all are told."""
         members = self._members
@@ -220,7 +220,7 @@ class SaveRound:
                 await members.met()
                 first = told = await members.coordinator.failure(self._topic)
                 if told is None:
-                    told = await members.coordinator.abort(self._topic, cause, stage="write")
+                    told = await members.coordinator.abort(self._topic, cause, stage=stage)
             except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
                 cause.add_note(f"the other ranks could not be told: {error}")
         members.coordinator.end_call(self._topic)  # as the next heartbeat says

@@ -30,6 +30,11 @@ class CaptureProgress:
         self.is_paused = False
         """What is awaited has limits of its own."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether some chunk was not told of yet."""
+        return None in self._events
+
     def touch(self) -> None:
         """A byte or a message moved."""
         self.last = time.monotonic()

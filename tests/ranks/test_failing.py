@@ -93,6 +93,41 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_the_next_one_works(
     assert visible(tmp_path) == ["step_000000001", "step_000000003"]
 
 
+def fail_in_a_wave(rank: int, count: int, root: Path, failing: int) -> list[str]:
+    """The state of one rank fits its budget: its save goes on in the background, and nobody awaits it."""
+    found = []
+    budget_bytes = 256 << 10 if rank == failing else 64 << 20
+    with acting_engine(root, SECS, budget_bytes=budget_bytes) as (engine, storage):
+        for step in (1, 2, 3):
+            if rank == failing and step == 2:
+                storage.at, storage.act = ("write", "*"), no_space
+            try:
+                ticket = engine.save({f"mine{rank}": torch.full((1 << 20,), float(step))}, step=step)
+            except OSError as error:
+                found.append(str(error))
+            else:
+                found.append("saved")
+                if step != 2:
+                    ticket.result(SECS)
+        assert engine.steps() == [1, 3]
+        back: Any = engine.submit_read(3, only=None).result(SECS)
+        found.append(str(back[f"mine{rank}"].unique().tolist()))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_write_that_fails_in_a_wave_is_raised_once_where_it_failed_and_the_next_save_works(
+    two: Ranks, tmp_path: Path, failing: int
+) -> None:
+    """At the next call another rank would raise it where this one does not."""
+    outcomes = two.run(fail_in_a_wave, tmp_path, failing)
+    assert outcomes[1 - failing] == ["saved", "saved", "saved", "[3.0]"]
+    first, text, *last = outcomes[failing]
+    assert [first, *last] == ["saved", "saved", "[3.0]"]
+    assert "No space" in text
+
+
 def refuse_once(rank: int, count: int, root: Path) -> list[str]:
     found = []
     with acting_engine(root, SECS) as (engine, _):

@@ -384,8 +384,8 @@ def test_saves_in_flight_and_engines_side_by_side_never_mix(two: Ranks, tmp_path
     assert two.run(save_two_at_once, tmp_path) == [[True] * 4] * 2
 
 
-def save_beyond_the_budget(rank: int, count: int, root: Path) -> list[bool]:
-    config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=6 << 20)
+def save_beyond_the_budget(rank: int, count: int, root: Path, budgets: tuple[int, int]) -> list[bool]:
+    config = EngineConfig(stall_timeout_secs=SECS, budget_bytes=budgets[rank])
     state = {f"t{number}": whole(f"t{number}", 1 << 18) for number in range(8)} | {"n": 3, "of": PerRank(rank)}
     hits = []
     with SyncCheckpointEngine(root, config) as engine:
@@ -399,5 +399,15 @@ def save_beyond_the_budget(rank: int, count: int, root: Path) -> list[bool]:
     return hits
 
 
-def test_replicas_beyond_the_budget_are_captured_once_it_is_agreed_who_writes_what(two: Ranks, tmp_path: Path) -> None:
-    assert two.run(save_beyond_the_budget, tmp_path) == [[False, True]] * 2
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        pytest.param((6 << 20, 6 << 20), id="each holds its share"),
+        pytest.param((1 << 20, 256 << 10), id="both go in waves"),
+        pytest.param((64 << 20, 256 << 10), id="one goes in waves"),
+    ],
+)
+def test_replicas_beyond_the_budget_are_captured_once_it_is_agreed_who_writes_what(
+    two: Ranks, tmp_path: Path, budgets: tuple[int, int]
+) -> None:
+    assert two.run(save_beyond_the_budget, tmp_path, budgets) == [[False, True]] * 2

@@ -45,7 +45,7 @@ S = TypeVar("S", bound=ActingStorage)
 def engine_over(kind: type[S], root: Path, stall_secs: float, **settings: Any) -> Iterator[tuple[CheckpointEngine, S]]:
     executor = Executor("acting", 4)
     storage = kind(executor)
-    config = EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings)
+    config = EngineConfig(**{"stall_timeout_secs": stall_secs, "budget_bytes": 64 << 20, **settings})
     engine = CheckpointEngine(root, config, storage=storage)
     try:
         yield engine, storage
@@ -109,7 +109,7 @@ def held_engine(
 ) -> Iterator[tuple[CheckpointEngine, HeldCoordinator, ActingStorage]]:
     executor, coordinator = Executor("held", 4), HeldCoordinator()
     storage = ActingStorage(executor)
-    config = EngineConfig(stall_timeout_secs=stall_secs, budget_bytes=64 << 20, **settings)
+    config = EngineConfig(**{"stall_timeout_secs": stall_secs, "budget_bytes": 64 << 20, **settings})
     engine = CheckpointEngine(root, config, storage=storage, coordinator=coordinator)
     try:
         yield engine, coordinator, storage
