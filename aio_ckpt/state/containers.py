@@ -84,7 +84,7 @@ def has_fields(kind: type) -> bool:
     return dataclasses.is_dataclass(kind) or issubclass(kind, _NAMESPACES)
 
 
-_READ_AS_OBJECT: frozenset[type] = frozenset({list, tuple, collections.deque, *_NAMESPACES})
+_READ_AS_OBJECT: frozenset[type] = frozenset((list, tuple, collections.deque, *_NAMESPACES))
 _PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
 
 
