@@ -39,7 +39,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport
-from aio_ckpt.state.values import PerRank, UntrustedObject
+from aio_ckpt.state.values import PerRank, Shard, UntrustedObject
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 
@@ -71,6 +71,7 @@ __all__ = [
     "SaveCancelledError",
     "SaveReport",
     "SaveTicket",
+    "Shard",
     "SoloCoordinator",
     "SourceChangedError",
     "StallError",

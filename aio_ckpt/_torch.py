@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
@@ -33,6 +34,7 @@ __all__ = [
     "SHARDS_DIFFER",
     "AsyncCollectiveTensor",
     "PrefixStore",
+    "ShardedTensor",
     "StorageInfo",
     "Store",
     "bare_tensor",
@@ -61,6 +63,8 @@ _log = logging.getLogger("aio_ckpt")
 # -- imported above ---------------------------------------------------------------------------------
 # StorageInfo: what DCP pickles into `.metadata` for the place of an item. If it moves, follow `FileSystemWriter`: the
 #   pickled module and name have to be those of the running torch. Allow the new name in `format/dcp_metadata_read` too.
+# ShardedTensor: what FSDP1 without a mesh and TorchRec give in a `state_dict()`. If it moves, DCP's planner has its new
+#   place; if it goes, so does `state/shards.py`.
 # create_chunk_list: the box of the global tensor that this rank holds of a DTensor. If it moves, take what
 #   `default_planner` calls. `compute_local_shape_and_global_offset` is no replacement: it moved more often.
 # AsyncCollectiveTensor: a tensor whose values another rank may still be sending. If it moves, follow

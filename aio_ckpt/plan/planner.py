@@ -251,10 +251,11 @@ def make_plan(
     for name, first in zip(tensor_names, aliases, strict=True):
         tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(names), shard_offsets(write_items, names[0]), spec, envelope.render(spec))
+        Placement(leaf, tuple(names), offsets, spec, envelope.render(spec))
         for leaf, names in tied.items()
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
         for spec in (structure.stored_spec(leaf),)
+        for offsets in (structure.offsets(leaf) or shard_offsets(write_items, names[0]),)
     ]
     image = plan_image(structure, placements, fingerprint, gather_bytes=gather_bytes, budget_bytes=budget_bytes)
     plan = _plan_of(image, aliases, object_names, source_bytes)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, eq
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +24,7 @@ from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.objects import as_tensor
 from aio_ckpt.state.tensor_memory import extent_bytes, needed_bytes
-from aio_ckpt.state.values import LeafKind
+from aio_ckpt.state.values import LeafKind, Shard
 
 __all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
 
@@ -37,7 +38,7 @@ class Leaves:
     types: list[type]
     """Exact type of every tensor leaf."""
     shards: dict[int, tuple[object, ...]]
-    """Of DTensor leaves: global shape, key of the mesh, placements."""
+    """Of DTensor leaves: global shape, key of the mesh, placements. Of ``Shard`` leaves: global shape, offsets."""
     objects: list[tuple[str, object]]
     """Name and value of every leaf stored as an object."""
 
@@ -49,7 +50,7 @@ class Leaves:
         else:
             # Twice, and no list of rows: thousands of live tuples would wake the garbage collector.
             leaves = [
-                as_tensor(value, kind)
+                value if kind is LeafKind.TENSOR else as_tensor(value, kind)
                 for value, kind in zip(flat.values, flat.kinds, strict=True)
                 if kind is not LeafKind.OBJECT
             ]
@@ -58,13 +59,18 @@ class Leaves:
         types = list(map(type, leaves))
         shards: dict[int, tuple[object, ...]] = {}
         tensors: list[torch.Tensor] = leaves  # type: ignore[assignment]
-        if DTensor in types:
+        found = set(types) - _WHOLE_TYPES
+        if DTensor in found:
             positions = [position for position, kind in enumerate(types) if kind is DTensor]
             sharded: list[DTensor] = [leaves[position] for position in positions]  # type: ignore[misc]
             shards = dict(zip(positions, _shards(sharded), strict=True))
             tensors = list(tensors)
             for position, leaf in zip(positions, sharded, strict=True):
                 tensors[position] = local_tensor(leaf)
+        if found - {DTensor}:
+            mine = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Shard)}
+            shards |= {at: (leaf.global_shape, leaf.offsets) for at, leaf in mine.items()}
+            tensors = [mine[at].tensor if at in mine else tensor for at, tensor in enumerate(tensors)]
         return cls(tensors=tensors, types=types, shards=shards, objects=objects)
 
 
@@ -72,6 +78,8 @@ class Leaves:
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _mesh, _placements = attrgetter("device_mesh"), attrgetter("placements")
 _stride, _is_conj, _is_neg = torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg
+
+_WHOLE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _MESH_KEYS: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionary()
 """What :func:`_mesh_key` has found."""
@@ -102,7 +110,7 @@ class Structure:
     neg: list[bool]
     """Negative bit of every tensor leaf."""
     shards: dict[int, tuple[object, ...]]
-    """Of DTensor leaves: global shape, key of the mesh, placements."""
+    """Of DTensor leaves: global shape, key of the mesh, placements. Of ``Shard`` leaves: global shape, offsets."""
 
     @classmethod
     def of(cls, flat: tree.FlatState, leaves: Leaves) -> Structure:
@@ -158,6 +166,13 @@ class Structure:
         if self.conj[leaf] or self.neg[leaf]:  # resolved by a copy, which is packed row by row
             return TensorSpec(self.dtypes[leaf], shape, envelope.row_major_stride(shape))
         return TensorSpec(self.dtypes[leaf], shape, envelope.stored_stride(shape, self.strides[leaf]))
+
+    def offsets(self, leaf: int) -> tuple[int, ...] | None:
+        """Where a ``Shard`` leaf says that it begins in its global tensor; None for any other leaf."""
+        if not issubclass(self.types[leaf], Shard):
+            return None
+        offsets: Any = self.shards[leaf][1]
+        return tuple(offsets)
 
     def digest(self, aliases: Sequence[int]) -> bytes:
         """16 bytes that ranks compare; covers the alias partition too."""
@@ -233,7 +248,7 @@ def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def check_whole(flat: tree.FlatState, structure: Structure) -> None:
-    """For an engine of one rank: no DTensor may have parts elsewhere, or they would be missing without a word.
+    """For an engine of one rank: no shard may have parts elsewhere, or they would be missing without a word.
 
     Raises:
         UnsupportedLeafError: names the shard, its shape and that of its tensor.
@@ -243,7 +258,8 @@ def check_whole(flat: tree.FlatState, structure: Structure) -> None:
         if shape != tuple(structure.shapes[position]):
             raise UnsupportedLeafError(
                 f"{names[position]!r}: a shard of shape {tuple(structure.shapes[position])} of a tensor of shape "
-                f"{shape}, and this engine saves for one rank: give its full_tensor(), or an engine for all ranks"
+                f"{shape}, and this engine saves for one rank: give the whole tensor (as a DTensor's "
+                "full_tensor()), or an engine for all ranks"
             )
 
 

@@ -18,25 +18,24 @@ from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.read.catalog import Shards
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.tensor_memory import are_apart, look_of, memory_fault, memory_of, span_of
+from aio_ckpt.state.values import Shard, Target
 
 __all__ = ["fillable", "layouts_below", "tensors_below"]
 
 
-def tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, torch.Tensor]:
+def tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
     """Tensors of ``value.state_dict()``, which is called once, that have one of ``names``."""
     leaves = tree.leaves_of(value.state_dict(), prefix, rank=rank)
-    return {name: leaf for name in names if isinstance(leaf := leaves.get(name), torch.Tensor)}
+    return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
 
 
-def layouts_below(
-    prefix: str, value: Any, names: Iterable[str], there: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def layouts_below(prefix: str, value: Any, names: Iterable[str], there: Mapping[str, Target]) -> dict[str, Target]:
     """Tensors whose layout and device fresh ones take, by name.
 
-    They are the DTensors that are there and, for an optimizer that was not stepped yet, its parameters:
+    They are the DTensors and shards that are there and, for an optimizer that was not stepped yet, its parameters:
     ``load_state_dict`` of torch moves the state of a parameter to the parameter's device.
     """
-    found: dict[str, torch.Tensor] = {name: tensor for name, tensor in there.items() if isinstance(tensor, DTensor)}
+    found: dict[str, Target] = {name: own for name, own in there.items() if isinstance(own, (DTensor, Shard))}
     if not isinstance(value, torch.optim.Optimizer):
         return found
     parameters = [parameter for group in value.param_groups for parameter in group["params"]]
@@ -51,11 +50,11 @@ def layouts_below(
 
 
 def fillable(
-    there: Mapping[str, torch.Tensor],
+    there: Mapping[str, Target],
     shards: Mapping[str, Shards],
     stateful: Iterable[Any],
     taken: Sequence[tuple[int, int]],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Target]:
     """Those of ``there``, which fit what is stored, that are filled where they are, by name.
 
     Left out are tensors that share memory with another of these or with ``taken`` (address and bytes each), that are

@@ -12,7 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import settle
-from aio_ckpt.state.values import UntrustedObject
+from aio_ckpt.state.values import OwnedShard, Shard, Target, UntrustedObject
 from aio_ckpt.storage.local import PageCache, Storage
 
 __all__ = [
@@ -333,9 +333,9 @@ class _LoadPlan:
     """Bytes of objects as read."""
     by_dcp: dict[str, Any] = field(default_factory=dict)
     """Name -> target of what DCP's own reader must read; None for an object."""
-    live: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    live: Mapping[str, Target] = field(default_factory=dict)
     """Names below Stateful values that are read into a tensor that is there."""
-    layouts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    layouts: Mapping[str, Target] = field(default_factory=dict)
     """Names below Stateful values that are read into a fresh tensor like this one."""
     skip_untrusted: bool = False
     """Leave objects that need trust unread."""
@@ -345,7 +345,7 @@ class _LoadPlan:
     """Devices of targets that are no host memory."""
 
     def add_all(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], values: Iterable[str], objects: Iterable[str], trusted: bool
+        self, tensors: Iterable[tuple[str, Target]], values: Iterable[str], objects: Iterable[str], trusted: bool
     ) -> None:
         """Plan ``tensors`` into their memory, ``values`` into that of ``live`` or new memory, and ``objects``."""
         for name, tensor in tensors:
@@ -373,22 +373,30 @@ class _LoadPlan:
         self.untrusted[name] = str(error)
 
     def _add_values(self, names: Iterable[str]) -> None:
-        made: dict[tuple[int, ...], torch.Tensor] = {}
+        made: dict[tuple[int, ...], Target] = {}
         for name in names:
             shards: Shards = self.source.items.get(name) or self.source.transformed[name]
             target, like = self.live.get(name), shard_like(self.layouts.get(name), shards)
+            if isinstance(like, OwnedShard):  # only its owner can be given to load_state_dict
+                target = like
             key = (id(target), id(like), *map(id, shards))  # tied names are read once
             if key not in made:
                 made[key] = _new_tensor(name, shards, like) if target is None else target
                 self._add_tensor(name, made[key])
-            self.values[name] = made[key]
+            value = made[key]
+            self.values[name] = value.owner if isinstance(value, OwnedShard) else value
 
-    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def _add_tensor(self, name: str, target: Target) -> None:
         items = self.source.items.get(name)
         if items is None:
-            self.by_dcp[name] = tensor
+            if isinstance(target, Shard):
+                raise TemplateMismatchError(
+                    f"{name!r}: written through an extension of DCP, whose reader fills no Shard: give the whole tensor"
+                )
+            self.by_dcp[name] = target
             return
-        offsets: Sequence[int] = (0,) * tensor.dim()
+        tensor = target.tensor if isinstance(target, Shard) else target
+        offsets: Sequence[int] = target.offsets if isinstance(target, Shard) else (0,) * tensor.dim()
         if type(tensor) is DTensor:
             shard = create_chunk_list(tensor)[0]
             offsets = shard.offsets
@@ -404,14 +412,16 @@ class _LoadPlan:
         self.plan.add_tensor(items, offsets, tensor)
 
 
-def _new_tensor(name: str, shards: Shards, like: torch.Tensor | None) -> torch.Tensor:
-    """Memory of the stored dtype with the device, mesh and placements of ``like``.
+def _new_tensor(name: str, shards: Shards, like: Target | None) -> Target:
+    """Memory of the stored dtype with the device, mesh and placements, or the box, of ``like``.
 
     Without ``like``, host memory for the whole tensor, laid out as it is stored where that is one item.
 
     Raises:
         CorruptCheckpointError: more than the shards can hold; nothing was allocated.
     """
+    if isinstance(like, Shard):
+        return replace(like, tensor=torch.empty_like(like.tensor, dtype=shards[0].dtype, requires_grad=False))
     if like is not None:
         return torch.empty_like(like, dtype=shards[0].dtype, requires_grad=False)
     first, shape = shards[0], global_shape(shards)

@@ -28,7 +28,7 @@ from aio_ckpt.state.tensor_memory import (
     overlapping,
     span_of,
 )
-from aio_ckpt.state.values import LeafKind
+from aio_ckpt.state.values import LeafKind, Shard, Target
 
 __all__ = ["Match", "OnMatched", "WholeTarget", "at_once", "match_template", "shard_like"]
 
@@ -53,7 +53,7 @@ class Match:
 
     whole: list[WholeTarget] = field(default_factory=list)
     """Host tensors whose bytes are those of one item: what most are."""
-    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    tensors: list[tuple[str, Target]] = field(default_factory=list)
     """Other names that are read into memory of the template."""
     arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
     """Names whose numpy value is replaced: a scalar, or an array that nothing may write to."""
@@ -61,9 +61,9 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
-    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    live: dict[str, Target] = field(default_factory=dict)
     """Names below Stateful values -> the tensor of ``state_dict()`` that is filled. Tied names have the same one."""
-    layouts: dict[str, torch.Tensor] = field(default_factory=dict)
+    layouts: dict[str, Target] = field(default_factory=dict)
     """Names below Stateful values -> a tensor like which fresh memory is laid out, and which shard is read."""
     compounds: list[CompoundTarget] = field(default_factory=list)
     """Compound tensors of the template, whose parts are among ``whole`` and ``tensors``."""
@@ -131,9 +131,14 @@ def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | 
     return None
 
 
-def shard_like(there: torch.Tensor | None, shards: Shards) -> torch.Tensor | None:
+def shard_like(there: Target | None, shards: Shards) -> Target | None:
     """``there``, where what is stored is of its shape: below a Stateful value a scalar may stand in for a shard."""
-    return there if there is not None and there.shape == global_shape(shards) else None
+    return there if there is not None and _shape(there) == global_shape(shards) else None
+
+
+def _shape(tensor: Target) -> tuple[int, ...]:
+    """Of the global tensor."""
+    return tuple(tensor.global_shape if isinstance(tensor, Shard) else tensor.shape)
 
 
 # -- leaves -----------------------------------------------------------------------------------------
@@ -161,10 +166,10 @@ def _match_leaves(
         elif kind is LeafKind.TENSOR and (address := _whole_address(cast("torch.Tensor", value), shards)):
             whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
-            tensor = cast("torch.Tensor", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
+            tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
             if fault := _tensor_fault(tensor, shards):
                 faults.append(f"{name!r} {fault}")
-            elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, tensor)):
+            elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, memory_of(tensor))):
                 into.tensors.append((name, tensor))
             else:
                 into.arrays.append((name, kind))
@@ -260,15 +265,16 @@ def _whole_address(tensor: torch.Tensor, shards: Shards) -> int:
     return 0
 
 
-def _tensor_fault(tensor: torch.Tensor, shards: Shards) -> str | None:
-    if is_lazy(tensor) or tensor.is_nested:
-        return memory_fault(tensor)
-    if tensor.dtype is not shards[0].dtype:
-        return f"is {tensor.dtype} in the template and {shards[0].dtype} in the checkpoint"
+def _tensor_fault(tensor: Target, shards: Shards) -> str | None:
+    bare = tensor.tensor if isinstance(tensor, Shard) else tensor
+    if is_lazy(bare) or bare.is_nested:
+        return memory_fault(bare)
+    if bare.dtype is not shards[0].dtype:
+        return f"is {bare.dtype} in the template and {shards[0].dtype} in the checkpoint"
     shape = global_shape(shards)
-    if tensor.shape != shape:
-        return f"has shape {tuple(tensor.shape)} in the template and {shape} in the checkpoint"
-    return memory_fault(tensor)
+    if _shape(tensor) != shape:
+        return f"has shape {_shape(tensor)} in the template and {shape} in the checkpoint"
+    return memory_fault(bare)
 
 
 def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
@@ -289,7 +295,7 @@ def _match_stateful(
     faults: list[str] = []
     names = wanted_names(checkpoint, rank=rank, only=None)
     shards = checkpoint.catalog.shards
-    there: dict[str, torch.Tensor] = {}
+    there: dict[str, Target] = {}
     for prefix, value in template.stateful:
         below = [name for name in names if tree.is_below(name, prefix)]
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import (
     AsyncCollectiveTensor,
+    ShardedTensor,
     bare_tensor,
     mark_coalesced,
     quantized_tensor,
@@ -82,7 +83,7 @@ def is_compound(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     if kind in _PLAIN_TYPES:
         return kind is not DTensor and (tensor.layout in _SPARSE or tensor.dtype in _QUANTIZED)
-    if issubclass(kind, (DTensor, AsyncCollectiveTensor)) or is_lazy(tensor) or tensor.is_nested:
+    if issubclass(kind, (DTensor, AsyncCollectiveTensor, ShardedTensor)) or is_lazy(tensor) or tensor.is_nested:
         return False
     return _is_wrapper(kind) or (has_own_memory(tensor) and tensor.layout is torch.strided)
 

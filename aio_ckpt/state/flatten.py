@@ -48,6 +48,7 @@ from aio_ckpt.state.objects import (
     is_immutable,
     type_name,
 )
+from aio_ckpt.state.shards import ShardedTensor, shard_of
 from aio_ckpt.state.skeleton import (
     MAPPINGS,
     TENSOR_WITH_GRAD,
@@ -70,7 +71,7 @@ from aio_ckpt.state.skeleton import (
     unflatten_dcp,
     unique_names,
 )
-from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
+from aio_ckpt.state.values import LeafKind, PerRank, Shard, StockCopy
 
 __all__ = [
     "TENSOR_TYPES",
@@ -105,6 +106,7 @@ __all__ = [
 ]
 
 TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
+_SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 _UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
 """Opaque dtypes of less than a byte, or of no number at all: DCP's planner fails on them."""
 
@@ -112,6 +114,10 @@ _UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re
 def tensor_fault(value: Any) -> str | None:
     """Why no item can hold this tensor, and what to give instead; None if it can."""
     kind = type(value)
+    if isinstance(value, Shard):
+        kind, value = type(value.tensor), value.tensor
+        if kind not in _SHARDED:
+            return f"a Shard over a {type_name(value)}; give a Shard over a plain tensor"
     if is_lazy(value):
         return f"a {kind.__name__} has no shape yet; run one forward pass first"
     if issubclass(kind, AsyncCollectiveTensor):
@@ -124,9 +130,9 @@ def tensor_fault(value: Any) -> str | None:
     if tensor.is_nested:
         return "a nested tensor; give its parts with .unbind()"
     if tensor.layout is not torch.strided:
-        return f"a tensor of layout {tensor.layout}; give .to_dense()"
+        return f"a tensor of layout {tensor.layout}, which no item holds here; give .to_dense()"
     if tensor.is_quantized:
-        return f"a quantized tensor of {tensor.dtype}, several integers a byte; give .dequantize()"
+        return f"a quantized tensor of {tensor.dtype}, which no item holds here; give .dequantize()"
     if tensor.dtype in _UNPLANNED_DTYPES:
         return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
     if tensor.device.type == "meta":
@@ -170,6 +176,7 @@ _CODES: dict[type, int] = {
     **_LEAVES,
     **{kind: int(code) for code, kind in MAPPINGS.items()},
     PerRank: int(Container.PER_RANK),
+    Shard: int(LeafKind.TENSOR),
 }
 
 
@@ -219,7 +226,7 @@ def flatten(state: object, *, rank: int) -> FlatState:
     if not walk.names:
         raise EmptyStateError("the state holds no leaf: give at least one tensor or object")
     skeleton, _ = walk.apart(skeleton)
-    skeleton = _with_grads(skeleton, walk.values, walk.kinds)
+    skeleton = _with_grads(skeleton, walk.tensors(), walk.kinds)
     names = unique_names(walk.names)
     if walk.copies:
         names = [*names, *walk.copies]
@@ -319,6 +326,8 @@ class _Walk:
     """Whether the walk is inside such a container."""
     barred: int = 0
     """How often the walk met what no copy can hold."""
+    has_shards: bool = False
+    """Whether a leaf is a :class:`Shard`."""
 
     def root(self, state: object, depth: int = 0) -> Skeleton:
         """The skeleton of the state itself, which must be a mapping or Stateful."""
@@ -398,14 +407,24 @@ class _Walk:
         self.names.append(name or "")
         self.values.append(value)
         self.kinds.append(kind)
+        if isinstance(value, Shard):
+            self.has_shards = True
+            self.barred += 1
         return kind
+
+    def tensors(self) -> list[Any]:
+        """The tensor leaves, with the tensors of shards in their places."""
+        found = self.values
+        if self.kinds.count(LeafKind.TENSOR) < len(found):
+            found = list(compress(found, map(is_, self.kinds, repeat(LeafKind.TENSOR))))
+        return [value.tensor if isinstance(value, Shard) else value for value in found] if self.has_shards else found
 
     def apart(self, skeleton: Skeleton) -> tuple[Skeleton, list[tuple[str, CompoundTensor]]]:
         """``skeleton`` with the parts of compound tensors as leaves, and those tensors with their names.
 
         A pass behind the walk, whose hot loop asks no tensor for its layout: 20,000 plain ones take 1 ms.
         """
-        if _are_plain(_tensors_of(self.values, self.kinds)):
+        if _are_plain(self.tensors()):
             return skeleton, []
         rows = list(zip(self.names, self.values, self.kinds, strict=True))
         found: list[tuple[str, CompoundTensor]] = []
@@ -415,7 +434,9 @@ class _Walk:
 
     def part(self, name: str, value: Any, kind: LeafKind, found: list[tuple[str, CompoundTensor]]) -> Skeleton:
         """The skeleton of a leaf, or of a compound tensor."""
-        if kind is not LeafKind.TENSOR or not is_compound(value):
+        if isinstance(value, ShardedTensor):
+            return self.leaf(shard_of(value, name), name, kind)
+        if kind is not LeafKind.TENSOR or isinstance(value, Shard) or not is_compound(value):
             return self.leaf(value, name, kind)
         compound = take_apart(value, name)
         found.append((name, compound))
@@ -503,15 +524,17 @@ def _copy_bytes(values: Sequence[object]) -> float:
     return total
 
 
-def _with_grads(skeleton: Skeleton, values: list[Any], kinds: list[LeafKind]) -> Skeleton:
+def _with_grads(skeleton: Skeleton, tensors: list[Any], kinds: Sequence[LeafKind]) -> Skeleton:
     """``skeleton``, where leaf tensors that require gradients are marked. One pass in C where none does."""
-    if not any(map(_requires_grad, _tensors_of(values, kinds))):
+    if not any(map(_requires_grad, tensors)):
         return skeleton
-    codes = (
-        TENSOR_WITH_GRAD if kind is LeafKind.TENSOR and value.requires_grad and value.is_leaf else kind
-        for kind, value in zip(kinds, values, strict=True)
-    )
+    left = iter(tensors)
+    codes = (_code_of(next(left)) if kind is LeafKind.TENSOR else kind for kind in kinds)
     return _with_nodes(skeleton, codes)
+
+
+def _code_of(tensor: torch.Tensor) -> int:
+    return TENSOR_WITH_GRAD if tensor.requires_grad and tensor.is_leaf else LeafKind.TENSOR
 
 
 def _with_nodes(node: Any, nodes: Iterator[Skeleton]) -> Skeleton:
@@ -519,13 +542,6 @@ def _with_nodes(node: Any, nodes: Iterator[Skeleton]) -> Skeleton:
     if isinstance(node, int):
         return next(nodes)
     return (*node[:2], tuple([_with_nodes(child, nodes) for child in node[2]]), *node[3:])
-
-
-def _tensors_of(values: list[Any], kinds: list[LeafKind]) -> list[Any]:
-    """The values that are tensor leaves."""
-    if kinds.count(LeafKind.TENSOR) == len(kinds):
-        return values
-    return list(compress(values, map(is_, kinds, repeat(LeafKind.TENSOR))))
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
@@ -619,7 +635,7 @@ def _holds_leaves(values: Any, name: str | None, depth: int, without: set[int], 
     """
     nested = False
     for kind in set(map(type, values)) - _NO_LEAVES:
-        if issubclass(kind, (torch.Tensor, PerRank)) or _is_stateful_type(kind):
+        if issubclass(kind, (torch.Tensor, PerRank, Shard)) or _is_stateful_type(kind):
             return True
         is_keyed = is_mapping(kind)
         if is_keyed and not tensors_only:
@@ -674,7 +690,7 @@ class _PutBack:
     def leaf(self, value: Any, name: str | None, code: int) -> Any:
         if self.names is not None:
             name = self.names[self.leaf_number]
-            self.leaf_number += len(list(plain_tensors(value))) if code == LeafKind.TENSOR else 1
+            self.leaf_number += len(list(plain_tensors(value))) if isinstance(value, torch.Tensor) else 1
         return value if name is None or code == LeafKind.TENSOR else self.objects.get(name, value)
 
     def entered(self, value: Any, code: int, name: str | None) -> Any:

@@ -34,7 +34,7 @@ from aio_ckpt.state.harmless import (
     harmless_type,
     is_short,
 )
-from aio_ckpt.state.values import LeafKind, StockCopy
+from aio_ckpt.state.values import LeafKind, Shard, StockCopy
 
 __all__ = [
     "MAX_DEPTH",
@@ -155,13 +155,13 @@ def _check_stored(data: bytes, name: str) -> None:
 
 
 def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
-    """The tensor that stores a TENSOR, ARRAY or SCALAR_ARRAY leaf; same shape and elements.
+    """The tensor that stores a TENSOR, ARRAY or SCALAR_ARRAY leaf; same shape and elements. Of a Shard, its tensor.
 
     An array shares its memory with the result unless it is read-only, unaligned or has strides that torch lacks
     (negative, or no multiple of the element): those are copied. A scalar is copied.
     """
-    if kind is LeafKind.TENSOR and isinstance(value, torch.Tensor):
-        return value
+    if kind is LeafKind.TENSOR and isinstance(value, (torch.Tensor, Shard)):
+        return value.tensor if isinstance(value, Shard) else value
     if kind is LeafKind.SCALAR_ARRAY and isinstance(value, np.generic):
         return torch.from_numpy(np.array(value))
     if kind is LeafKind.ARRAY and isinstance(value, np.ndarray):

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import local_tensor
 from aio_ckpt.format.manifests import IntArray
+from aio_ckpt.state.values import Shard, Target
 
 __all__ = [
     "are_apart",
@@ -41,13 +42,17 @@ def look_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that is written to: a DTensor's local one."""
+def memory_of(tensor: Target) -> torch.Tensor:
+    """The tensor that is written to: a DTensor's local one, that of a Shard."""
+    if isinstance(tensor, Shard):
+        return tensor.tensor
     return local_tensor(tensor) if type(tensor) is DTensor else tensor
 
 
-def memory_fault(tensor: torch.Tensor) -> str | None:
+def memory_fault(tensor: Target) -> str | None:
     """Why nothing can be read into the memory of a tensor; None if it can."""
+    if isinstance(tensor, Shard):
+        tensor = tensor.tensor
     if is_lazy(tensor):
         return "has no shape yet in the template: run one forward pass first"
     if tensor.is_nested:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
-__all__ = ["LeafKind", "PerRank", "StockCopy", "UntrustedObject"]
+import torch
+
+from aio_ckpt.errors import ConfigError
+
+__all__ = ["LeafKind", "OwnedShard", "PerRank", "Shard", "StockCopy", "Target", "UntrustedObject"]
 
 
 class LeafKind(IntEnum):
@@ -25,6 +31,51 @@ class PerRank:
 
     value: object
     """Any state that ``save`` takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A box of a global tensor, of which other ranks hold the rest under the same name.
+
+    For whoever shards without DTensor (Megatron). The shards of all ranks together cover the tensor; equal boxes are
+    replicas. ``load`` fills ``tensor`` from whatever shards are stored; ``read`` gives the whole tensor.
+
+    Raises:
+        ConfigError: the box does not lie inside ``global_shape``.
+    """
+
+    tensor: torch.Tensor
+    """Elements of the box, a plain tensor; may be empty."""
+    global_shape: Sequence[int]
+    """Shape of the global tensor; kept as a tuple."""
+    offsets: Sequence[int]
+    """Where the box begins in the global tensor, in elements per dimension; kept as a tuple."""
+
+    def __post_init__(self) -> None:
+        shape, offsets = tuple(map(int, self.global_shape)), tuple(map(int, self.offsets))
+        object.__setattr__(self, "global_shape", shape)
+        object.__setattr__(self, "offsets", offsets)
+        box = tuple(self.tensor.shape)
+        is_inside = len(box) == len(shape) == len(offsets) and all(
+            start >= 0 and start + size <= whole for start, size, whole in zip(offsets, box, shape, strict=True)
+        )
+        if not is_inside:
+            raise ConfigError(
+                f"Shard: a box of shape {box} at {offsets} does not lie inside a tensor of shape {shape}: give as many "
+                "dimensions to each, and offsets in elements"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedShard(Shard):
+    """The shard of a tensor that knows its own place."""
+
+    owner: torch.Tensor
+    """The tensor."""
+
+
+Target: TypeAlias = torch.Tensor | Shard
+"""What a load fills."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as TorchShard
+from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -22,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import aio_ckpt
 from aio_ckpt import SyncCheckpointEngine, _torch
 from aio_ckpt.dcp import Reader
+from aio_ckpt.state.shards import shard_of
 
 PACKAGE = Path(aio_ckpt.__file__).parent
 PRIVATE = re.compile(
@@ -75,6 +80,19 @@ def test_a_dtensor_over_other_memory_is_laid_out_as_the_first(sharded: DTensor) 
     made = _torch.dtensor_over(memory, sharded)
     assert (made.shape, made.placements, made.device_mesh) == (sharded.shape, sharded.placements, sharded.device_mesh)
     assert made.to_local().data_ptr() == memory.data_ptr()
+
+
+def test_a_sharded_tensor_tells_its_shards_and_its_shape(sharded: DTensor) -> None:
+    shard = TorchShard.from_tensor_and_offsets(torch.ones(2, 2), [2, 0], 1)
+    metadata = ShardedTensorMetadata(
+        [ShardMetadata([0, 0], [2, 2], "rank:0/cpu"), shard.metadata],
+        torch.Size((4, 2)),
+        TensorProperties(torch.float32),
+    )
+    made = _torch.ShardedTensor._init_from_local_shards_and_global_metadata([shard], metadata)
+    found = shard_of(made, "w")
+    assert (found.tensor.tolist(), found.global_shape, found.offsets) == ([[1, 1], [1, 1]], (4, 2), (2, 0))
+    assert found.owner is made
 
 
 def test_default_store_is_that_of_the_default_group(sharded: DTensor) -> None:

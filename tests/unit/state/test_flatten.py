@@ -30,13 +30,14 @@ from torch.nn.parameter import UninitializedParameter
 from tree_states import Point, adamw, dcp_values, round_trip, same, stored
 
 from aio_ckpt.errors import (
+    ConfigError,
     EmptyStateError,
     SourceChangedError,
     UnsafeObjectError,
     UnsupportedLeafError,
 )
 from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
+from aio_ckpt.state.values import LeafKind, PerRank, Shard, StockCopy
 
 
 def test_an_adamw_state_comes_back_exactly_and_is_taken_by_the_optimizer():
@@ -627,6 +628,37 @@ def fake():
 def test_a_tensor_that_no_item_can_hold_is_refused_by_name(make, word):
     flat = tree.flatten({"some": [make()]}, rank=0)
     with pytest.raises(UnsupportedLeafError, match=rf"'some\.0'.*{word}"):
+        tree.check_leaves(flat)
+
+
+def test_a_shard_is_a_tensor_leaf_in_every_container():
+    shard = Shard(torch.ones(2, 3), (4, 3), [2, 0])
+    assert (shard.global_shape, shard.offsets) == ((4, 3), (2, 0))
+    state = {"a": shard, "b": (shard, 1), "c": {str(i): shard for i in range(20)}, "d": [[shard]], "e": torch.ones(1)}
+    flat = tree.flatten(state, rank=0)
+    assert [name for name, value in zip(flat.names, flat.values, strict=True) if value is shard][:3] == [
+        "a",
+        "b.0",
+        "c.0",
+    ]
+    assert flat.kinds.count(LeafKind.TENSOR) == 24
+    assert "b" not in flat.names  # nor a second item for stock, which would pickle it
+    tree.check_leaves(flat)
+    needing = Shard(torch.ones(2, 3).requires_grad_(), (4, 3), (2, 0))
+    assert tree.flatten({"a": needing, "b": 1}, rank=0).skeleton[2] == (4, LeafKind.OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets"), [((4, 3), (3, 0)), ((4, 3), (-1, 0)), ((4, 3), (0,)), ((4,), (0, 0)), ((4, 2), (0, 0))]
+)
+def test_a_shard_outside_of_its_tensor_is_refused(shape, offsets):
+    with pytest.raises(ConfigError, match=r"Shard: a box of shape \(2, 3\) at .* does not lie inside"):
+        Shard(torch.ones(2, 3), shape, offsets)
+
+
+def test_a_shard_over_a_tensor_that_is_no_plain_one_is_refused_by_name():
+    flat = tree.flatten({"s": Shard(torch.eye(2).to_sparse(), (4, 2), (0, 0))}, rank=0)
+    with pytest.raises(UnsupportedLeafError, match="'s': a tensor of layout"):
         tree.check_leaves(flat)
 
 
