@@ -1,6 +1,6 @@
 """Turn values into the bytes of a checkpoint and back: pure, without a file and without a thread.
 
-In: tensor specs, tables and manifests, or bytes that nobody has vouched for. Out: the ``torch.save`` zip of one tensor,
+In: tensor specs, tables and manifests, or bytes that are not trusted. Out: the ``torch.save`` zip of one tensor,
 our root and rank manifests, DCP's ``.metadata``, the names of files and directories; and all of these parsed, which
 runs no code. Imports ``errors``, ``config`` and ``reports`` only.
 """

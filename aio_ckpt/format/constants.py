@@ -15,22 +15,21 @@ MAX_DIMS = 64
 """Dimensions of a tensor, at most (format)."""
 
 PAGE_BYTES = 4096
-"""Data files are padded to it and direct I/O keeps to it (format)."""
+"""Data files are padded to a multiple of this, which direct I/O needs (format)."""
 
 
 def align_up(value: int, alignment: int) -> int:
-    """Smallest multiple of ``alignment`` that is at least ``value``."""
+    """Return the smallest multiple of ``alignment`` that is at least ``value``."""
     return -(-value // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the envelope of a tensor item is a function of."""
+    """Arguments of the envelope of a tensor item: equal specs have equal envelopes."""
 
     dtype: torch.dtype
-    """Element type."""
     shape: tuple[int, ...]
-    """Local shape: that of the shard, not of the global tensor."""
+    """Shape of the shard, not of the global tensor."""
     stride: tuple[int, ...]
     """Stride of the stored bytes, in elements: the tensor's own if it is dense, else contiguous."""
 
@@ -44,7 +43,7 @@ class Envelope:
     trailer: bytes
     """Constant but for the CRC32 fields, which are zero here."""
     crc_offsets: tuple[int, ...]
-    """Where in the trailer the little-endian CRC32 of the raw bytes goes."""
+    """Offsets in the trailer at which the little-endian CRC32 of the raw bytes is stored."""
     raw_bytes: int
     """Length of the raw bytes."""
 

@@ -55,7 +55,7 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
         found = _Unpickler(io.BytesIO(data)).load()
         fault = _metadata_fault(found)
     except MemoryError:
-        raise  # of this machine: lengths beyond the data were refused before
+        raise  # this machine has no memory left: lengths beyond the data were refused before
     except _UnknownError as exc:
         raise FormatVersionError(f"{name}: {exc}; a newer torch or a newer aio_ckpt may read it") from exc
     except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
@@ -108,25 +108,25 @@ def _log_unknown_fields(metadata: Metadata, name: str) -> None:
         _log.info("%s: a newer torch wrote fields that this aio_ckpt does not know; they are ignored: %s", name, fields)
 
 
-class _Sealed(type):
-    """A class that a pickle cannot change: BUILD on a class would set attributes for the whole process."""
+class _FrozenType(type):
+    """Metaclass of classes that a pickle cannot change. BUILD on a class would set attributes for the whole process."""
 
     def __setattr__(cls, key: str, value: object) -> None:
         raise pickle.UnpicklingError(f"the pickle sets {key!r} of a class")
 
 
 def _stand_in(real: type) -> type:
-    """A class whose instances are of class ``real``, without ``real`` itself in the pickle's hands."""
+    """Return a class whose instances are of class ``real``. The pickle gets this class and never ``real``."""
 
     def new(cls: type) -> object:
-        # An older torch wrote fewer fields of this one, and a default_factory leaves nothing on the class.
+        # An older torch wrote fewer fields of StorageMeta. A default_factory leaves no default on the class.
         return StorageMeta() if real is StorageMeta else object.__new__(real)
 
-    return _Sealed(real.__name__, (), {"__new__": new, "__slots__": ()})
+    return _FrozenType(real.__name__, (), {"__new__": new, "__slots__": ()})
 
 
-class _Properties(metaclass=_Sealed):
-    """Turns into a ``TensorProperties``, whose own ``__setstate__`` wants the enum's real members.
+class _Properties(metaclass=_FrozenType):
+    """Stand-in that turns into a ``TensorProperties``, whose own ``__setstate__`` needs the enum's real members.
 
     If the file holds ``strides``, they are set on every torch, also on those before 2.15, which know no such field.
     """
@@ -147,8 +147,11 @@ class _Properties(metaclass=_Sealed):
         self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
-class _Index(metaclass=_Sealed):
-    """Turns into a ``MetadataIndex``, the only hashed one: of a forged field its hash could recurse for ever."""
+class _Index(metaclass=_FrozenType):
+    """Stand-in that turns into a ``MetadataIndex``.
+
+    Its fields are checked first: the index is hashed, and the hash of a forged field could recurse for ever.
+    """
 
     def __setstate__(self, state: dict[str, object]) -> None:
         offset, number = state.get("offset"), state.get("index")
@@ -160,21 +163,21 @@ class _Index(metaclass=_Sealed):
         self.__class__ = MetadataIndex  # type: ignore[assignment]
 
 
-class _MemoryFormat(metaclass=_Sealed):
+class _MemoryFormat(metaclass=_FrozenType):
     def __new__(cls, value: int) -> torch.memory_format:  # type: ignore[misc]
         if value not in _MEMORY_FORMATS:
             raise _UnknownError(f"the memory format {value!r}")
         return _MEMORY_FORMATS[value]
 
 
-class _Layout(metaclass=_Sealed):
+class _Layout(metaclass=_FrozenType):
     def __new__(cls, text: str) -> torch.layout:  # type: ignore[misc]
         if text not in _LAYOUTS:
             raise _UnknownError(f"the layout {text!r}")
         return _LAYOUTS[text]
 
 
-class _Path(metaclass=_Sealed):
+class _Path(metaclass=_FrozenType):
     def __new__(cls, *parts: str) -> Path:  # type: ignore[misc]
         return Path(*parts)
 
@@ -248,7 +251,7 @@ def _check_opcodes(data: bytes) -> None:
             unknown.append(f"{module}.{name}")
 
     stop = scan(data, _OPCODES, on_global=note)
-    if data[-1:] == pickle.STOP and unknown:  # what follows the first one belongs to it
+    if data[-1:] == pickle.STOP and unknown:  # the rest of the pickle may be arguments of the unknown global
         raise _refused(unknown[0])
     if data[-1:] == pickle.STOP and stop < len(data) - 1 and data[stop] != pickle.STOP[0]:
         raise pickle.UnpicklingError(
@@ -259,7 +262,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def _metadata_fault(found: object) -> str:
-    """What is wrong with the unpickled object, or ''."""
+    """Return what is wrong with the unpickled object, or ''."""
     if type(found) is not Metadata:
         return f"holds no Metadata but a {type(found).__name__}"
     if type(found.state_dict_metadata) is not dict or type(found.storage_data) not in (dict, type(None)):

@@ -46,67 +46,64 @@ __all__ = ["MetadataTable", "MetadataTemplate", "dump_metadata", "render_metadat
 
 Rows: TypeAlias = "npt.NDArray[np.uint8]"
 Hole: TypeAlias = "str | int"
-"""What stands in a pickled instance where a value will go: a text or a number that nothing else has."""
+"""Placeholder of a value in a pickled instance: a text or a number that occurs nowhere else in it."""
 
 _ROWS_AT_ONCE = 1 << 16
-"""Bounds what is taken beside the result, and the stack of whoever unpickles it."""
+"""Most shards of a batch. Bounds the memory beside the result, and the stack of the unpickler."""
 _NAMES_AT_ONCE = 1000
-"""As pickle itself does."""
+"""Most names that one SETITEMS adds to a dict, as in :mod:`pickle`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataTable:
-    """What all ranks together store, tensors shard by shard, ordered by name and of one name by rank."""
+    """All that the ranks store. Shards are ordered by the name of their tensor, then by rank."""
 
     names: Sequence[str]
-    """Names of tensors."""
     dtypes: Sequence[str]
     """Per name, ``str(torch.dtype)`` without ``torch.``."""
     sizes: Sequence[tuple[int, ...]]
     """Per name, the global shape."""
     starts: IntArray
-    """Per name its first shard, then the number of shards."""
+    """Per name, the index of its first shard; then the number of all shards."""
     offsets: IntArray
-    """Per shard, where it begins; zeros behind its tensor's own dimensions."""
+    """(shards, dims): offsets in the global tensor; 0 behind the tensor's own dimensions."""
     shapes: IntArray
-    """Per shard, its shape, likewise."""
+    """(shards, dims): shape; 0 behind the tensor's own dimensions."""
     file: IntArray
-    """Per shard, which file."""
+    """Per shard, index of its file in ``files``."""
     places: IntArray
-    """Per shard, offset and length in that file."""
+    """(shards, 2): offset and length in the file."""
     files: Sequence[str]
-    """Names of files."""
     objects: Sequence[tuple[str, int]]
-    """Names of objects with the file of each."""
+    """(name, index in ``files``) of each object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataTemplate:
-    """``.metadata`` of one plan, complete but for the place of each object and the two ids.
+    """``.metadata`` of one plan, without the place of each object and without the two ids.
 
-    The tensors come first. So only the end of megabytes, from the first hole on, differs between saves.
+    The tensors come first. Two saves differ only from the first hole on, near the end of the file.
     """
 
     fixed: bytes
-    """Up to the first hole or, without objects, up to the checkpoint id."""
+    """Bytes up to the first hole. If there are no objects, bytes up to the checkpoint id."""
     fixed_crc32: int
-    """CRC32 of ``fixed``."""
     fixed_blake2b: hashlib.blake2b
-    """BLAKE2b after ``fixed``, to be copied and never updated."""
+    """BLAKE2b state after ``fixed``. Callers update a copy of it."""
     head: bytes
-    """From there up to the checkpoint id."""
+    """Bytes from the end of ``fixed`` to the checkpoint id."""
     holes: tuple[tuple[int, int], ...]
-    """For each object, where in ``head`` the 8 little-endian bytes of its offset and of its length go."""
+    """Per object, the two positions in ``head`` of its offset and its length, 8 bytes each, little-endian."""
     middle: bytes
-    """Between the checkpoint id and the save id."""
+    """Bytes between the checkpoint id and the save id."""
     tail: bytes
-    """After the save id."""
+    """Bytes after the save id."""
 
     @classmethod
     def of(
         cls, *, fixed: bytes, head: bytes, holes: tuple[tuple[int, int], ...], middle: bytes, tail: bytes
     ) -> MetadataTemplate:
-        """With the sums of ``fixed``."""
+        """Return the template of these parts, with the checksums of ``fixed``."""
         return cls(
             fixed=fixed,
             fixed_crc32=isal_zlib.crc32(fixed),
@@ -118,12 +115,12 @@ class MetadataTemplate:
         )
 
     def fill(self, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str) -> tuple[bytes, bytes]:
-        """``.metadata`` in two parts, the first of them ``fixed``; ``spans[i] = (offset, length)`` of the i-th object.
+        """Return ``.metadata`` in two parts; the first is ``fixed``.
 
-        The objects are in the order given to :func:`render_metadata`; offsets and lengths are below 2**63.
+        ``spans[i]`` is (offset, length) of the i-th object of the :class:`MetadataTable`, each below 2**63.
 
         Raises:
-            ValueError: not one span for each object.
+            ValueError: the number of spans is not the number of objects.
         """
         if len(spans) != len(self.holes):
             raise ValueError(f"{len(spans)} spans for {len(self.holes)} objects")
@@ -144,7 +141,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
 
 
 def render_metadata(table: MetadataTable, paths: Mapping[str, tuple[str | int, ...]]) -> MetadataTemplate:
-    """``.metadata`` with holes for the places of the objects; ``paths`` become its ``planner_data``.
+    """Return ``.metadata`` with holes for the places of the objects; ``paths`` become its ``planner_data``.
 
     Raises:
         NotImplementedError: the running torch pickles its classes as no torch known here does.
@@ -188,12 +185,12 @@ _HINT, _AT, _LENGTH = (1 << 40) + 200, (1 << 40) + 201, (1 << 40) + 202
 
 
 def _offset(dim: int) -> int:
-    """The hole of a shard's offset in a dimension, of which torch has 64."""
+    """Return the hole of a shard's offset in dimension ``dim``, 0 to 63."""
     return (1 << 40) + dim
 
 
 def _side(dim: int) -> int:
-    """The hole of a length in a dimension."""
+    """Return the hole of a shard's length in dimension ``dim``."""
     return (1 << 40) + 100 + dim
 
 
@@ -216,7 +213,7 @@ def _reduce_properties(value: TensorProperties) -> tuple[Any, ...]:
 
 
 def _plain(value: object) -> bytes:
-    """The pickle of ``value`` without PROTO, STOP and memo, to stand inside of another."""
+    """Return the pickle of ``value`` without PROTO, STOP and memo, to be put into another pickle."""
     file = io.BytesIO()
     pickler = _pickler(file)
     pickler.fast = True
@@ -234,26 +231,26 @@ def _text(text: str) -> bytes:
 
 
 class _Memo:
-    """What the pickle says once, at its beginning, and then refers to: classes, names of fields, names of files."""
+    """Memo of the pickle: classes, names of fields and names of files, pushed once at the beginning."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, int] = {}
         self._size = 0
 
     def reference(self, entry: bytes) -> bytes:
-        """The opcode that pushes what ``entry``, an opcode, pushes."""
+        """Return the opcode that pushes the same value as the opcode ``entry``, from the memo."""
         if entry not in self._entries:
             self._entries[entry] = self.reserve(1)
         index = self._entries[entry]
         return b"h" + bytes([index]) if index < 256 else b"j" + _U32.pack(index)
 
     def reserve(self, count: int) -> int:
-        """The first of so many places."""
+        """Reserve ``count`` indexes of the memo and return the first."""
         self._size += count
         return self._size - count
 
     def head(self, files: Sequence[str], first_file: int) -> Iterator[bytes]:
-        """The beginning of the pickle."""
+        """Return the beginning of the pickle, which fills the memo."""
         yield b"\x80\x03"
         texts = ((_plain(file), first_file + number) for number, file in enumerate(files))
         for entry, index in itertools.chain(self._entries.items(), texts):
@@ -278,7 +275,7 @@ _Parsed: TypeAlias = "tuple[bytes | _Shared | Hole, ...]"
 
 
 def _parsed(instance: object, *holes: Hole) -> _Parsed:
-    """The pickle of ``instance``, cut at its holes and at what the memo holds.
+    """Return the pickle of ``instance``, cut at its holes and at the values that the memo holds.
 
     Raises:
         NotImplementedError: not each of ``holes`` occurs once.
@@ -305,7 +302,7 @@ def _parsed(instance: object, *holes: Hole) -> _Parsed:
 
 
 def _tokens(parsed: _Parsed, memo: _Memo) -> list[bytes | Hole]:
-    """Opcodes, and between them the holes."""
+    """Return opcodes and holes in their order, with references to ``memo`` for shared values."""
     found: list[bytes | Hole] = []
     opcodes = b""
     for part in parsed:
@@ -335,7 +332,7 @@ def _parsed_whole() -> _Parsed:
 
 
 def _whole(memo: _Memo) -> list[bytes]:
-    """What stands before, between and behind the parts of the whole."""
+    """Return the opcodes before, between and after the parts of ``Metadata``."""
     tokens = _tokens(_parsed_whole(), memo)
     if tokens[1::2] != _PARTS:
         raise NotImplementedError("this torch pickles the parts of Metadata in another order")
@@ -361,20 +358,20 @@ def _parsed_index(dims: int) -> _Parsed:
 
 @functools.cache
 def _parsed_object() -> tuple[_Parsed, _Parsed]:
-    """Its description and its index."""
+    """Return the storage metadata of an object, and its ``MetadataIndex``."""
     return _parsed(BytesStorageMetadata()), _parsed(MetadataIndex(_NAME), _NAME)
 
 
 @functools.cache
 def _parsed_tensor(dtype: str, dims: int) -> _Parsed:
     sides = [_side(dim) for dim in range(dims)]
-    chunks: list[Any] = [_CHUNKS, _END]  # of two, as of many
+    chunks: list[Any] = [_CHUNKS, _END]  # a list of two chunks is pickled as a longer one
     tensor = TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), torch.Size(sides), chunks)
     return _parsed(tensor, *sides, *chunks)
 
 
 class _Stencil:
-    """The opcodes of an entry, all of one length, whose holes numpy fills a column at a time."""
+    """Opcodes of one kind of entry, all of one length. Numpy fills a hole of all entries at once, from a column."""
 
     def __init__(self, tokens: Sequence[bytes | Hole], wide: frozenset[Hole]) -> None:
         row = bytearray()
@@ -400,7 +397,7 @@ class _Stencil:
         )
 
     def rows(self, columns: Mapping[Hole, IntArray], count: int) -> Rows:
-        """``count`` entries; a hole without a column stays 0."""
+        """Return ``count`` entries; a hole without a column stays 0."""
         rows = np.empty((count, len(self._row)), np.uint8)
         rows[:] = self._row
         view = rows.reshape(-1).view(self._dtype)
@@ -415,7 +412,7 @@ _INT, _LONG = (b"J", "<i4"), (b"\x8a\x08", "<i8")
 
 
 class _Stencils:
-    """One of each kind of entry that a table has."""
+    """A :class:`_Stencil` for each kind of entry that a table has."""
 
     def __init__(self, memo: _Memo, table: MetadataTable) -> None:
         longest = max((side for size in table.sizes for side in size), default=0)
@@ -426,9 +423,9 @@ class _Stencils:
         widths = frozenset(wide)
         place = _tokens(_parsed_place(), memo)
         self.chunk: dict[int, _Stencil] = {}
-        """By dimensions: a chunk of a tensor."""
+        """By number of dimensions: ``ChunkStorageMetadata`` of a shard."""
         self.place: dict[int, _Stencil] = {}
-        """By dimensions: the index of a shard and its place."""
+        """By number of dimensions: index and place of a shard, an entry of ``storage_data``."""
         for dims in dims_of:
             self.chunk[dims] = _Stencil(_tokens(_parsed_chunk(dims), memo), widths)
             self.place[dims] = _Stencil([*_tokens(_parsed_index(dims), memo), *place], widths)
@@ -436,31 +433,31 @@ class _Stencils:
             kind: _tokens(_parsed_tensor(*kind), memo)
             for kind in {(dtype, len(size)) for dtype, size in zip(table.dtypes, table.sizes, strict=True)}
         }
-        """By dtype and dimensions: a tensor."""
+        """By dtype and number of dimensions: ``TensorStorageMetadata``, without its chunks."""
         described, index = _parsed_object()
         self.object_place = _Stencil([*_tokens(index, memo), *place], frozenset((_AT, _LENGTH)))
-        """The index of an object and its place."""
+        """Index and place of an object, an entry of ``storage_data``."""
         self.an_object = _joined(*_tokens(described, memo))
-        """The description of an object."""
+        """``BytesStorageMetadata``, the same for every object."""
 
 
 # -- the entries ------------------------------------------------------------------------------------
 
 
 def _key(name: str, index: int) -> bytes:
-    """A name as a key, to be referred to."""
+    """Return the opcodes that push a name as a key and store it in the memo at ``index``."""
     return _text(name) + _put(index)
 
 
 def _ordered(entries: Sequence[bytes], names: Sequence[str], paths: Mapping[str, object]) -> list[bytes]:
-    """The entries of ``names`` in the order of ``paths``, which is that of the state."""
+    """Return the entries of ``names`` in the order of ``paths``, the order of the state."""
     number_of = {name: number for number, name in enumerate(paths)}
     numbers = [number_of.get(name, len(paths)) for name in names]
     return [entries[at] for at in sorted(range(len(names)), key=numbers.__getitem__)]
 
 
 def _batched(entries: Sequence[bytes]) -> Iterator[bytes]:
-    """SETITEMS over entries of a dict."""
+    """Return the entries of a dict, with a SETITEMS after each batch."""
     for batch in range(0, len(entries), _NAMES_AT_ONCE):
         yield b"("
         yield from entries[batch : batch + _NAMES_AT_ONCE]
@@ -468,7 +465,7 @@ def _batched(entries: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _tensors(table: MetadataTable, stencils: _Stencils, *, files: int, names: int) -> tuple[list[bytes], list[bytes]]:
-    """The entry of every tensor in ``state_dict_metadata``, and those of its shards in ``storage_data``."""
+    """Return the entries of all tensors in ``state_dict_metadata``, and of all shards in ``storage_data``."""
     described = [b""] * len(table.names)
     placed: list[bytes] = []
     lengths = np.diff(table.starts)
@@ -500,7 +497,7 @@ def _tensor(table: MetadataTable, stencils: _Stencils, name: int, index: int, ch
 
 
 def _batches(table: MetadataTable, lengths: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """(dimensions, names) of a bounded number of shards each."""
+    """Yield (number of dimensions, names), each for a bounded number of shards."""
     dims_of = np.array([len(size) for size in table.sizes], np.int64)
     for dims in np.unique(dims_of).tolist():
         members = np.flatnonzero(dims_of == dims)

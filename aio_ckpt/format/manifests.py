@@ -2,7 +2,7 @@
 
 Two manifests are ours: one msgpack file a rank (what lies where in its data file, in columns; the CRC32 of each block)
 and one JSON file a checkpoint (digest of ``.metadata``, length and CRC32 of each rank's manifest, self-checksum).
-DCP's own ``.metadata`` is the business of :mod:`aio_ckpt.format.dcp_metadata_read` and ``dcp_metadata_write``.
+DCP's own ``.metadata`` is read by :mod:`aio_ckpt.format.dcp_metadata_read` and written by ``dcp_metadata_write``.
 
 Every number that comes from disk is checked before it is returned: a caller may use it as a size or an index.
 """
@@ -72,12 +72,12 @@ _Format: TypeAlias = tuple[Size, Size]
 
 
 def rank_manifest_name(rank: int) -> str:
-    """File name of a rank's manifest."""
+    """Return the file name of a rank's manifest."""
     return f"aio_ckpt.{rank}.bin"
 
 
 def data_file_name(rank: int, n: int = 0) -> str:
-    """File name of a rank's ``n``-th data file, as DCP names it."""
+    """Return the file name of a rank's ``n``-th data file, as DCP names it."""
     return f"__{rank}_{n}.distcp"
 
 
@@ -85,12 +85,11 @@ def data_file_name(rank: int, n: int = 0) -> str:
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A file of the checkpoint, as it must be."""
+    """Name, length and checksum that a file of the checkpoint must have."""
 
     name: _FileName
-    """One path component."""
+    """One component of a path."""
     nbytes: Size
-    """Exact length."""
     crc32: _Crc
     """CRC32 of the whole file."""
 
@@ -99,17 +98,15 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A serialized object in the rank's data file."""
 
     fqns: Names
-    """Every name stored here."""
+    """Every name whose object has these bytes."""
     offset: Size
-    """Image offset."""
+    """Offset in the data file, in bytes."""
     nbytes: Size
-    """Length."""
     crc32: _Crc
-    """CRC32 of its bytes."""
 
 
 class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in a rank's manifest before the tensors."""
+    """Fields of a rank's manifest that come before the tensors."""
 
     format: _Format
     """(major, minor) of the writer."""
@@ -122,31 +119,30 @@ class _RankFields(msgspec.Struct, frozen=True, kw_only=True):
     world_size: _Count
     """Number of ranks that wrote the checkpoint."""
     block_bytes: _Count
-    """Raw bytes that one sum covers."""
+    """Raw bytes of a tensor item that one CRC32 of ``sums`` covers."""
     file: FileEntry | None
     """The rank's data file; None if it stored nothing."""
     sums: bytes
     """u32 little-endian CRC32 of each block of raw bytes, item after item."""
     objects: tuple[ObjectEntry, ...]
-    """Objects of this rank."""
     skeleton: bytes
-    """The state's containers, opaque here (``tree.encode_skeleton``)."""
+    """The state's containers, as :mod:`aio_ckpt.state.skeleton` encodes them."""
 
 
 class RankManifest(_RankFields, frozen=True, kw_only=True, dict=True):
-    """What one rank stored: every number lies inside ``file`` once decoded."""
+    """Manifest of one rank. Once decoded, every offset and length lies inside ``file``."""
 
     stored: StoredColumns = msgspec.field(name="columns")
-    """Its tensor items as they stand in the file, unchecked."""
+    """Tensor items as the manifest stores them, not yet checked."""
 
     @functools.cached_property
     def columns(self) -> TensorColumns:
-        """Tensor items of this rank, in the order of ``sums``."""
+        """Tensor items of this rank by column, in the order of ``sums``."""
         return read_columns(self.stored)
 
     @functools.cached_property
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """``columns``, by tensor."""
+        """Tensor items of this rank, one entry a tensor, in the order of ``sums``."""
         return entries_of(self.columns)
 
 
@@ -159,7 +155,10 @@ class _Head(msgspec.Struct):
 
 
 def encode_static(tensors: Sequence[TensorEntry]) -> bytes:
-    """The tensors' part of a rank manifest: a function of the plan alone, so encoded once per plan."""
+    """Return the part of a rank manifest that holds the tensors.
+
+    It depends on the plan alone: encode it once a plan.
+    """
     return msgspec.msgpack.encode(stored_columns(columns_of(tensors)))
 
 
@@ -175,7 +174,7 @@ def encode_rank(
     objects: Sequence[ObjectEntry],
     skeleton: bytes,
 ) -> bytes:
-    """Bytes of ``aio_ckpt.{rank}.bin``; ``tensors`` comes from :func:`encode_static`."""
+    """Return the bytes of ``aio_ckpt.{rank}.bin``; ``tensors`` comes from :func:`encode_static`."""
     manifest = _RankOut(
         format=(FORMAT_MAJOR, FORMAT_MINOR),
         save_id=save_id,
@@ -210,7 +209,7 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
 
 
 def block_sums(manifest: RankManifest) -> list[tuple[int, ...]]:
-    """For each of ``manifest.tensors``, the CRC32 of each block of its raw bytes."""
+    """Return, for each of ``manifest.tensors``, the CRC32 of each block of its raw bytes."""
     sums = struct.unpack(f"<{len(manifest.sums) // 4}I", manifest.sums)
     counts = (-(-manifest.columns.raw_bytes // manifest.block_bytes)).tolist()
     stops = itertools.accumulate(counts)
@@ -229,7 +228,7 @@ def _decode(data: bytes, decoders: _Decoders[_S], name: str) -> _S:
         head = _Head((FORMAT_MAJOR, FORMAT_MINOR))
         with contextlib.suppress(*_UNREADABLE):
             head = decoders[1](data)
-        _check_format(head.format, name)  # a newer major version says so, whatever else it changed
+        _check_format(head.format, name)  # first: a newer major version may have changed every other field
         raise CorruptCheckpointError(f"{name}: no manifest of format {FORMAT_MAJOR}: {exc}") from exc
     _check_format(found.format, name)
     return found
@@ -248,7 +247,7 @@ def _check_format(found: tuple[int, int], name: str) -> None:
 
 
 def _rank_fault(manifest: RankManifest) -> str:
-    """What is wrong with the numbers, or ''."""
+    """Return what is wrong with the numbers, or ''."""
     if manifest.rank >= manifest.world_size:
         return f"rank {manifest.rank} of {manifest.world_size}"
     file_bytes = manifest.file.nbytes if manifest.file else 0
@@ -269,7 +268,7 @@ def _rank_fault(manifest: RankManifest) -> str:
 
 
 class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What proves a whole checkpoint: ``.metadata`` and each rank's manifest."""
+    """The root manifest: length and checksum of ``.metadata`` and of each rank's manifest."""
 
     format: _Format
     """(major, minor) of the writer."""
@@ -280,24 +279,23 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     world_size: _Count
     """Number of ranks that wrote it; the length of ``ranks``."""
     metadata: FileEntry
-    """``.metadata``."""
     metadata_blake2b: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){16,64}\Z")]
-    """Its BLAKE2b digest, lower-case hex."""
+    """BLAKE2b digest of ``.metadata``, 16 to 64 bytes in lower-case hex."""
     ranks: tuple[FileEntry, ...]
     """Each rank's manifest, by rank."""
     written_by: dict[str, str]
-    """Versions of what wrote it: aio_ckpt, torch, python."""
+    """Versions of the writer, by ``aio_ckpt``, ``torch`` and ``python``."""
     created_unix: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds since 1970 by the leader's clock."""
     metrics: dict[str, float | None] = {}
-    """What ``save(metrics=)`` was given; None stands for a value that is not finite. Absent if empty."""
+    """Metrics given to ``save()``; None stands for a value that is not finite. Absent if empty."""
 
 
 _ROOTS: _Decoders[RootManifest] = msgspec.json.Decoder(RootManifest).decode, msgspec.json.Decoder(_Head).decode
 
 
 def encode_root(manifest: RootManifest) -> bytes:
-    """Bytes of ``aio_ckpt.json``: indented JSON that ends in its self-checksum and a newline."""
+    """Return the bytes of ``aio_ckpt.json``: indented JSON that ends in its self-checksum and a newline."""
     return add_checksum(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
 
 
@@ -327,7 +325,7 @@ _CHECKSUM = re.compile(rb',\n "blake2b": "([0-9a-f]{64})"\n\}\n\Z')
 
 
 def add_checksum(document: bytes) -> bytes:
-    """``document``, a JSON object as :func:`msgspec.json.format` indents it by 1, with its self-checksum."""
+    """Return ``document`` with its self-checksum. It is a JSON object, indented by 1 by :func:`msgspec.json.format`."""
     body = document.removesuffix(_END)
     return b'%b,\n "blake2b": "%b"%b' % (body, _digest(body), _END)
 

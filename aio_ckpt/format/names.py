@@ -1,4 +1,4 @@
-"""Names of what lies under a root. Pure.
+"""Names of files and directories under a root. Pure.
 
 A root holds the committed steps. All else that the engine makes lies below :data:`ENGINE_DIR`: other tools search a
 root for steps by patterns without anchors, and would take ``.abandoned-step-30`` for a step.
@@ -32,15 +32,15 @@ ABANDONED_DIR = f"{ENGINE_DIR}/abandoned"
 CORRUPT_DIR = f"{ENGINE_DIR}/corrupt"
 """Steps that a load proved damaged; the engine never deletes them."""
 TRASH_DIR = f"{ENGINE_DIR}/trash"
-"""What is being deleted, by the holder of the lock only."""
+"""Directories that are being deleted. Only the holder of the writer's lock deletes them."""
 PROTECTED_DIR = f"{ENGINE_DIR}/protected"
-"""Empty files: the step in the name of each is never deleted."""
+"""Empty files. The step in the name of each is never deleted."""
 ENGINE_DIRS = (PENDING_DIR, ABANDONED_DIR, CORRUPT_DIR, TRASH_DIR, PROTECTED_DIR)
 LOCK_FILE = f"{ENGINE_DIR}/lock"
 SEGMENTS_FILE = f"{ENGINE_DIR}/segments.json"
-"""Where a writer with ``shm_path`` makes its segments, so that what it leaves is found; gone after a clean end."""
+"""Names the directories in which a writer with ``shm_path`` makes its segments. Removed when the writer ends well."""
 OWNER_FILE = "writer.json"
-"""Of a pending directory."""
+"""Owner record of a pending directory."""
 
 _LITERAL = re.compile(r"\{step[^}]*\}")
 _FOREIGN_STEP = re.compile(r"(?:step[-_]|iter_|checkpoint-|global_step)(\d+)")
@@ -56,20 +56,20 @@ class StepNames:
         self._own = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
 
     def name(self, step: int) -> str:
-        """Directory name of a step."""
+        """Return the directory name of a step."""
         return self._step_dir.format(step=step)
 
     def step(self, name: str) -> int | None:
-        """Step of a directory name; None if it is no name of a step."""
+        """Return the step of a directory name; None if it is no name of a step."""
         match = self._own.fullmatch(name) or _FOREIGN_STEP.fullmatch(name)
         return int(match[1]) if match else None
 
 
 def protected_name(step: int) -> str:
-    """Path below the root of the file that protects a step, whatever its directory is called."""
+    """Return the path of the file that protects a step, below the root. It does not depend on ``step_dir``."""
     return f"{PROTECTED_DIR}/{step}"
 
 
 def protected_step(name: str) -> int | None:
-    """Step that a file of this name in ``PROTECTED_DIR`` protects; None if it protects none."""
+    """Return the step that a file of this name in ``PROTECTED_DIR`` protects; None if it protects none."""
     return int(name) if _PROTECTED.fullmatch(name) else None

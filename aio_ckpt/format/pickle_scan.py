@@ -1,4 +1,4 @@
-"""Scanner of pickles: executes one on stand-ins and runs nothing of it. Pure.
+"""Scanner of pickles: executes the opcodes on stand-ins for values and runs no code of the pickle. Pure.
 
 Each of the three readers of pickles (``.metadata``, a tensor item, an object) scans first, by its own allow-list.
 An unpickler that itself runs no code can still end the process or take memory by a number of the file. The scanner
@@ -20,7 +20,7 @@ from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 __all__ = ["ALL_OPCODES", "MAX_TUPLES", "check_calls", "scan"]
 
 MAX_TUPLES = 1000
-"""Tuples inside each other, at most: a hash of so many takes 0.1 MiB of the stack."""
+"""Most tuples inside each other. The hash of such a tuple takes 0.1 MiB of the C stack."""
 
 
 class _Value:
@@ -30,7 +30,7 @@ class _Value:
 
     def __init__(self, depth: int, items: list[Any] | None = None) -> None:
         self.depth = depth
-        """Tuples inside each other below it: what is put into a container may be hashed with it."""
+        """Tuples inside each other, from this value down. The values of a container count: a hash may cover them."""
         self.items = items
         """Values of a tuple; None for anything else."""
 
@@ -56,9 +56,9 @@ def scan(
 
     Args:
         data: the pickle.
-        opcodes: those that are allowed, of ``ALL_OPCODES``.
+        opcodes: the allowed ones, a subset of ``ALL_OPCODES``.
         on_global: gets module and name of each global.
-        on_call: gets the full name of what is called and the arguments.
+        on_call: gets the full name of the called class or function, and the arguments.
         on_storage: gets the values of a persistent id.
 
     Returns:
@@ -75,7 +75,7 @@ def scan(
 def check_calls(data: bytes, storage_bytes: Callable[[str], int | None], element_bytes: dict[str, int]) -> None:
     """Refuse what ``torch.load(weights_only=True)`` takes on trust. ``data`` is the archive's ``data.pkl``.
 
-    The scan ends quietly where torch's unpickler ends too, at an opcode that it does not know.
+    If torch's unpickler does not know an opcode, it ends there, and so does the scan, without an error.
 
     Args:
         data: the pickle.
@@ -114,25 +114,29 @@ _REFUSED = frozenset({"torch._utils._rebuild_nested_tensor", "torch._utils._rebu
 
 _INST = b"i"[0]
 _MAX_NAME_BYTES = 4096
-"""Module and name of a global, at most."""
+"""Most bytes of the module and name of a global."""
 _SKIPPED_BYTES = {0x80: 1, 0x95: 8, b"G"[0]: 8}
-"""Bytes after PROTO, FRAME and BINFLOAT."""
+"""Length of the argument of PROTO, FRAME and BINFLOAT."""
 _INT_BYTES = {b"K"[0]: 1, b"M"[0]: 2, b"J"[0]: 4}
 _LENGTH_BYTES = {**dict.fromkeys(b"U\x8c\x8aC", 1), **dict.fromkeys(b"XTB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
-"""Bytes of the length that follows an opcode."""
+"""By opcode, the size of the length field that follows it."""
 _TEXTS = frozenset(b"UX\x8c\x8d")
 _PUT_BYTES = {b"q"[0]: 1, b"r"[0]: 4, 0x94: 0}
 _GET_BYTES = {b"h"[0]: 1, b"j"[0]: 4}
 _TUPLE_SIZES = {b")"[0]: 0, 0x85: 1, 0x86: 2, 0x87: 3}
 _ADDED = {b"a"[0]: 1, b"s"[0]: 2, b"b"[0]: 1}
-"""Values that APPEND, SETITEM and BUILD put into what lies below them."""
+"""Values that APPEND, SETITEM and BUILD take from the stack and put into the value below."""
 _MADE_OF_MARKED, _ADDING_MARKED = frozenset(b"ld\x91"), frozenset(b"eu\x90")
 _CALLED = {b"R"[0]: 2, 0x81: 2, 0x92: 3}
-"""Function and arguments of REDUCE, NEWOBJ and NEWOBJ_EX."""
+"""Values that REDUCE, NEWOBJ and NEWOBJ_EX take from the stack: the function and its arguments."""
 
 
 class _Machine:
-    """The stack, the marks and the memo of an unpickler, with stand-ins for values."""
+    """Stack, marks and memo of an unpickler, with stand-ins for values.
+
+    Each method executes the opcodes that its docstring names. It takes the opcode and the offset of its argument, and
+    returns the offset at which the argument ends.
+    """
 
     def __init__(
         self,
@@ -160,19 +164,19 @@ class _Machine:
         return at
 
     def skip(self, op: int, at: int) -> int:
-        """PROTO, FRAME and BINFLOAT."""
+        """Skip the argument of PROTO, FRAME or BINFLOAT."""
         if op == b"G"[0]:
             self._stack.append(None)
         return at + _SKIPPED_BYTES[op]
 
     def push_int(self, op: int, at: int) -> int:
-        """BININT, BININT1 and BININT2."""
+        """Push the number of BININT, BININT1 or BININT2."""
         stop = at + _INT_BYTES[op]
         self._stack.append(int.from_bytes(self._data[at:stop], "little", signed=op == b"J"[0]))
         return stop
 
     def push_counted(self, op: int, at: int) -> int:
-        """Text, bytes or LONG, whose length precedes it."""
+        """Push a text, bytes or a LONG, whose length precedes it."""
         start = at + _LENGTH_BYTES[op]
         stop = start + int.from_bytes(self._data[at:start], "little")
         raw = self._data[start:stop]
@@ -183,7 +187,7 @@ class _Machine:
         return stop
 
     def put(self, op: int, at: int) -> int:
-        """BINPUT, LONG_BINPUT and MEMOIZE."""
+        """Execute BINPUT, LONG_BINPUT or MEMOIZE."""
         stop = at + _PUT_BYTES[op]
         index = int.from_bytes(self._data[at:stop], "little") if op != 0x94 else len(self._memo)
         if index >= max(len(self._data), 256):
@@ -194,13 +198,13 @@ class _Machine:
         return stop
 
     def get(self, op: int, at: int) -> int:
-        """BINGET and LONG_BINGET."""
+        """Execute BINGET or LONG_BINGET."""
         stop = at + _GET_BYTES[op]
         self._stack.append(self._memo[int.from_bytes(self._data[at:stop], "little")])
         return stop
 
     def push_global(self, op: int, at: int) -> int:
-        """GLOBAL. INST names its class in the same way; no reader needs it, so the scan ends there."""
+        """Execute GLOBAL. INST has the same argument; no reader needs it, so the scan ends there."""
         texts = self._data[at : at + _MAX_NAME_BYTES].split(b"\n", 2)
         module, name = texts[0], texts[1]
         texts[2]
@@ -210,7 +214,7 @@ class _Machine:
         return at + len(module) + len(name) + 2
 
     def push_stack_global(self, op: int, at: int) -> int:
-        """STACK_GLOBAL."""
+        """Execute STACK_GLOBAL."""
         name, module = self._stack.pop(), self._stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise KeyError(op)
@@ -223,17 +227,17 @@ class _Machine:
         self._stack.append(_Global(f"{module}.{name}"))
 
     def push_constant(self, _: int, at: int) -> int:
-        """NONE, NEWTRUE and NEWFALSE."""
+        """Push the value of NONE, NEWTRUE or NEWFALSE."""
         self._stack.append(None)
         return at
 
     def push_container(self, _: int, at: int) -> int:
-        """EMPTY_LIST, EMPTY_DICT and EMPTY_SET."""
+        """Push the container of EMPTY_LIST, EMPTY_DICT or EMPTY_SET."""
         self._stack.append(_Value(0))
         return at
 
     def push_tuple(self, op: int, at: int) -> int:
-        """EMPTY_TUPLE and TUPLE1 to TUPLE3."""
+        """Push the tuple of EMPTY_TUPLE or TUPLE1 to TUPLE3."""
         size = _TUPLE_SIZES[op]
         items = [self._stack[-number] for number in range(size, 0, -1)]
         del self._stack[len(self._stack) - size :]
@@ -241,7 +245,7 @@ class _Machine:
         return at
 
     def take_marked(self, op: int, at: int) -> int:
-        """What goes back to a mark: a tuple, a container of it, or values for a container."""
+        """Take all values above a mark: into a tuple, a new container, or the container below the mark."""
         items = self._pop_mark()
         if op == b"t"[0]:
             self._stack.append(_tuple_of(items))
@@ -252,13 +256,13 @@ class _Machine:
         return at
 
     def add(self, op: int, at: int) -> int:
-        """APPEND, SETITEM and BUILD."""
+        """Execute APPEND, SETITEM or BUILD."""
         values = [self._stack.pop() for _ in range(_ADDED[op])]
         _deepen(self._stack[-1], values)
         return at
 
     def call(self, op: int, at: int) -> int:
-        """REDUCE, NEWOBJ and NEWOBJ_EX."""
+        """Execute REDUCE, NEWOBJ or NEWOBJ_EX."""
         taken = [self._stack.pop() for _ in range(_CALLED[op])]
         function, arguments = taken[-1], taken[-2]
         if self._on_call is not None and isinstance(function, _Global):
@@ -267,7 +271,7 @@ class _Machine:
         return at
 
     def push_storage(self, _: int, at: int) -> int:
-        """BINPERSID."""
+        """Execute BINPERSID."""
         pid = self._stack.pop()
         if self._on_storage is not None and isinstance(pid, _Value) and pid.items is not None:
             self._on_storage(pid.items)
@@ -275,7 +279,7 @@ class _Machine:
         return at
 
     def move(self, op: int, at: int) -> int:
-        """MARK, POP, POP_MARK and DUP."""
+        """Execute MARK, POP, POP_MARK or DUP."""
         if op == b"("[0]:
             self._marks.append(self._stack)
             self._stack = []
@@ -309,9 +313,9 @@ _STEPS: dict[int, Callable[[_Machine, int, int], int]] = {
     0x93: _Machine.push_stack_global,
     b"Q"[0]: _Machine.push_storage,
 }
-"""By opcode, what executes it: takes the opcode and where its argument begins, returns where that ends."""
+"""By opcode, the method that executes it."""
 ALL_OPCODES = frozenset(_STEPS)
-"""Those that the scanner executes: protocols 2 to 5, without the extension registry and out-of-band buffers."""
+"""Opcodes that the scanner executes: protocols 2 to 5, without the extension registry and out-of-band buffers."""
 
 
 def _depth_of(values: Sequence[Any]) -> int:

@@ -1,6 +1,7 @@
 """``data.pkl`` of one tensor item: what ``torch.save`` pickles for a plain tensor, to and from bytes.
 
-Reading runs no code: an allow-list of opcodes, then an unpickler to which every name is a stand-in of this file.
+Reading runs no code. The opcodes are checked against an allow-list; then the unpickler resolves every name to a
+stand-in of this file.
 
 Sources: ``torch/_tensor.py`` (``_reduce_ex_internal``) and ``torch/_utils.py`` of 2.6 to 2.13, ``pickletools``.
 """
@@ -43,7 +44,7 @@ _V3_NAMES = (
 
 
 def _known_dtypes(names: Sequence[str]) -> dict[str, torch.dtype]:
-    """Those of ``names`` that the running torch has."""
+    """Return the dtypes of ``names`` that the running torch has."""
     found = ((name, getattr(torch, name, None)) for name in names)
     return {name: dtype for name, dtype in found if isinstance(dtype, torch.dtype)}
 
@@ -54,46 +55,46 @@ STORAGE_ELEMENT_BYTES: dict[str, int] = {
     "torch.storage.UntypedStorage": 1,
     **{f"torch.{_V2_STORAGES[name]}": dtype.itemsize for name, dtype in _V2_DTYPES.items()},
 }
-"""Bytes of one slot by the full name of the storage's class."""
+"""Bytes of one element, by the full name of the storage's class."""
 _STORABLE = frozenset((*_V2_DTYPES.values(), *_V3_DTYPES.values()))
 _LAZY_DTYPES = frozenset(_V2_DTYPES.values()) - {torch.bool}
-"""Those whose negative and conjugate torch can make."""
+"""Dtypes with which torch makes lazily negated and conjugated tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A persistent id of the pickle: which record holds the elements. Nothing in it is checked yet."""
+    """A persistent id of the pickle: the record that holds the elements. Its values are not checked yet."""
 
     dtype: torch.dtype | None
     """None for an ``UntypedStorage``, whose slots are bytes."""
     key: str
-    """The record is ``data/<key>``."""
+    """The elements are the record ``data/<key>`` of the archive."""
     slots: int
-    """Number of elements, at least 0."""
+    """Number of elements that the pickle claims, at least 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor as the pickle describes it. Types are right, numbers are not checked yet."""
+    """A tensor as the pickle describes it. The types are checked, the numbers are not."""
 
     storage: StorageRef
-    """Where its elements are."""
     dtype: torch.dtype
-    """Element type."""
     offset: int
     """Elements of the storage before the first one."""
     shape: tuple[int, ...]
-    """Shape."""
     stride: tuple[int, ...]
-    """Stride, in elements."""
+    """In elements."""
     is_conj: bool = False
     """Whether its elements are the conjugates of what is stored, as of ``x.conj()``."""
     is_neg: bool = False
-    """Whether they are the negatives, as of ``x.conj().imag``."""
+    """Whether its elements are the negatives of what is stored, as of ``x.conj().imag``."""
 
 
 def storable_dtype(dtype: torch.dtype) -> bool:
-    """Whether ``torch.save`` stores it as a plain strided tensor (quantized and sub-byte integers are none)."""
+    """Return whether ``torch.save`` stores this dtype as a plain strided tensor.
+
+    Quantized and sub-byte ones it does not.
+    """
     return dtype in _STORABLE
 
 
@@ -101,7 +102,7 @@ def storable_dtype(dtype: torch.dtype) -> bool:
 
 
 def render_pickle(spec: TensorSpec) -> bytes:
-    """``data.pkl`` of a dense tensor in record ``data/0``; no memo entries, as nothing is referred to twice."""
+    """Return ``data.pkl`` of a dense tensor in record ``data/0``, without memo entries: no value occurs twice."""
     name = str(spec.dtype).removeprefix("torch.")
     slots = math.prod(spec.shape)
     if name in _V2_STORAGES:
@@ -119,7 +120,7 @@ def render_pickle(spec: TensorSpec) -> bytes:
 
 
 def _pickle_int(value: int) -> str:
-    """Protocol 2 opcode for an integer of at least 0."""
+    """Return the protocol 2 opcode for an integer of at least 0."""
     for code, nbytes, limit in (("K", 1, 1 << 8), ("M", 2, 1 << 16), ("J", 4, 1 << 31)):
         if value < limit:
             return code + value.to_bytes(nbytes, "little").decode("latin-1")
@@ -143,11 +144,14 @@ NEWFALSE NONE, and EMPTY_DICT SETITEM SETITEMS for lazy bits."""
 
 
 def _no_hooks() -> None:
-    """Stands for ``OrderedDict()``, the empty hooks of a tensor."""
+    """Stand in for ``OrderedDict()``, the empty hooks of a tensor."""
 
 
 def _rebuild_tensor(storage: object, offset: int, shape: object, stride: object, *rest: object) -> TensorView:
-    """Stands for torch's v2 (``rest``: requires_grad, hooks) and v3 (a dtype more); either may end in its lazy bits."""
+    """Stand in for ``_rebuild_tensor_v2`` (``rest``: requires_grad, hooks) and ``_v3`` (a dtype more).
+
+    Both may end in a dict with the lazy bits, ``conj`` and ``neg``.
+    """
     if not isinstance(storage, StorageRef) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise TypeError("its tensor has no storage, shape or stride")
     bits = rest[-1] if rest and isinstance(rest[-1], dict) else None
@@ -206,7 +210,7 @@ def _check_opcodes(data: bytes) -> None:
 
 
 def read_pickle(data: bytes) -> TensorView:
-    """The tensor that ``data.pkl`` describes."""
+    """Return the tensor that ``data.pkl`` describes."""
     try:
         _check_opcodes(data)
         view = _TensorUnpickler(io.BytesIO(data)).load()

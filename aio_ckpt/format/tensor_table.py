@@ -35,84 +35,73 @@ __all__ = [
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 """A length or an offset."""
 Names: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
-"""At least one."""
+"""One name or several."""
 _Dims: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
 TensorSignature: TypeAlias = tuple[str, _Dims, _Dims, Size, Size]
 """dtype, shape, stride, number of offsets and ``raw_bytes`` of a :class:`TensorEntry`."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 _QUANTIZED = ("qint", "quint")
-"""Beginnings of names of dtypes that no item holds: their tensors are more than their bytes."""
+"""Prefixes of dtypes that no item holds: a quantized tensor is more than its raw bytes."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor item in the rank's data file. Offsets into the file are image offsets."""
 
     fqns: Names
-    """Every name stored here; tied tensors share the item."""
+    """Every name of the tensor: tied tensors share one item."""
     dtype: str
     """``str(torch.dtype)`` without ``torch.``."""
     shape: _Dims
-    """Shape of the shard."""
+    """Shape of the shard, not of the global tensor."""
     stride: _Dims
-    """Stride of the stored bytes, in elements; dense."""
+    """Stride of the stored bytes, in elements: dense."""
     offsets: _Dims
-    """Where the shard begins in the global tensor."""
+    """Offset of the shard in the global tensor, in elements per dimension."""
     item_offset: Size
-    """Where the item's header begins."""
+    """Offset of the item's header."""
     item_bytes: Size
     """Length of header, raw bytes and trailer."""
     raw_offset: Size
-    """Where the raw bytes begin."""
+    """Offset of the raw bytes."""
     raw_bytes: Size
-    """Length of the raw bytes."""
 
 
 class TensorColumns(NamedTuple):
-    """The fields of many :class:`TensorEntry`."""
+    """The fields of many :class:`TensorEntry`, one column a field. A row is one tensor."""
 
     names: Sequence[str]
-    """First of ``fqns``."""
+    """First name of each tensor."""
     ties: Mapping[int, tuple[str, ...]]
-    """By row, the rest of ``fqns`` where there is any."""
+    """By row, the other names of a tied tensor. Other rows are absent."""
     signature_numbers: Sequence[int]
-    """Position in ``signatures``."""
+    """Index in ``signatures`` of each tensor."""
     signatures: Sequence[TensorSignature]
-    """A model has few signatures and many tensors."""
+    """Distinct signatures: a model has few of them and many tensors."""
     shards: Mapping[int, tuple[int, ...]]
-    """By row, ``offsets`` that are not all 0."""
+    """By row, ``offsets`` of the shard. Rows whose offsets are all 0 are absent."""
     item_offsets: IntArray
-    """``item_offset``."""
     item_bytes: IntArray
-    """``item_bytes``."""
     raw_offsets: IntArray
-    """``raw_offset``."""
     raw_bytes: IntArray
-    """``raw_bytes``."""
 
 
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     """:class:`TensorColumns` as a manifest holds them; ``raw_bytes`` follow from the signatures."""
 
     names: tuple[str, ...]
-    """As there."""
     ties: dict[Size, Names]
-    """As there."""
     signature_numbers: bytes
-    """u32 little-endian each."""
+    """uint32, little-endian."""
     signatures: tuple[TensorSignature, ...]
-    """As there."""
     shards: dict[Size, _Dims]
-    """As there."""
     item_offsets: bytes
-    """i64 little-endian each, as the others."""
+    """int64, little-endian, as ``item_bytes`` and ``raw_offsets``."""
     item_bytes: bytes
-    """As there."""
     raw_offsets: bytes
-    """As there."""
 
 
 def columns_of(entries: Sequence[TensorEntry]) -> TensorColumns:
-    """The same by column."""
+    """Return the entries as columns."""
     signatures: dict[TensorSignature, int] = {}
     return TensorColumns(
         names=[entry.fqns[0] for entry in entries],
@@ -131,7 +120,7 @@ def columns_of(entries: Sequence[TensorEntry]) -> TensorColumns:
 
 
 def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
-    """The same by tensor, of columns without a fault."""
+    """Return columns as entries, one a tensor. :func:`columns_fault` must find no fault in them."""
     numbers = (columns.item_offsets, columns.item_bytes, columns.raw_offsets, columns.raw_bytes)
     entries = []
     for row, (name, signature, *places) in enumerate(
@@ -144,7 +133,7 @@ def entries_of(columns: TensorColumns) -> tuple[TensorEntry, ...]:
 
 
 def stored_columns(columns: TensorColumns) -> StoredColumns:
-    """As a manifest holds them."""
+    """Return columns in the form that a manifest stores."""
     return StoredColumns(
         names=tuple(columns.names),
         ties=dict(columns.ties),
@@ -158,10 +147,10 @@ def stored_columns(columns: TensorColumns) -> StoredColumns:
 
 
 def read_columns(stored: StoredColumns) -> TensorColumns:
-    """Columns from a manifest: as long as each other, every number one that an entry may hold.
+    """Return the columns of a manifest. They have one length, and every number is one that an entry may hold.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a column has another length, or a number that no entry may hold.
     """
     count = len(stored.names)
     item_offsets, item_bytes, raw_offsets = places = [
@@ -192,19 +181,19 @@ def read_columns(stored: StoredColumns) -> TensorColumns:
 
 
 def are_sizes(numbers: IntArray) -> bool:
-    """Whether each may be a length or an offset."""
+    """Return whether each number may be a length or an offset."""
     return bool(((numbers >= 0) & (numbers <= MAX_BYTES)).all())
 
 
 def _numbers(data: bytes, dtype: str, count: int) -> IntArray:
-    found = np.frombuffer(data, dtype).astype(np.int64)  # ValueError unless it is a number of whole numbers
+    found = np.frombuffer(data, dtype).astype(np.int64)  # ValueError if a number is cut off at the end
     if len(found) != count:
         raise ValueError(f"a column of {len(found)} numbers for {count} tensors")
     return found
 
 
 def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
-    """What is wrong with tensors in a data file of this length, or ''."""
+    """Return what is wrong with tensors in a data file of ``file_bytes`` bytes, or ''."""
     for number, signature in enumerate(columns.signatures):
         if fault := _signature_fault(*signature):
             return f"tensor {_named(columns, number)}: {fault}"
@@ -212,7 +201,7 @@ def columns_fault(columns: TensorColumns, file_bytes: int) -> str:
         _, shape, *_ = columns.signatures[columns.signature_numbers[row]]
         if any(start + size > MAX_BYTES for start, size in zip(offsets, shape, strict=True)):
             return f"tensor {columns.names[row]!r}: a shard of {shape} at {offsets}, beyond what a tensor has"
-    # Two of MAX_BYTES add up inside 64 bits only without a sign.
+    # The sum of two numbers up to MAX_BYTES may exceed int64, but not uint64.
     item_starts, item_bytes, raw_starts, raw_bytes = (column.astype(np.uint64) for column in columns[5:])
     raw_stops, item_stops = raw_starts + raw_bytes, item_starts + item_bytes
     bad = np.flatnonzero((raw_starts < item_starts) | (raw_stops > item_stops) | (item_stops > file_bytes))
@@ -243,7 +232,7 @@ def _signature_fault(
     numel = math.prod(shape)
     if raw_bytes != numel * dtype.itemsize:
         return f"{raw_bytes} raw bytes for shape {shape} of {dtype_name}"
-    # A reader builds a view with this stride over exactly the raw bytes; a forged one would leave them.
+    # A reader builds a view with this stride over the raw bytes; a forged stride would reach beyond them.
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if numel and extent != numel:
         return f"stride {stride} is not dense for shape {shape}"

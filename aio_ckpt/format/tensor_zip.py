@@ -48,14 +48,14 @@ __all__ = [
 ]
 
 HEAD_BYTES = 32768
-"""How much of an item's beginning :func:`parse` looks at, at most. torch aligns each record to
+"""Most bytes that :func:`parse` reads from an item's beginning. torch aligns each record to
 ``torch.utils.serialization.config.save.storage_alignment``: with 4096 the raw bytes begin at 20480."""
 
 TAIL_BYTES = 8192
-"""How much of an item's end :func:`parse` looks at, at most."""
+"""Most bytes that :func:`parse` reads from an item's end."""
 
 RAW_ALIGN_BYTES = 64
-"""The raw bytes begin at a multiple of it, counted from the item's start."""
+"""The raw bytes begin at a multiple of this, counted from the item's start."""
 
 _LOCAL = struct.Struct("<4s2xHH4x3I2H")
 """magic, flags, method, crc, packed, nbytes, name, extra. Versions and dates stay zero, as torch writes them."""
@@ -75,14 +75,17 @@ _ZIP64_EXTRA = 1
 _PADDING_EXTRA = 0x4246
 """The id ("FB") under which torch pads its own records."""
 _ZIP64_SLACK = 512
-"""More than all that may stand between the small records and the central directory, raw bytes apart."""
+"""Upper bound of the bytes between the small records and the central directory, without the raw bytes."""
 _DATA_NAME = b"archive/data/0"
 
 # -- geometry ---------------------------------------------------------------------------------------------
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements occupy exactly ``numel`` slots (a permuted contiguous tensor; any empty one)."""
+    """Return whether the elements occupy exactly ``numel`` slots; True for an empty tensor.
+
+    A permuted contiguous tensor is dense.
+    """
     if 0 in shape:
         return True
     slots = 1
@@ -94,14 +97,17 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def stored_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Stride of the stored bytes, in elements: ``stride`` if dense, else (and if empty) the contiguous one."""
+    """Return the stride of the stored bytes, in elements.
+
+    It is ``stride`` if that is dense and the tensor is not empty, else the contiguous one.
+    """
     if 0 not in shape and is_dense(shape, stride):
         return tuple(stride)
     return row_major_stride(shape)
 
 
 def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a contiguous tensor, as torch gives it."""
+    """Return the stride of a contiguous tensor, in elements, as torch gives it."""
     steps = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         steps[dim - 1] = steps[dim] * max(shape[dim], 1)
@@ -109,7 +115,7 @@ def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def raw_bytes(spec: TensorSpec) -> int:
-    """Length of the raw bytes of a dense tensor."""
+    """Return the length of the raw bytes of a dense tensor."""
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
@@ -118,7 +124,7 @@ def raw_bytes(spec: TensorSpec) -> int:
 
 @lru_cache(maxsize=4096)
 def render(spec: TensorSpec) -> Envelope:
-    """Header and trailer around the raw bytes of a tensor; CRC fields are zero until :func:`fill_crc`.
+    """Return header and trailer around the raw bytes of a tensor; CRC fields are zero until :func:`fill_crc`.
 
     Raises:
         UnsupportedLeafError: a dtype that ``torch.save`` does not store as a plain tensor; more than ``MAX_DIMS`` dims.
@@ -148,7 +154,7 @@ def render(spec: TensorSpec) -> Envelope:
 
 
 def fill_crc(trailer_view: memoryview | bytearray, envelope: Envelope, crc32: int) -> None:
-    """Writes the CRC32 of the raw bytes into a trailer; the view begins where the trailer begins."""
+    """Write the CRC32 of the raw bytes into a trailer. The view begins where the trailer begins."""
     for offset in envelope.crc_offsets:
         struct.pack_into("<I", trailer_view, offset, crc32)
 
@@ -160,7 +166,7 @@ def _render_data_entry(nbytes: int, offset: int, *, zip64: bool) -> bytes:
 
 
 def _render_data_header(offset: int, *, zip64: bool) -> bytes:
-    """Local header of the raw bytes, which begins at ``offset`` and ends at a multiple of ``RAW_ALIGN_BYTES``."""
+    """Return the local header of the raw bytes, from ``offset`` to a multiple of ``RAW_ALIGN_BYTES``."""
     size, extra = (_MAX_U32, struct.pack("<2H2Q", _ZIP64_EXTRA, 16, 0, 0)) if zip64 else (0, b"")
     used = offset + _LOCAL.size + len(_DATA_NAME) + len(extra) + _EXTRA.size
     padding = align_up(used, RAW_ALIGN_BYTES) - used
@@ -181,34 +187,32 @@ def _render_end(count: int, size: int, offset: int, *, zip64: bool) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedItem:
-    """Where the raw bytes of an item stand and how to view them.
+    """Place of the raw bytes in an item, and the tensor view of them.
 
     Invariant: the raw bytes lie inside the item, every element lies inside the raw bytes, and there are no more
-    elements than the raw bytes have room for. So no number here exceeds what the file really holds.
+    elements than the raw bytes have room for. No number here exceeds the length of the file.
     """
 
     dtype: torch.dtype
-    """Element type."""
     shape: tuple[int, ...]
-    """Local shape."""
+    """Shape of the shard, not of the global tensor."""
     stride: tuple[int, ...]
     """In elements."""
     storage_offset: int
     """Elements of the storage before the first one of the tensor; 0 in our own items."""
     raw_offset: int
-    """Where the storage begins, in bytes from the item's start."""
+    """Offset of the storage, in bytes from the item's start."""
     raw_bytes: int
     """Length of the whole storage."""
     crc32: int
     """CRC32 of the whole storage; 0 where ``torch.serialization.set_crc32_options(False)`` was in force."""
     is_conj: bool = False
-    """As in :class:`~aio_ckpt.format.tensor_pickle.TensorView`; never of our own items."""
+    """See :class:`~aio_ckpt.format.tensor_pickle.TensorView`. False for our own items, as is ``is_neg``."""
     is_neg: bool = False
-    """Likewise."""
 
 
 class _TwoEnds:
-    """An item as a file of which only the two ends can be read; what lies between is None."""
+    """File over an item, of which only the two ends can be read."""
 
     def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
         self._head = head
@@ -217,10 +221,10 @@ class _TwoEnds:
         self._at = 0
 
     def get(self, start: int, nbytes: int) -> bytes | None:
-        """The bytes from ``start``; None if neither end holds them all.
+        """Return ``nbytes`` bytes from ``start``; None if neither end holds all of them.
 
         Raises:
-            CorruptCheckpointError: they lie outside the item.
+            CorruptCheckpointError: the bytes lie outside the item.
         """
         if start < 0 or nbytes < 0 or start + nbytes > self._nbytes:
             _corrupt(f"bytes {start} to {start + nbytes} lie outside its {self._nbytes} bytes")
@@ -230,18 +234,18 @@ class _TwoEnds:
         return self._tail[start - first : start - first + nbytes] if start >= first else None
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """As of a file; :mod:`zipfile` seeks from the start or from the end."""
+        """Set the position, as a file does. :mod:`zipfile` seeks from the start or from the end."""
         self._at = offset + (self._nbytes if whence == 2 else 0)
         if self._at < 0:
             raise OSError("before the start")
         return self._at
 
     def tell(self) -> int:
-        """As of a file."""
+        """Return the position, as a file does."""
         return self._at
 
     def read(self, nbytes: int = -1) -> bytes:
-        """As of a file.
+        """Return the next bytes, as a file does.
 
         Raises:
             _BetweenError: neither end holds the bytes.
@@ -255,19 +259,19 @@ class _TwoEnds:
 
 
 class _BetweenError(Exception):
-    """The bytes lie between the two ends of an item."""
+    """The requested bytes lie between the two ends of an item."""
 
 
 def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
-    """Reads an item of ours, or of stock ``torch.save(tensor)``, from its two ends. Runs no code of the pickle.
+    """Read an item of ours, or of stock ``torch.save(tensor)``, from its two ends. Runs no code of the pickle.
 
     ``head`` is the first min(``item_bytes``, ``HEAD_BYTES``) bytes of the item, ``tail`` the last
     min(``item_bytes``, ``TAIL_BYTES``).
 
     Raises:
-        CorruptCheckpointError: malformed, compressed, or a number that points outside the item.
-        UnsupportedLeafError: sound as far as it goes, but not one plain strided tensor (an object, a sparse or
-            quantized tensor, a subclass, several storages, the other byte order).
+        CorruptCheckpointError: the zip is malformed or compressed, or a number points outside the item.
+        UnsupportedLeafError: the zip is sound, but holds no plain strided tensor (an object, a sparse or quantized
+            tensor, a subclass, several storages, the other byte order).
     """
     if len(head) != min(item_bytes, HEAD_BYTES) or len(tail) != min(item_bytes, TAIL_BYTES):
         _corrupt(f"{len(head)} and {len(tail)} bytes were read of its {item_bytes}")
@@ -293,10 +297,12 @@ def parse(head: bytes, tail: bytes, item_bytes: int) -> ParsedItem:
 
 
 def records_of(data: bytes) -> dict[str, tuple[bytes, int]]:
-    """The records of a ``torch.save`` zip, each with its CRC32 (0: none was taken); by name without the archive's own.
+    """Return the records of a ``torch.save`` zip: bytes and CRC32 by name, without the archive's own name.
+
+    The CRC32 is 0 if torch stored none.
 
     Raises:
-        CorruptCheckpointError: malformed, compressed, or a number that points outside of ``data``.
+        CorruptCheckpointError: the zip is malformed or compressed, or a number points outside of ``data``.
     """
     item = _TwoEnds(data, b"", len(data))
     records, _ = _read_directory(item)
@@ -309,9 +315,9 @@ def _corrupt(what: str) -> NoReturn:
 
 
 def _read_directory(item: _TwoEnds) -> tuple[dict[str, zipfile.ZipInfo], int]:
-    """Records by name without the archive's own directory name, and where the central directory begins."""
+    """Return records by name, without the archive's own directory name, and the offset of the central directory."""
     end = item.get(item.seek(0, 2) - _END.size, _END.size) or b""
-    if not end.startswith(b"PK\5\6") or any(end[-2:]):  # torch writes no comment; zipfile would search for its begin
+    if not end.startswith(b"PK\5\6") or any(end[-2:]):  # torch writes no comment; zipfile would search
         _corrupt("it does not end in a zip end record")
     try:
         with zipfile.ZipFile(item) as archive:
@@ -337,7 +343,10 @@ def _read_directory(item: _TwoEnds) -> tuple[dict[str, zipfile.ZipInfo], int]:
 
 
 def _body_offset(item: _TwoEnds, record: zipfile.ZipInfo) -> int:
-    """Item offset of a record's bytes: its local header has an extra field of its own."""
+    """Return the offset of a record's bytes in the item.
+
+    The local header may have another extra field than the directory.
+    """
     name = record.orig_filename
     encoded = name.encode("utf-8" if record.flag_bits & _UTF8_FLAG else "cp437")
     local = item.get(record.header_offset, _LOCAL.size + len(encoded))
@@ -350,7 +359,7 @@ def _body_offset(item: _TwoEnds, record: zipfile.ZipInfo) -> int:
 
 
 def _read_record(item: _TwoEnds, record: zipfile.ZipInfo) -> bytes:
-    """The bytes of a small record, checked against its CRC32 where there is one."""
+    """Return the bytes of a small record, checked against its CRC32 if there is one."""
     body = item.get(_body_offset(item, record), record.file_size)
     if body is None:
         raise UnsupportedLeafError(
@@ -362,7 +371,7 @@ def _read_record(item: _TwoEnds, record: zipfile.ZipInfo) -> bytes:
 
 
 def _check_view(view: TensorView, nbytes: int) -> None:
-    """Holds a view against the length of its storage: the invariant of :class:`ParsedItem`."""
+    """Check that a view stays inside its storage of ``nbytes`` bytes: the invariant of :class:`ParsedItem`."""
     slot_bytes = 1 if view.storage.dtype is None else view.storage.dtype.itemsize
     if view.storage.slots * slot_bytes != nbytes:
         _corrupt(f"its pickle speaks of {view.storage.slots} slots, its record has {nbytes} bytes")
