@@ -63,6 +63,12 @@ CPU_PAGE = Page(
         Section("Load", "", (f"{CPU}/load",)),
         Section("Plan", "What an unchanged state costs the caller at each save.", (f"{CPU}/plan",)),
         Section("Memory", "Memory, files and threads over 100 saves.", (f"{CPU}/memory",)),
+        Section(
+            "States larger than the budget",
+            "One save each, read back and compared. The second state is 60 % of the machine's memory, "
+            "the budget is the default.",
+            (f"{CPU}/waves",),
+        ),
         Section("io_uring", "[Why the engine writes by threads](../decisions/0007-no-io-uring.md).", (f"{CPU}/uring",)),
     ),
 )
