@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -38,6 +38,7 @@ from aio_ckpt.read.fetch import Fetched, fetch
 from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
 from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
+from aio_ckpt.read.overlaps import check_agreement, write_shared
 from aio_ckpt.read.plan import ReadPlan, ReadRequest, is_read_by_several, wanted_bytes
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
 from aio_ckpt.runtime.error_notes import tell_modified
@@ -125,8 +126,8 @@ async def load_checkpoint(
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.read.open.open_checkpoint`.
-        MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is read; see
-            :func:`aio_ckpt.read.match.match_template`.
+        MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is touched; see
+            :func:`aio_ckpt.read.match.match_template` and :func:`aio_ckpt.read.overlaps.check_agreement`.
         CorruptCheckpointError: names file and tensor. ``target_modified`` is True once reading began.
         UnsafeObjectError: an object needs ``trusted``.
         ReadError: the operating system could not read.
@@ -138,7 +139,9 @@ async def load_checkpoint(
         found = await run_blocking(executor, functools.partial(match, **options))
         if not past_page_cache:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
+        shared = await _fetch_shared(files, checkpoint, found, executor=executor, readers=readers, verify=verify)
         draft, segments = await _planned(files, checkpoint, found, executor, readers, trusted, skip_untrusted)
+        draft.shared = shared.values
         await on_matched(checkpoint.identity)
         with _target_modified():
             fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
@@ -148,11 +151,50 @@ async def load_checkpoint(
         missing=found.missing,
         unexpected=found.unexpected,
         untrusted=tuple(draft.untrusted),
-        bytes_read=fetched.bytes_read,
-        verified=_is_verified(fetched, draft, checkpoint, verify),
+        bytes_read=fetched.bytes_read + shared.bytes_read,
+        verified=_is_verified(fetched, draft, checkpoint, verify) and shared.is_verified,
         identity=checkpoint.identity,
         put_back=put_back,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SharedValues:
+    """What was read for targets that share memory."""
+
+    values: Mapping[str, torch.Tensor]
+    """Host tensors by name."""
+    bytes_read: int
+    """Bytes read from data files."""
+    is_verified: bool
+    """As :attr:`LoadOutcome.verified`; True if nothing was read."""
+
+
+async def _fetch_shared(
+    files: Files, checkpoint: Checkpoint, found: Match, *, executor: Executor, readers: int, verify: bool
+) -> _SharedValues:
+    """Read the values of targets that share memory into memory of their own.
+
+    Raises:
+        TemplateMismatchError: two values are stored for one place. Nothing was touched.
+        CorruptCheckpointError, ReadError: as :func:`load_checkpoint`.
+    """
+    names = [name for name, _ in found.shared]
+    if not names:
+        return _SharedValues(values={}, bytes_read=0, is_verified=True)
+    source = await _locate(files, checkpoint, names, executor=executor, readers=readers)
+    draft = _LoadPlan(source=source, plan=ReadPlan())
+    await run_blocking(executor, draft.add_all, [], names, [], False)
+    segments = await run_blocking(executor, draft.plan.segments, readers)
+    fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
+    await run_blocking(executor, _settle, draft, checkpoint, False)
+    values = {name: cast("torch.Tensor", draft.values[name]) for name in names}
+    try:
+        await run_blocking(executor, check_agreement, found.shared, values)
+    except TemplateMismatchError as error:
+        raise TemplateMismatchError(f"{checkpoint.path}: {error}") from error
+    is_verified = _is_verified(fetched, draft, checkpoint, verify)
+    return _SharedValues(values=values, bytes_read=fetched.bytes_read, is_verified=is_verified)
 
 
 async def _share(files: Files, found: Match, catalog: Catalog, executor: Executor, ranks_on_host: int) -> None:
@@ -337,6 +379,8 @@ class _LoadPlan:
     """Names below Stateful values that are read into a tensor that is there."""
     layouts: Mapping[str, Target] = field(default_factory=dict)
     """Names below Stateful values that are read into a fresh tensor like this one."""
+    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What was read before for targets that share memory, by name."""
     skip_untrusted: bool = False
     """Leave objects that need trust unread."""
     untrusted: dict[str, str] = field(default_factory=dict)
@@ -502,6 +546,7 @@ def _prepare_apply(
 
     def put_back() -> None:
         with _target_modified():
+            write_shared(found.shared, draft.shared)
             for target in found.compounds:
                 settle(target.own, target.stored)
             if leaves:

@@ -16,6 +16,7 @@ from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below
 from aio_ckpt.read.live import fillable, layouts_below, tensors_below
 from aio_ckpt.read.open import Checkpoint
+from aio_ckpt.read.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
@@ -26,6 +27,7 @@ from aio_ckpt.state.tensor_memory import (
     memory_fault,
     memory_of,
     overlapping,
+    overlaps_itself,
     span_of,
 )
 from aio_ckpt.state.values import LeafKind, Shard, Target
@@ -55,6 +57,8 @@ class Match:
     """Host tensors whose bytes are those of one item: what most are."""
     tensors: list[tuple[str, Target]] = field(default_factory=list)
     """Other names that are read into memory of the template."""
+    shared: list[SharedTarget] = field(default_factory=list)
+    """Names whose memory is shared, with themselves or each other: they are read before anything is touched."""
     arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
     """Names whose numpy value is replaced: a scalar, or an array that nothing may write to."""
     objects: list[str] = field(default_factory=list)
@@ -99,7 +103,7 @@ def match_template(
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits
     faults += _ambiguous(checkpoint.catalog, template)
-    faults += _overlaps(checkpoint.catalog, found, template)
+    faults += _set_apart(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank)
     missing, faults = missing + unmatched, faults + misfits
     found.own, misfits = own_below(checkpoint, found.stateful, rank=rank, trusted=trusted)
@@ -169,6 +173,11 @@ def _match_leaves(
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
             if fault := _tensor_fault(tensor, shards):
                 faults.append(f"{name!r} {fault}")
+            elif overlaps_itself(memory := memory_of(tensor)):
+                if can_be_shared(tensor):
+                    into.shared.append((name, memory))
+                else:
+                    faults.append(f"{name!r} {_overlap_fault(memory)}")
             elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, memory_of(tensor))):
                 into.tensors.append((name, tensor))
             else:
@@ -212,9 +221,9 @@ def _tensor_for_object(value: object) -> str:
     return "is an object in the template and a tensor in the checkpoint"
 
 
-def _overlaps(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
-    """Which targets would be written through each other with other values."""
-    spans = [span_of(memory_of(tensor)) for _, tensor in found.tensors]
+def _set_apart(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
+    """Move the targets that would be written through each other to ``found.shared``; those that cannot be moved."""
+    spans = [span_of(memory_of(tensor)) for _, tensor in (*found.tensors, *found.shared)]
     starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
     nbytes = [*(item.raw_bytes for item, _, _ in found.whole), *(nbytes for _, nbytes in spans)]
     if are_apart(np.array(starts, np.int64), np.array(nbytes, np.int64)).all():
@@ -223,18 +232,27 @@ def _overlaps(catalog: Catalog, found: Match, template: tree.Template) -> list[s
     stored = (
         (name, value) for name, value in zip(template.names, template.values, strict=True) if name in catalog.shards
     )
-    named = [(name, cast("torch.Tensor", value)) for name, value in stored if id(value) in whole]
-    named += [(name, memory_of(tensor)) for name, tensor in found.tensors]
-    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
-    return [
-        f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or the "
-        "checkpoint holds other values for it: give it memory of its own, or leave it out"
-        for before, later in overlapping(tensors)
-        if not (
-            look_of(tensors[later]) == look_of(tensors[before])
-            and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]])
-        )
-    ]
+    named = [(name, cast("Target", value)) for name, value in stored if id(value) in whole]
+    named += [*found.tensors, *found.shared]
+    names, tensors = [name for name, _ in named], [memory_of(tensor) for _, tensor in named]
+    moved: set[int] = set()
+    faults: list[str] = []
+    for before, later in overlapping(tensors):
+        is_tied = look_of(tensors[later]) == look_of(tensors[before])
+        if is_tied and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]]):
+            continue
+        moved |= {before, later}
+        if not (can_be_shared(named[before][1]) and can_be_shared(named[later][1])):
+            faults.append(
+                f"{names[later]!r} shares memory with {names[before]!r} in the template, but is another view of it, or "
+                "the checkpoint holds other values for it: give it memory of its own, or leave it out"
+            )
+    gone = {id(named[position][1]) for position in moved}
+    own = named[: len(named) - len(found.shared)]
+    found.shared += [(name, memory_of(tensor)) for name, tensor in own if id(tensor) in gone]  # tied ones, too
+    found.whole = [target for target in found.whole if id(target[1]) not in gone]
+    found.tensors = [target for target in found.tensors if id(target[1]) not in gone]
+    return faults
 
 
 def _may_be_equal(one: Shards, other: Shards) -> bool:
@@ -277,6 +295,10 @@ def _tensor_fault(tensor: Target, shards: Shards) -> str | None:
     return memory_fault(bare)
 
 
+def _overlap_fault(tensor: torch.Tensor) -> str:
+    return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
+
+
 def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
     """Whether writing to ``tensor`` writes to the array ``value``, or to a copy that had to be made."""
     return bool(value.__array_interface__["data"][0] == tensor.data_ptr())
@@ -312,11 +334,14 @@ def _match_stateful(
     fitting = {
         name: tensor
         for name, tensor in there.items()
-        if "~" not in name and f"{name}~2" not in shards and _tensor_fault(tensor, shards[name]) is None
+        if "~" not in name
+        and f"{name}~2" not in shards
+        and _tensor_fault(tensor, shards[name]) is None
+        and not overlaps_itself(memory_of(tensor))
     }
     stored = {name: shards[name] for _, _, names in into.stateful for name in names if name in shards}
     taken = [*((address, item.raw_bytes) for item, _, address in into.whole)]
-    taken += [span_of(memory_of(tensor)) for _, tensor in into.tensors]
+    taken += [span_of(memory_of(tensor)) for _, tensor in (*into.tensors, *into.shared)]
     into.live = fillable(fitting, stored, [value for _, value, _ in into.stateful], taken)
     return missing, faults
 

@@ -324,7 +324,9 @@ def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
 def wanted_bytes(found: Match, catalog: Catalog) -> int:
     """Bytes of data files that this rank will read for its tensors, about."""
     wanted = sum(item.raw_bytes for item, _, _ in found.whole)
-    wanted += sum(_bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in found.tensors)
+    wanted += sum(
+        _bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in (*found.tensors, *found.shared)
+    )
     below = (name for _, _, names in found.stateful for name in catalog.shards.keys() & set(names))
     for name in (*(name for name, _ in found.arrays), *below):
         shards = catalog.shards[name]

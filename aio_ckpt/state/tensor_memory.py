@@ -25,6 +25,7 @@ __all__ = [
     "memory_of",
     "needed_bytes",
     "overlapping",
+    "overlaps_itself",
     "span_of",
 ]
 
@@ -68,8 +69,6 @@ def memory_fault(tensor: Target) -> str | None:
     needed = needed_bytes(tensor)
     if needed and (not tensor.data_ptr() or needed > tensor.untyped_storage().nbytes()):
         return "has a storage that was freed or resized in the template: allocate it first"
-    if _overlaps_itself(tensor):
-        return f"shares memory with itself in the template (stride {tensor.stride()}): give its .clone()"
     return None
 
 
@@ -114,7 +113,8 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
         open_spans.append((start + nbytes, position))
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements stand at one address, or may: strides that interleave count."""
     reach = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

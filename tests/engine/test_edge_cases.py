@@ -59,7 +59,7 @@ def test_targets_that_overlap_are_refused_unless_the_values_agree(tmp_path: Path
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save({"a": T, "b": T + 1, "c": T}).result(TIMEOUT)
         one, line = torch.zeros(4), torch.zeros(6)
-        with pytest.raises(TemplateMismatchError, match="'b' shares memory with 'a'"):
+        with pytest.raises(TemplateMismatchError, match="'a' shares memory with 'b'"):
             engine.load({"a": one, "b": one, "c": T.clone()})
         with pytest.raises(TemplateMismatchError, match="shares memory"):
             engine.load({"a": line[:4], "b": line[2:], "c": T.clone()})
