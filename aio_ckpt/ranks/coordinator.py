@@ -1,4 +1,4 @@
-"""Coordinator: what the engine asks of the other ranks, in bytes and typed, and the answer of a single rank."""
+"""Coordinator: how the ranks of an engine exchange messages; the coordinator of one process; typed exchanges."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ M = TypeVar("M")
 R = TypeVar("R")
 
 Decide = Callable[[tuple[bytes, ...]], Awaitable[Decision]]
-"""Decides on the leader, from the messages of all ranks, by rank."""
+"""Function that the leader calls with the messages of all ranks, by rank. Returns the decision."""
 
 
 @runtime_checkable
 class Coordinator(Protocol):
-    """What the engine asks of the other ranks. Called on the engine's own thread only, but for ``close``."""
+    """Interface by which the ranks of an engine agree.
+
+    If a method does not say otherwise, only the engine's own thread calls it.
+    """
 
     rank: int
     """This rank, from 0."""
@@ -32,28 +35,28 @@ class Coordinator(Protocol):
     """The rank that commits."""
 
     def register(self, name: str, *, stall_secs: float) -> None:
-        """Enter the rendezvous, first and on the thread that makes the engine.
+        """Enter the rendezvous. The thread that makes the engine calls this, before any other method.
 
-        Each rank's n-th engine that opens ``name`` meets the n-th of the others. From :meth:`open` on, a rank that
-        gives no sign of life for ``stall_secs`` is lost.
+        The n-th engine that opens ``name`` on one rank meets the n-th on every other rank. From :meth:`open` on, a
+        rank without a heartbeat for ``stall_secs`` is lost.
         """
         ...
 
     async def open(self, name: str, *, stall_secs: float) -> None:
-        """Meet the other ranks that open ``name``, under keys that no other engine has, or ever had.
+        """Meet the other ranks that open ``name``, under keys that no other engine uses or has used.
 
         Raises:
-            PeerFailedError: not all came in time.
+            PeerFailedError: a rank did not come in time.
         """
         ...
 
     async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
-        """Send this rank's message. On the leader: wait for all messages, by rank; elsewhere return () at once.
+        """Send this rank's message. The leader waits for all messages, by rank; another rank returns () at once.
 
-        An error, or a cancellation, is told to nobody: the caller calls :meth:`abort`.
+        If this call fails or is cancelled, the other ranks are not told: the caller calls :meth:`abort`.
 
         Raises:
-            PeerFailedError: on the leader, a rank failed, or gives no sign of life; names it, its stage and the cause.
+            PeerFailedError: on the leader, a rank failed or gives no heartbeat; names rank, stage and cause.
         """
         ...
 
@@ -61,7 +64,7 @@ class Coordinator(Protocol):
         """Return the leader's reply on ``topic`` to this rank. The leader passes its ``decision``, the others None.
 
         Raises:
-            PeerFailedError: a rank failed, or the leader gives no sign of life.
+            PeerFailedError: a rank failed, or the leader gives no heartbeat.
         """
         ...
 
@@ -69,37 +72,38 @@ class Coordinator(Protocol):
         """Do :meth:`gather`, ``decide`` on the leader, and :meth:`broadcast`.
 
         Raises:
-            PeerFailedError: a rank failed, or gives no sign of life; names it, its stage and the cause.
-            Exception: on the leader, what ``decide`` raised; the others hear of it as PeerFailedError.
+            PeerFailedError: a rank failed or gives no heartbeat; names the rank, its stage and the cause.
+            Exception: on the leader, any error of ``decide``; the other ranks get a PeerFailedError.
         """
         ...
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """Tell the others that this rank takes no part in ``topic``: their exchange fails, now or when they come to it.
+        """Tell the other ranks that this rank takes no part in ``topic``: their exchange fails now or later.
 
         If the leader has already decided this topic, abort the follow-up topic that the decision names. Returns the
-        failure that the leader has told all ranks; None if it does not answer in time, or its last reply was out.
+        failure that the leader has told all ranks. Returns None if the leader does not answer in time, or if its reply
+        on the last topic was no failure.
         """
         ...
 
     def begin_call(self, topic: str) -> None:
-        """Note that the numbered call of ``topic`` begins on this rank; from any thread."""
+        """Note that the numbered call of ``topic`` begins on this rank. Any thread may call this."""
         ...
 
     def end_call(self, topic: str) -> None:
-        """Note that the numbered call of ``topic`` has ended on this rank: heartbeats tell it to waiting ranks."""
+        """Note that the numbered call of ``topic`` has ended on this rank. Heartbeats tell the ranks that wait."""
         ...
 
     async def failure(self, topic: str) -> PeerFailedError | None:
-        """Return the failure that the leader has told in ``topic``; None if it has told nothing yet, or no failure."""
+        """Return the failure that the leader has told in ``topic``; None if it has told none yet."""
         ...
 
     async def raise_flag(self, name: str) -> None:
-        """Set the flag ``name`` for all ranks, for good."""
+        """Set the flag ``name`` for all ranks. A flag is never cleared."""
         ...
 
     async def is_raised(self, name: str) -> bool:
-        """Return whether any rank has raised it."""
+        """Return whether any rank has raised the flag ``name``."""
         ...
 
     async def beat(self) -> None:
@@ -107,70 +111,70 @@ class Coordinator(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Leave before ``close``, without deleting what other ranks still need. Takes seconds at most."""
+        """Leave the group, before ``close``. Keys that other ranks still need stay. Takes seconds at most."""
         ...
 
     def close(self) -> None:
-        """Release what ``open`` took. Idempotent, from any thread."""
+        """Release the thread and the connection. Idempotent; any thread may call this."""
         ...
 
 
 class SoloCoordinator:
-    """One process is all ranks."""
+    """Coordinator of one process without other ranks. Every method returns at once."""
 
     rank = 0
     world_size = 1
     leader = 0
 
     def register(self, name: str, *, stall_secs: float) -> None:
-        """Nobody to meet."""
+        """See :class:`Coordinator`."""
 
     async def open(self, name: str, *, stall_secs: float) -> None:
-        """Nobody to meet."""
+        """See :class:`Coordinator`."""
 
     async def gather(self, topic: str, message: bytes, *, stage: str) -> tuple[bytes, ...]:
-        """One message."""
+        """See :class:`Coordinator`."""
         return (message,)
 
     async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
-        """Nobody else to tell."""
+        """See :class:`Coordinator`."""
         assert decision is not None, "the one rank leads"
         return decision.of(0)
 
     async def exchange(self, topic: str, message: bytes, decide: Decide, *, stage: str) -> bytes:
-        """Decide alone."""
+        """See :class:`Coordinator`."""
         messages = await self.gather(topic, message, stage=stage)
         return await self.broadcast(topic, await decide(messages), stage=stage)
 
     async def abort(self, topic: str, error: BaseException, *, stage: str) -> PeerFailedError | None:
-        """Nobody to tell."""
+        """See :class:`Coordinator`."""
         return None
 
     def begin_call(self, topic: str) -> None:
-        """Nobody asks."""
+        """See :class:`Coordinator`."""
 
     def end_call(self, topic: str) -> None:
-        """Nobody waits."""
+        """See :class:`Coordinator`."""
 
     async def failure(self, topic: str) -> PeerFailedError | None:
-        """Nobody told anything."""
+        """See :class:`Coordinator`."""
         return None
 
     async def raise_flag(self, name: str) -> None:
-        """Nobody to see it."""
+        """See :class:`Coordinator`."""
 
     async def is_raised(self, name: str) -> bool:
-        """Nobody raised it."""
+        """See :class:`Coordinator`."""
         return False
 
     async def beat(self) -> None:
-        """Nobody to hear it."""
+        """See :class:`Coordinator`."""
 
     async def leave(self) -> None:
-        """Nobody needs anything."""
+        """See :class:`Coordinator`."""
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """See :class:`Coordinator`."""
 
 
 class Exchange(Generic[M, R]):
@@ -180,7 +184,7 @@ class Exchange(Generic[M, R]):
     """
 
     def __init__(self, message: Any, reply: Any, *, stage: str) -> None:
-        """``message`` and ``reply`` are the types ``M`` and ``R``; ``stage`` is where a rank is that fails in it."""
+        """``message`` and ``reply`` are the types ``M`` and ``R``; errors name ``stage``."""
         self._messages: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message)
         self._replies: msgspec.msgpack.Decoder[R] = msgspec.msgpack.Decoder(reply)
         self._stage = stage
@@ -188,11 +192,11 @@ class Exchange(Generic[M, R]):
     async def run(
         self, coordinator: Coordinator, topic: str, mine: M, decide: Callable[[Sequence[M]], Awaitable[R]]
     ) -> R:
-        """Send ``mine``; return what ``decide`` made on the leader of the messages of all ranks, by rank.
+        """Send ``mine``; return the result of ``decide``, which the leader calls with all messages, by rank.
 
         Raises:
-            PeerFailedError: a rank failed, gives no sign of life, or sent what is no ``M``.
-            Exception: on the leader, what ``decide`` raised; the others hear of it as PeerFailedError.
+            PeerFailedError: a rank failed, gives no heartbeat, or sent a message that is no ``M``.
+            Exception: on the leader, any error of ``decide``; the other ranks get a PeerFailedError.
         """
 
         async def decided(messages: tuple[bytes, ...]) -> Decision:
@@ -202,18 +206,18 @@ class Exchange(Generic[M, R]):
         return self.reply(reply, leader=coordinator.leader)
 
     async def gather(self, coordinator: Coordinator, topic: str, mine: M) -> tuple[M, ...]:
-        """The first half of :meth:`run`: on the leader, the messages of all ranks, by rank; elsewhere nothing.
+        """Do the first half of :meth:`run`. The leader gets the messages of all ranks, by rank; another rank gets ().
 
-        An error is told to nobody: the caller calls :meth:`Coordinator.abort`.
+        If this call fails, the other ranks are not told: the caller calls :meth:`Coordinator.abort`.
         """
         return self._of_all(await coordinator.gather(topic, msgspec.msgpack.encode(mine), stage=self._stage))
 
     async def broadcast(self, coordinator: Coordinator, topic: str, reply: R) -> R:
-        """The second half of :meth:`run`: return the leader's ``reply``; what the others pass is not looked at."""
+        """Do the second half of :meth:`run`: return the leader's ``reply``. The ``reply`` of other ranks is ignored."""
         return await self._broadcast(coordinator, topic, Decision(common=msgspec.msgpack.encode(reply)))
 
     async def broadcast_each(self, coordinator: Coordinator, topic: str, replies: Sequence[R], *, then: str) -> R:
-        """As :meth:`broadcast`, with one reply for each rank; every rank goes on in the topic ``then``."""
+        """Do :meth:`broadcast` with one reply for each rank. Every rank goes on in the topic ``then``."""
         return await self._broadcast(coordinator, topic, Decision(each=_each(replies), then=then))
 
     async def _broadcast(self, coordinator: Coordinator, topic: str, decision: Decision) -> R:
@@ -222,11 +226,11 @@ class Exchange(Generic[M, R]):
         return self.reply(reply, leader=coordinator.leader)
 
     def message(self, data: bytes, *, rank: int) -> M:
-        """What ``rank`` sent."""
+        """Decode the message of ``rank``; PeerFailedError if it is no ``M``."""
         return _decoded(self._messages, rank, data)
 
     def reply(self, data: bytes, *, leader: int) -> R:
-        """What the leader replied."""
+        """Decode the reply of ``leader``; PeerFailedError if it is no ``R``."""
         return _decoded(self._replies, leader, data)
 
     def _of_all(self, messages: Sequence[bytes]) -> tuple[M, ...]:

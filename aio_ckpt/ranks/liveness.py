@@ -1,4 +1,4 @@
-"""Liveness: how a rank shows the others that it lives, waits for them, and finds out which of them will not come."""
+"""Liveness: how a rank sends heartbeats, waits for other ranks, and finds out which of them will not come."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 _POLL_SECS_MAX = 0.01
 _POLL_SECS_A_RANK = 1e-4
-"""The store is one thread: however many ranks wait for long, it is asked at most so often a second (1 / this)."""
+"""Longest pause between two polls, per rank. The store has one thread: all ranks together poll it 1 / this a second."""
 _POLL_SHARE = 1 / 8
-"""Of the wait so far, and of the longest pause: what is there is found an eighth too late, and not twice as late."""
+"""A pause is this share of the wait so far: a reply is found at most that much too late."""
 
 HEARTBEATS_A_STALL = 4
-"""Signs of life in ``stall_secs``: one may be late."""
+"""Heartbeats within ``stall_secs``. Several, because one may be late."""
 
 _CALLS_TOLD = 16
-"""Each sign of life names the last calls of each kind that ended: whoever waits in an older one waits in vain."""
+"""Ended calls of each kind that a heartbeat names, the newest ones."""
 
 _STALL_SECS = 600.0
 
 _SHOWN = 5
-"""Ranks that an error names."""
+"""Most ranks that an error names."""
 
 
 class LivenessTimer:
-    """One wait for other ranks: what for, and when each was last seen to move."""
+    """Timer of one wait for other ranks: its topic, and when the heartbeat of each rank last changed."""
 
     def __init__(self, stall_secs: float, topic: str, stage: str) -> None:
         self.stall_secs = stall_secs
@@ -50,7 +50,7 @@ class LivenessTimer:
         self._apart: dict[int, float] = {}
 
     def exhausted(self, ranks: Sequence[int], beats: Sequence[bytes]) -> list[int]:
-        """Ranks whose beat has not changed for ``stall_secs``."""
+        """Return the ranks whose heartbeat has not changed for ``stall_secs``; ``beats`` are the newest, by rank."""
         now = time.monotonic()
         for rank, beat in zip(ranks, beats, strict=True):
             known = self._seen.get(rank)
@@ -61,11 +61,17 @@ class LivenessTimer:
         return [rank for rank in ranks if now - self._seen[rank][1] >= self.stall_secs]
 
     def has_moved(self, rank: int) -> bool:
-        """Whether ``rank`` gave a sign of life during this wait: an older one tells of waits that may be over."""
+        """Return whether the heartbeat of ``rank`` has changed during this wait.
+
+        An older heartbeat may name waits that are over.
+        """
         return rank in self._seen and self._seen[rank][1] > self._began
 
     def is_apart_for_long(self, rank: int, *, is_apart: bool) -> bool:
-        """Whether ``rank`` has waited in another call at every look for half of ``stall_secs``."""
+        """Note whether ``rank`` waits in another call now.
+
+        Returns whether it did at every check for half of ``stall_secs``.
+        """
         now = time.monotonic()
         self._apart = {**self._apart, rank: self._apart.get(rank, now) if is_apart else now}
         return now - self._apart[rank] >= self.stall_secs / 2
@@ -73,32 +79,32 @@ class LivenessTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostPeer:
-    """A rank that will not come."""
+    """A rank that this wait waits for in vain."""
 
     error: PeerFailedError
-    """Which, and why."""
+    """Names the rank and says why it will not come."""
     left_behind: Heartbeat | None = None
-    """Its last sign of life, if it said itself that it closed its engine."""
+    """Last heartbeat of the rank if it has closed its engine, else None."""
     is_silent: bool = False
-    """Whether it gave no sign of life."""
+    """Whether the rank gave no heartbeat for ``stall_secs``."""
 
 
 def lost_peer(
     ranks: Sequence[int], data: Sequence[bytes], timer: LivenessTimer, *, own: Heartbeat, unmet: str
 ) -> LostPeer | None:
-    """If any of ``ranks`` will not come, by the last sign of life of each.
+    """Return the first of ``ranks`` that will not come, judged by its last heartbeat; None if all may come.
 
     Args:
-        ranks: which are waited for.
-        data: their beats, as they stand in the store.
-        timer: of this wait.
-        own: the beat of who waits.
-        unmet: what they may never have opened; empty if all have.
+        ranks: the ranks that this rank waits for.
+        data: their encoded heartbeats, as they stand in the store; empty bytes for none.
+        timer: the timer of this wait.
+        own: the heartbeat of this rank.
+        unmet: name of the engine if the ranks have not met in it yet, else empty.
     """
     silent = timer.exhausted(ranks, data)
     for rank, found in zip(ranks, data, strict=True):
         beat = HEARTBEATS.decode(found) if found else Heartbeat(0)
-        where = _elsewhere(rank, beat, timer, own)
+        where = _absence(rank, beat, timer, own)
         if where:
             text = f"rank {rank} does not come to {timer.topic}, it {where}"
             error = PeerFailedError(text, rank=rank, stage=timer.stage)
@@ -120,11 +126,11 @@ def _silent(ranks: Sequence[int], timer: LivenessTimer, unmet: str) -> PeerFaile
 _SAME_ORDER = "every rank must make the same calls in the same order; engines opened anew on all ranks begin anew"
 
 
-def _elsewhere(rank: int, beat: Heartbeat, timer: LivenessTimer, own: Heartbeat) -> str:
-    """Where a rank is that lives, but comes to the topic no more: it ended that call, or its engine, or waits in turn.
+def _absence(rank: int, beat: Heartbeat, timer: LivenessTimer, own: Heartbeat) -> str:
+    """Return why a living rank will not come to the topic; '' if it may come.
 
-    Only what a rank says has ended counts: saves, loads and rollbacks may be under way beside each other, and a later
-    one may be ahead of an earlier one.
+    The rank has ended that call, has closed its engine, or waits for this rank in another call. A later call proves
+    nothing: saves, loads and rollbacks run beside each other, and a later one may overtake an earlier one.
     """
     if call_of(timer.topic) in beat.over:
         return f"is elsewhere: that call has ended there; {_SAME_ORDER}"
@@ -137,14 +143,15 @@ def _elsewhere(rank: int, beat: Heartbeat, timer: LivenessTimer, own: Heartbeat)
 
 
 def _never_meet(here: str, own: Heartbeat, there: str, beat: Heartbeat) -> bool:
-    """Whether who waits ``here`` and who waits ``there`` wait for each other: neither has begun the other's call.
+    """Return whether this rank, which waits in ``here``, and the other, which waits in ``there``, wait for each other.
 
-    One of them may still come, from another thread of its program: it is given time.
+    They do if neither has begun the call of the other. Another thread of a program may still begin it, so the caller
+    waits for a while before it decides.
     """
     one, other = numbering(here), numbering(there)
     if one is None or other is None:
         return False
-    if one == other:  # which one is it, then?
+    if one == other:  # one call in two topics: the ranks wait for each other if the topics are of different kinds
         return call_of(here) == call_of(there) and here.split()[0] != there.split()[0]
     (kind, number), (kind_there, number_there) = one, other
     is_begun_here = own.begun.get(kind_there, 0) >= number_there and call_of(there) not in own.over
@@ -152,10 +159,10 @@ def _never_meet(here: str, own: Heartbeat, there: str, beat: Heartbeat) -> bool:
 
 
 class Liveness:
-    """One rank among those that share a keys.
+    """Heartbeats and waits of one rank. The ranks of an engine share its keys in the store.
 
-    Invariant: who waits gives signs of life, and each says what it waits for, what has begun and what has ended; so
-    whoever is waited for in vain is found out, also where it lives.
+    Invariant: a rank that waits sends heartbeats. Each names the topics in which the rank waits, the calls that have
+    begun and those that have ended. So every rank finds out whom it waits for in vain, even if that rank lives.
     """
 
     leader = 0
@@ -164,22 +171,23 @@ class Liveness:
         self.rank = rank
         self.world_size = world_size
         self.stall_secs = _STALL_SECS
-        """How long a rank may give no sign of life."""
+        """Time without a heartbeat after which a rank is lost."""
         self._client: StoreClient | None = None
         self._keys: StoreKeys | None = None
         self._name = ""
         self._is_met = False
         self._absent: set[int] = set()
+        """Ranks for which the last wait was in vain."""
         self._silent: set[int] = set()
-        """Of those absent, who gave no sign of life."""
+        """Ranks of ``_absent`` that gave no heartbeat."""
         self._left_behind: dict[int, Heartbeat] = {}
-        """Last sign of life of those that closed their engine."""
+        """By rank that has closed its engine, its last heartbeat."""
         self._beats = 0
         self._begun: dict[str, int] = {}
         self._waits: list[str] = []
         self._over: defaultdict[str, deque[tuple[str, int]]] = defaultdict(lambda: deque(maxlen=_CALLS_TOLD))
         self._is_leaving = False
-        """Nothing is waited for any more: with the last rank to leave goes what could be found."""
+        """Whether this rank leaves. It waits for no reply any more, because the last rank to leave deletes the keys."""
 
     async def beat(self, *, has_left: bool = False) -> None:
         """See :class:`Coordinator`."""
@@ -204,8 +212,8 @@ class Liveness:
 
     # -- waiting --------------------------------------------------------------------------------------
 
-    async def _look(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
-        """What ``find`` gives once it gives something; a few times in ``stall_secs`` beat and ``check()``."""
+    async def _wait_for(self, find: Callable[[], T | None], check: Callable[[], Awaitable[None]], topic: str) -> T:
+        """Poll ``find`` until it returns a value. Meanwhile send heartbeats and call ``check()``, which may raise."""
         longest = max(_POLL_SECS_MAX, _POLL_SECS_A_RANK * self.world_size)
         begun = time.monotonic()
         due = begun + self.stall_secs / HEARTBEATS_A_STALL
@@ -220,7 +228,9 @@ class Liveness:
                     try:
                         await check()
                     except PeerFailedError:
-                        if (found := await self._ask(find)) is not None:  # whoever has gone since said so before
+                        if (
+                            found := await self._ask(find)
+                        ) is not None:  # a rank may send its message and leave between poll and check
                             return found
                         raise
                 now = time.monotonic()
@@ -231,15 +241,15 @@ class Liveness:
             self._waits.remove(topic)
 
     async def _poll(self, find: Callable[[], T | None], limit_secs: float) -> T | None:
-        """What ``find`` gives once it gives something; None if that takes too long. Nobody is told of the wait."""
+        """Poll ``find`` until it returns a value; None after ``limit_secs``. No heartbeat tells of this wait."""
         with anyio.move_on_after(limit_secs):
-            while (found := await self._ask(find)) is None:  # noqa: ASYNC110 - it is in the store
+            while (found := await self._ask(find)) is None:  # noqa: ASYNC110 - the store has no event
                 await anyio.sleep(_POLL_SECS_MAX)
             return found
         return None
 
     async def _check_alive(self, ranks: Sequence[int], timer: LivenessTimer) -> None:
-        """Raise PeerFailedError if the last sign of life of any of ``ranks`` is too long ago, or from elsewhere."""
+        """Raise PeerFailedError if any of ``ranks`` will not come, judged by its last heartbeat."""
         beats = await self._ask(functools.partial(self._the_keys().beats, ranks)) if ranks else []
         absent = lost_peer(ranks, beats, timer, own=self._own_beat(), unmet="" if self._is_met else self._name)
         if absent is not None:
@@ -253,7 +263,7 @@ class Liveness:
             raise absent.error
 
     def _is_undecidable(self, topic: str) -> bool:
-        """Whether the leader closed its engine before the call that ``topic`` is part of began there."""
+        """Return whether the leader closed its engine before it began the call that ``topic`` is part of."""
         call, beat = numbering(topic), self._left_behind.get(self.leader)
         return call is not None and beat is not None and beat.begun.get(call[0], 0) < call[1]
 

@@ -1,4 +1,4 @@
-"""The ranks of one engine: how they meet, and what every call of the engine may ask of them."""
+"""Membership: the ranks of one engine, how they meet, and the checks that they have the same root and settings."""
 
 from __future__ import annotations
 
@@ -29,50 +29,50 @@ T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
 _OPEN = "the opening"
 _ROOT = "the root"
-_LOOKS, _AGAIN_SECS = 3, 0.2
-"""How often a root is looked at before the ranks give up to meet, and how long between."""
+_MAX_TRIES, _RETRY_SECS = 3, 0.2
+"""Tries to read the root, and the pause between them, before the ranks fail to meet."""
 
 
-class _Met(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader tells when all have come."""
+class _OpeningReply(msgspec.Struct, frozen=True, array_like=True):
+    """Reply of the leader once all ranks have come."""
 
     owner: Owner
-    """In whose name pending directories are made."""
+    """The leader's owner record, by which pending directories are named."""
     newest: int | None
-    """Newest committed step."""
+    """Newest committed step; None if there is none."""
     is_marked: bool
-    """Whether there is a mark under the root that all must see."""
+    """Whether the leader has made a marker directory under the root, which every rank must see."""
 
 
-class _Seen(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells then."""
+class _RootCheck(msgspec.Struct, frozen=True, array_like=True):
+    """Message of a rank: whether it has the same root, and its settings."""
 
     host: str
-    """Where it runs."""
+    """Host name, for errors."""
     sees: bool
-    """Whether it sees the mark."""
+    """Whether the rank sees the marker directory; True if there is none."""
     rules: Mapping[str, str]
-    """Settings that all must have alike."""
+    """Settings that must be the same on all ranks, as text by name."""
 
 
-class _Faults(msgspec.Struct, frozen=True, array_like=True):
-    """Why the engine of no rank opens; empty texts if all open."""
+class _OpeningFaults(msgspec.Struct, frozen=True, array_like=True):
+    """Reply of the leader: why no rank opens its engine. Both texts are empty if all open."""
 
     blind: str
-    """Ranks that do not see the mark."""
-    odd: str
-    """A setting that differs."""
+    """Ranks and hosts that do not see the marker directory."""
+    differing: str
+    """A setting that differs between ranks, with its values."""
 
 
-_OPENING: Exchange[None, _Met] = Exchange(None, _Met, stage="open")
-_SAME_ROOT: Exchange[_Seen, _Faults] = Exchange(_Seen, _Faults, stage="open")
+_OPENING: Exchange[None, _OpeningReply] = Exchange(None, _OpeningReply, stage="open")
+_SAME_ROOT: Exchange[_RootCheck, _OpeningFaults] = Exchange(_RootCheck, _OpeningFaults, stage="open")
 
 
 class Membership:
-    """All ranks of one engine, this one included.
+    """All ranks of one engine, with this one.
 
-    Invariant: only the leader renames, clears or deletes anything under the root; every rank writes its own two files
-    into the pending directory, which is made in the leader's name.
+    Invariant: only the leader renames, clears or deletes anything under the root. Every rank writes its own two files
+    into the pending directory, whose name and owner record are the leader's.
     """
 
     def __init__(
@@ -81,20 +81,19 @@ class Membership:
         """``rules``: settings that must be the same on all ranks."""
         self._rules = rules or {}
         self.stall_secs = stall_secs
-        """How long a rank may give no sign of life."""
+        """Time without a heartbeat after which a rank is lost."""
         self.coordinator = coordinator
-        """The way to them."""
         self.owner = owner
-        """In whose name pending directories are made: the leader's, once all have met."""
+        """Owner record by which pending directories are named: the leader's, once all ranks have met."""
         self.newest: int | None = None
-        """Newest committed step when all had met; for those who do not lead."""
+        """Newest committed step when all ranks had met, for the ranks that do not lead; None if there was none."""
         self.ledger = Ledger(coordinator.world_size)
-        """What the leader knows."""
+        """The leader's ledger; unused on other ranks."""
         self.sent = SentExtents()
-        """What the leader was told last."""
+        """Places of objects that this rank has told the leader."""
         self._loads = 0
         self.opened: Future[None] = Future()
-        """All have met, or why not."""
+        """Done when all ranks have met; its exception says why they have not."""
         if coordinator.world_size == 1:
             self.opened.set_result(None)
 
@@ -105,65 +104,67 @@ class Membership:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there are other ranks."""
         return self.coordinator.world_size > 1
 
     @property
     def on_host(self) -> int:
-        """Ranks of this host, which share its memory and disk."""
+        """Number of ranks on this host, which share its memory and disk."""
         return ranks_on_host(self.coordinator.world_size)
 
     def next_load(self) -> str:
-        """Name of this call of ``load()``, the same on every rank for the same call."""
+        """Count a call of ``load()`` and return its name, the same on every rank for the same call."""
         self._loads += 1
         name = f"load {self._loads}"
         self.coordinator.begin_call(name)
         return name
 
     async def met(self) -> None:
-        """Return when all have met; raise why they did not."""
+        """Wait until all ranks have met; raise the error if they have not."""
         if not self.opened.done():
             await asyncio.wrap_future(follow(self.opened))
         self.opened.result()
 
     async def meet(self, storage: Storage, root: Path, read_steps: Callable[[], Awaitable[Iterable[int]]]) -> None:
-        """Wait for all ranks, learn who leads, and see that all have one root.
+        """Wait for all ranks, take over the leader's owner record, and check that all have the same root and settings.
 
         Raises:
             PeerFailedError: a rank did not come in time.
-            ConfigError: a setting of a rank differs that all must have alike; names it and the rank.
-            RootError: a rank does not see what the leader wrote under the root; names the hosts.
+            ConfigError: a setting differs that must be the same on all ranks; names the setting and the rank.
+            RootError: a rank does not see the directory that the leader made under the root; names the hosts.
         """
         coordinator = self.coordinator
         mark = pending_path(root, self.owner, 0)
 
-        async def lead(_: Sequence[None]) -> _Met:
-            newest = max(await _persistently(read_steps), default=None)
-            return _Met(self.owner, newest, await _mark(storage, mark))
+        async def lead(_: Sequence[None]) -> _OpeningReply:
+            newest = max(await _with_retries(read_steps), default=None)
+            return _OpeningReply(self.owner, newest, await _mark(storage, mark))
 
-        async def compare(ranks: Sequence[_Seen]) -> _Faults:
+        async def compare(ranks: Sequence[_RootCheck]) -> _OpeningFaults:
             blind = [f"rank {rank} on {seen.host}" for rank, seen in enumerate(ranks) if not seen.sees]
-            return _Faults(", ".join(blind), _odd_rules([seen.rules for seen in ranks], coordinator.leader))
+            return _OpeningFaults(
+                ", ".join(blind), _differing_setting([seen.rules for seen in ranks], coordinator.leader)
+            )
 
         try:
             await coordinator.open(str(root), stall_secs=self.stall_secs)
             met = await _OPENING.run(coordinator, _OPEN, None, lead)
             self.owner, self.newest = met.owner, met.newest
             sees = not met.is_marked or await self._sees(storage, pending_path(root, met.owner, 0))
-            seen = _Seen(socket.gethostname(), sees, self._rules)
+            seen = _RootCheck(socket.gethostname(), sees, self._rules)
             faults = await _SAME_ROOT.run(coordinator, _ROOT, seen, compare)
         except BaseException as error:
             error.add_note("the ranks have not met: close their engines and open them anew, on all ranks")
             with anyio.CancelScope(shield=True):
-                await coordinator.leave()  # no call will come to anything
+                await coordinator.leave()  # every later call of this engine fails
             raise
         finally:
             if self.is_leader:
                 with anyio.CancelScope(shield=True):
                     await _unmark(storage, mark)
-        if faults.odd:
+        if faults.differing:
             raise ConfigError(
-                f"the settings of the ranks differ: {faults.odd}: give all of them the same, and open anew"
+                f"the settings of the ranks differ: {faults.differing}: give all of them the same, and open anew"
             )
         if faults.blind:
             raise RootError(
@@ -175,15 +176,15 @@ class Membership:
 
     async def _sees(self, storage: Storage, mark: Path) -> bool:
         try:
-            return await _persistently(lambda: storage.exists(mark))
+            return await _with_retries(lambda: storage.exists(mark))
         except Exception as error:
             with anyio.CancelScope(shield=True):
                 await self.coordinator.abort(_ROOT, error, stage="open")
             raise
 
 
-def _odd_rules(rules: Sequence[Mapping[str, str]], leader: int) -> str:
-    """The first setting that a rank has otherwise than the leader, or ''."""
+def _differing_setting(rules: Sequence[Mapping[str, str]], leader: int) -> str:
+    """Describe the first setting in which a rank differs from the leader; '' if there is none."""
     for rank, own in enumerate(rules):
         for name, value in rules[leader].items():
             if own.get(name) != value:
@@ -191,19 +192,19 @@ def _odd_rules(rules: Sequence[Mapping[str, str]], leader: int) -> str:
     return ""
 
 
-async def _persistently(look: Callable[[], Awaitable[T]]) -> T:
-    """What ``look`` gives, tried again where it fails: ranks that have not met will not meet later."""
-    for _ in range(_LOOKS - 1):
+async def _with_retries(look: Callable[[], Awaitable[T]]) -> T:
+    """Call ``look`` until it succeeds, ``_MAX_TRIES`` times at most: ranks that fail to meet never meet later."""
+    for _ in range(_MAX_TRIES - 1):
         try:
             return await look()
         except (AioCkptError, OSError) as error:
             _log.warning("tried again: %s", error)
-            await anyio.sleep(_AGAIN_SECS)
+            await anyio.sleep(_RETRY_SECS)
     return await look()
 
 
 async def _mark(storage: Storage, path: Path) -> bool:
-    """Make a directory that all must see; False where nothing can be written: such a root is only read."""
+    """Make the marker directory that every rank must see; False if the root cannot be written and is only read."""
     try:
         await storage.make_dir(path, parents=True)
     except (AioCkptError, OSError):
@@ -216,4 +217,4 @@ async def _unmark(storage: Storage, path: Path) -> None:
         if await storage.exists(path):
             await storage.remove_tree(path)
     except (AioCkptError, OSError):
-        return  # cleared when the process is dead
+        return  # a later writer clears the directory once this process is dead

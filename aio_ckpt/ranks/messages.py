@@ -1,4 +1,4 @@
-"""The messages that ranks write into a store, and how a topic names the call that it is part of. Pure."""
+"""Messages that ranks write into a store, and the numbered call that a topic belongs to. Pure."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the leader decided."""
+    """Decision of the leader on one topic."""
 
     common: bytes = b""
-    """For every rank."""
+    """Reply to every rank, if ``each`` is empty."""
     each: tuple[bytes, ...] = ()
-    """By rank, instead of ``common``, where the ranks are told different things."""
+    """One reply for each rank, by rank; empty if all get ``common``."""
     then: str = ""
-    """The topic that follows for every rank: one that leaves after this reply leaves that one."""
+    """Topic in which every rank goes on; empty if none follows. A rank that fails after this reply aborts that
+    topic."""
 
     def of(self, rank: int) -> bytes:
-        """What ``rank`` is told."""
+        """Return the reply to ``rank``."""
         return self.each[rank] if self.each else self.common
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a rank will not take part."""
+    """Failure of a rank, as it tells the others."""
 
     rank: int
-    """Which."""
+    """The rank that failed first."""
     stage: str
-    """Where it was."""
+    """Stage of the call in which it failed."""
     cause: str
     """Type and text of the error."""
     is_in_doubt: bool = False
-    """Whether what failed may still come to be."""
+    """Whether the checkpoint of a failed save may still become visible."""
 
     def error(self, topic: str, here: int) -> PeerFailedError:
-        """As an error for rank ``here``."""
+        """Return the failure as an error that rank ``here`` raises."""
         whom = "this rank" if self.rank == here else f"rank {self.rank}"
         text = f"{whom} failed in {topic}: {self.cause}"
         error = PeerFailedError(text, rank=self.rank, stage=self.stage, cause=self.cause)
@@ -64,58 +65,58 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One message of one rank, appended to the others'."""
+    """Message of one rank. The ranks append their frames to one value of the store."""
 
     rank: int
-    """Whose."""
+    """Rank that sent the frame."""
     body: bytes
-    """The message."""
+    """The encoded message; empty if ``failure`` is set."""
     failure: Failure | None = None
-    """Instead of it."""
+    """Why the rank sends no message; None if it sends one."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader tells all."""
+    """Reply of the leader, which all ranks read."""
 
     common: bytes
-    """For every rank."""
+    """Reply to every rank; empty if ``is_each``."""
     is_each: bool = False
-    """Whether every rank has a value of its own instead."""
+    """Whether each rank's reply is stored under a key of its own."""
     failure: Failure | None = None
-    """Why nothing was decided."""
+    """Why the leader decided nothing; None if it decided."""
     then: str = ""
-    """The topic that follows."""
+    """See :class:`Decision`."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """One sign of life."""
+    """Sign of life of a rank."""
 
     count: int
-    """Of this rank, from 1."""
+    """Number of the heartbeat, from 1."""
     over: tuple[tuple[str, int], ...] = ()
-    """Calls that ended on it, the last few of each kind, as :func:`call_of` names them."""
+    """Calls that ended on the rank, the last few of each kind, as :func:`call_of` names them."""
     has_left: bool = False
-    """It was the last one: the engine is closed."""
+    """Whether this is the rank's last heartbeat: it has closed its engine."""
     begun: Mapping[str, int] = {}
-    """Number of the newest call that began on it, by :func:`numbering`."""
+    """Number of the newest call that began on the rank, by the kind that :func:`numbering` returns."""
     waits: tuple[str, ...] = ()
-    """Topics in which it waits for other ranks now."""
+    """Topics in which the rank waits for other ranks now."""
 
 
 _FRAMES = msgspec.msgpack.Decoder(Frame)
 HEARTBEATS = msgspec.msgpack.Decoder(Heartbeat)
 REPLIES = msgspec.msgpack.Decoder(Reply)
-"""Made here, once: at the first decode of a type that is new to it msgspec crashes where two threads do it at once."""
+"""Decoders made once, at import: msgspec crashes if two threads decode a type that is new to it at the same time."""
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame behind its length."""
+    """Return the length of a frame, 4 bytes little-endian, and the frame."""
     data = msgspec.msgpack.encode(frame)
     return len(data).to_bytes(4, "little") + data
 
 
 def unpack(data: bytes) -> Iterator[Frame]:
-    """All frames that were appended."""
+    """Yield the frames of a value to which :func:`pack` ed frames were appended."""
     at = 0
     while at < len(data):
         stop = at + 4 + int.from_bytes(data[at : at + 4], "little")
@@ -124,12 +125,12 @@ def unpack(data: bytes) -> Iterator[Frame]:
 
 
 def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
-    """What to tell of ``error``, which came to ``rank`` in ``stage`` unless it says otherwise."""
+    """Return the failure to tell of ``error``. If the error names a rank and a stage itself, those are told."""
     is_in_doubt = bool(getattr(error, "in_doubt", False))
-    if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
+    if isinstance(error, PeerFailedError):  # the first rank that failed is named
         return Failure(error.rank, error.stage, error.cause or str(error), is_in_doubt)
     stage = getattr(error, "stage", "") or stage
-    # anyio's text of a cancellation is the address of a scope
+    # The text of a cancellation by anyio is the address of a scope, which says nothing.
     text = "the call was cancelled" if isinstance(error, asyncio.CancelledError) else str(error)
     return Failure(rank, stage, f"{type(error).__name__}: {text}", is_in_doubt)
 
@@ -139,16 +140,16 @@ _BEGUN_TOGETHER = {"rollback": "save", "room": "save"}
 
 
 def call_of(topic: str) -> tuple[str, int] | None:
-    """The numbered call that ``topic`` is part of, as ``("save", 3)``; None where there is no number.
+    """Return the numbered call that ``topic`` is part of, as ``("save", 3)``; None if the topic has no number.
 
-    A rollback takes its number from the saves: where one rank rolls back and another saves, they never meet.
+    Rollbacks and saves share one numbering: a rank that rolls back and a rank that saves never meet in one topic.
     """
     kind, number = _parts(topic)
     return None if number is None else (_NUMBERED_TOGETHER.get(kind, kind), number)
 
 
 def numbering(topic: str) -> tuple[str, int] | None:
-    """By what, and with which number, a rank counts the call that ``topic`` is part of; None where there is none."""
+    """Return (kind, number) by which a rank counts the calls that it begins; None if the topic has no number."""
     kind, number = _parts(topic)
     return None if number is None else (_BEGUN_TOGETHER.get(kind, kind), number)
 

@@ -1,4 +1,4 @@
-"""Preemption, agreed: a signal to one rank turns ``preempted`` true on all, at the same look."""
+"""Preemption, agreed: after a signal to one rank, the same poll of ``preempted`` returns True on every rank."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from aio_ckpt.runtime.signals import Preemption
 __all__ = ["AgreedPreemption"]
 
 _log = logging.getLogger("aio_ckpt")
-_LOOKS: Exchange[int, int] = Exchange(int, int, stage="agree")
-"""How often each rank has looked; the first look that finds the notice."""
+_FIRST_POLL: Exchange[int, int] = Exchange(int, int, stage="agree")
+"""Each rank sends the number of its polls so far; the leader replies with the first poll that returns True."""
 _FLAG = "preempted"
-_LOOK_SECS = 0.2
-_LOOK_SECS_A_RANK = 1e-4
-"""The store is one thread, and all ranks look for the flag all the time."""
+_FLAG_SECS = 0.2
+_FLAG_SECS_A_RANK = 1e-4
+"""Pause per rank between two questions for the flag: all ranks ask, and the store has one thread."""
 
 
 class AgreedPreemption:
-    """Whether the process is to end, for every rank the same at the same look.
+    """Whether the process is to end. The n-th :meth:`poll` returns the same on every rank.
 
-    A look is a call of :meth:`poll`: every rank looks as often as the others, at the same places of its program. Once
-    a signal came to any rank, each says how often it has looked and looks no further until the leader has named the
-    first look that finds the notice: the one after the last that anybody has had. That takes milliseconds, for the
-    engines answer, not the trainers.
+    Every rank polls at the same places of its program. Once a signal came to any rank, each rank tells the leader the
+    number of its polls, and its next poll blocks until the leader has named the first poll that returns True: the one
+    after the highest number. That takes milliseconds, because engines answer, not trainers.
     """
 
     def __init__(self, members: Membership, portal: Portal) -> None:
         self.local = Preemption()
-        """Of this process."""
+        """The signals of this process."""
         self._members = members
         self._portal = portal
         self._lock = Lock()
-        self._looks = 0
+        self._polls = 0
         self._is_held = False
         self._first: int | None = None
         self._decided: Future[None] = Future()
@@ -48,56 +47,56 @@ class AgreedPreemption:
 
     @property
     def is_on(self) -> bool:
-        """Whether a look has found the notice; itself no look."""
-        return self._is_found(self._looks)
+        """Whether a poll has returned True. Reading this is no poll."""
+        return self._is_found(self._polls)
 
     def poll(self) -> bool:
-        """Whether the process is to end; stays True.
+        """Count a poll; return whether the process is to end. Once True, it stays True.
 
         Raises:
             StallError: another rank does not answer.
         """
         with self._lock:
-            self._looks += 1
-            look, is_held = self._looks, self._is_held
+            self._polls += 1
+            number, is_held = self._polls, self._is_held
         if is_held and self._first is None:
             try:
                 self._decided.result(2 * self._members.stall_secs)
             except TimeoutError:
                 raise StallError("preempted: the other ranks do not answer") from None
-        return self._is_found(look)
+        return self._is_found(number)
 
-    def _is_found(self, look: int) -> bool:
-        if not self._is_watching:  # alone, or no rank handles signals
+    def _is_found(self, number: int) -> bool:
+        if not self._is_watching:  # one rank, or signals are not handled
             return self.local.has_come
-        return self._first is not None and look >= self._first
+        return self._first is not None and number >= self._first
 
     def watch(self) -> None:
-        """Begin to look out for signals to other ranks; alone there are none, and a signal counts at once."""
+        """Begin to watch for signals to other ranks. If there is one rank, its signal counts at once."""
         if self._members.are_several and not self._is_watching:
             self._is_watching = True
             self._portal.submit(self._watch)
 
     async def _watch(self) -> None:
         coordinator = self._members.coordinator
-        pause = max(_LOOK_SECS, _LOOK_SECS_A_RANK * coordinator.world_size)
+        pause = max(_FLAG_SECS, _FLAG_SECS_A_RANK * coordinator.world_size)
         try:
             await self._members.met()
-            while not (self.local.has_come or await coordinator.is_raised(_FLAG)):  # noqa: ASYNC110 - or in a handler
+            while not (self.local.has_come or await coordinator.is_raised(_FLAG)):  # noqa: ASYNC110 - there is no event
                 await anyio.sleep(pause)
             await coordinator.raise_flag(_FLAG)
             with self._lock:
-                self._is_held, looks = True, self._looks
-            self._first = await _LOOKS.run(coordinator, "the preemption", looks, _after_all)
+                self._is_held, polls = True, self._polls
+            self._first = await _FIRST_POLL.run(coordinator, "the preemption", polls, _after_all)
         except AioCkptError as error:
             _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
         finally:
             with self._lock:
                 if self._first is None and self.local.has_come:
-                    self._first = self._looks + 1
+                    self._first = self._polls + 1
                 self._is_held = False
             self._decided.set_result(None)
 
 
-async def _after_all(looks: Sequence[int]) -> int:
-    return max(looks) + 1
+async def _after_all(polls: Sequence[int]) -> int:
+    return max(polls) + 1

@@ -1,4 +1,4 @@
-"""Agreement of one save: what the ranks tell the leader, and what the leader knows of them. Pure but for a log line."""
+"""Messages of one save, and the leader's ledger of all ranks' assignments. Pure but for a log line."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Extent: TypeAlias = "tuple[int, int]"
 _log = logging.getLogger("aio_ckpt")
 _SHOWN = 5
 _SHARES_KEPT = 4
-"""Shares that the leader remembers of a rank: saves in flight may still write an older one."""
+"""Newest shares of a rank that the leader remembers: saves in flight may still write an older one."""
 
 
 # -- a rank to the leader ---------------------------------------------------------------------------
 
 
 class ContentSums(msgspec.Struct, frozen=True, array_like=True):
-    """Sums of the contents of all that a rank holds: what two ranks hold alike is equal if its sums are."""
+    """Checksums of all values that a rank holds. Two ranks hold equal replicas if the checksums are equal."""
 
     tensors: bytes
     """int64, little-endian: one for each tensor item, see :func:`aio_ckpt.snapshot.replica_sums.content_sums`."""
@@ -54,62 +54,62 @@ class ContentSums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanMsg(msgspec.Struct, frozen=True, array_like=True, tag="P"):
-    """A miss: this rank holds all of this, and captures what it is told to write."""
+    """Message of a rank without a plan: all that it holds. The rank then captures what the leader assigns to it."""
 
     step: int
-    """Step of the save."""
     local: LocalPlan
-    """What the rank holds."""
     content: ContentSums | None = None
-    """Sums of what it holds, by which replicas are compared."""
+    """Checksums by which replicas are compared; None if they are not compared."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True, tag="W"):
-    """A rank's vote to commit: its share stands in its data file, its manifest beside it, both durable."""
+    """Vote of a rank to commit: its data file with its share, and its manifest, are durable."""
 
     step: int
-    """Step of the save."""
     share_id: bytes
-    """What was written."""
+    """Identity of the share that was written, as the leader named it."""
     nbytes: int
     """Length of the rank's manifest."""
     crc32: int
-    """CRC32 of it."""
+    """CRC32 of the rank's manifest."""
     secs: tuple[float, float, float]
     """``blocked_secs``, ``staged_secs`` and ``written_secs`` of this rank."""
     moved: tuple[tuple[int, int, int], ...]
-    """(number, offset, length) of objects that do not stand where they stood in the save before."""
+    """(number, offset, length) of the objects whose place differs from that in the save before."""
     extents_crc32: int
     """CRC32 over the places of all objects, after ``moved``."""
     places: bytes | None = None
-    """The first time that this share is written: offset and length of every item, int64, little-endian."""
+    """Offset and length of every tensor item, int64, little-endian; None if the leader knows them."""
 
 
 class SentExtents:
-    """Places of objects that the leader was told in the last save that was committed."""
+    """Places of objects that this rank told the leader in the last committed save."""
 
     def __init__(self) -> None:
         self._share_id = b""
         self._spans: Sequence[Extent] = ()
 
     def is_new(self, share_id: bytes) -> bool:
-        """Whether the leader may not know where the items of this share stand."""
+        """Return whether the leader may not know the places of the items of this share."""
         return share_id != self._share_id
 
     def moved(self, share_id: bytes, spans: Sequence[Extent], *, is_alone: bool) -> tuple[tuple[int, int, int], ...]:
-        """What to tell of ``spans``: all, unless no other save can have told anything since."""
+        """Return (number, offset, length) of the objects to tell the leader.
+
+        ``is_alone``: no other save has told anything since. Then only places that have changed are told, else all.
+        """
         known = self._spans if is_alone and share_id == self._share_id else ()
         if len(known) != len(spans):
             return tuple((number, *span) for number, span in enumerate(spans))
         return tuple((number, *span) for number, span in enumerate(spans) if span != known[number])
 
     def confirm(self, share_id: bytes, spans: Sequence[Extent]) -> None:
-        """The save was committed: the leader knows."""
+        """Note that the save is committed: the leader knows ``spans``."""
         self._share_id, self._spans = share_id, spans
 
 
 def extents_crc32(spans: Sequence[Extent]) -> int:
-    """CRC32 over places."""
+    """Return the CRC32 over offsets and lengths as int64, little-endian."""
     flat = [number for span in spans for number in span]
     return isal_zlib.crc32(struct.pack(f"<{len(flat)}q", *flat))
 
@@ -118,16 +118,16 @@ def extents_crc32(spans: Sequence[Extent]) -> int:
 
 
 class AssignReply(msgspec.Struct, frozen=True, array_like=True, tag="A"):
-    """Some rank planned anew: this is what each writes."""
+    """Reply of the leader after a rank planned anew: the share of the rank that reads it."""
 
     share_id: bytes
-    """Its name; that of the share which the rank has, if it keeps it."""
+    """Identity of the share that the rank is to write."""
     share: Assignment | None
-    """None: the rank keeps what it has."""
+    """None if the rank keeps the share that it has."""
 
 
 class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
-    """Durable and visible."""
+    """Reply of the leader: the step is durable and visible."""
 
     slowest: dict[str, int]
     """Per stage, the rank that took longest."""
@@ -137,36 +137,36 @@ class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Known:
-    """One share of one rank."""
+class _KnownShare:
+    """One share of one rank, as the leader knows it."""
 
     local: LocalPlan
-    """All that the rank held."""
+    """All that the rank held when the share was assigned."""
     share: Assignment
-    """What of it the rank writes."""
+    """The part of ``local`` that the rank writes."""
     items: int
-    """How many tensor items that are."""
+    """Number of tensor items of the share."""
     places: bytes = b""
-    """Where its items stand; empty until it was written once."""
+    """Places of the tensor items, as in :class:`Vote`; empty until the share was written once."""
     spans: list[Extent] = field(default_factory=list)
-    """Where its objects stand."""
+    """Places of the objects in the newest save."""
 
 
 class Ledger:
-    """What the leader knows of every rank. On the loop's thread; :meth:`template` may run in another.
+    """Shares of every rank, on the leader. The loop's thread calls it; :meth:`template` may run in another thread.
 
-    Invariant: a share is what its rank captures, until the rank plans anew.
+    Invariant: a rank captures exactly its share, until it plans anew.
     """
 
     def __init__(self, world_size: int) -> None:
-        self._ranks: list[dict[bytes, _Known]] = [{} for _ in range(world_size)]
+        self._ranks: list[dict[bytes, _KnownShare]] = [{} for _ in range(world_size)]
         self._shares = 0
         self._rendered: tuple[tuple[bytes, ...], MetadataTemplate] | None = None
 
     def check(self, reports: Sequence[PlanMsg | Vote]) -> None:
-        """Raise PeerFailedError unless all ranks save one step, PlanChangedError for a share that is not known."""
+        """Raise PeerFailedError unless all ranks save one step, PlanChangedError if a share is unknown."""
         if len(self._ranks) == 1:
-            return  # one rank writes all that it holds: nothing was assigned
+            return  # one rank writes all that it holds; nothing is assigned
         for rank, report in enumerate(reports):
             if report.step != reports[0].step:
                 raise PeerFailedError(
@@ -180,7 +180,7 @@ class Ledger:
                 raise PlanChangedError(f"rank {rank} wrote what was not agreed; the next save plans anew on all ranks")
 
     def assign(self, reports: Sequence[PlanMsg | Vote]) -> list[AssignReply]:
-        """New shares for the ranks that planned anew; the others keep theirs.
+        """Assign new shares to the ranks that planned anew; the others keep theirs. Returns a reply for each rank.
 
         Raises:
             DuplicateNameError, PlanChangedError: see :func:`aio_ckpt.plan.assignment.assign`.
@@ -212,20 +212,20 @@ class Ledger:
                 continue
             self._shares += 1
             replies.append(AssignReply(self._shares.to_bytes(4, "little"), share))
-            self._remember(rank, replies[-1].share_id, _Known(local=plans[rank], share=share, items=count))
+            self._remember(rank, replies[-1].share_id, _KnownShare(local=plans[rank], share=share, items=count))
         return replies
 
-    def _remember(self, rank: int, share_id: bytes, known: _Known) -> None:
+    def _remember(self, rank: int, share_id: bytes, known: _KnownShare) -> None:
         shares = self._ranks[rank]
         shares[share_id] = known
         while len(shares) > _SHARES_KEPT:
             del shares[next(iter(shares))]
 
     def learn(self, written: Sequence[Vote]) -> list[Extent]:
-        """Every rank has written: the places of all objects, in the order of the metadata.
+        """Learn the places that the ranks have written. Returns those of all objects, in the order of the metadata.
 
         Raises:
-            PlanChangedError: a rank wrote something else than its share.
+            PlanChangedError: a rank wrote another share than the assigned one.
         """
         spans: list[Extent] = []
         for rank, report in enumerate(written):
@@ -248,10 +248,10 @@ class Ledger:
         return spans
 
     def template(self, written: Sequence[Vote]) -> MetadataTemplate:
-        """``.metadata`` of these shares: rendered once, as long as no rank plans anew.
+        """Return ``.metadata`` of these shares. It is rendered again only after a rank planned anew.
 
         Raises:
-            PlanChangedError: the shares leave a part of a tensor out.
+            PlanChangedError: the shares do not cover a tensor.
         """
         ids = tuple(report.share_id for report in written)
         if self._rendered is None or self._rendered[0] != ids:
@@ -274,7 +274,7 @@ def _warn_of(names: Set[str]) -> None:
 
 
 def slowest_ranks(written: Sequence[Vote]) -> Mapping[str, int]:
-    """Per stage, the rank that took longest; empty for one rank alone."""
+    """Return, per stage, the rank that took longest; empty for one rank alone."""
     if len(written) < 2:
         return {}
     stages = ("blocked", "staged", "written")

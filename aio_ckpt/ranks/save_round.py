@@ -1,7 +1,7 @@
 """One save's agreement, and how far the save has come on this rank.
 
 A rank that has no plan yet agrees before it captures (:meth:`SaveRound.assign`). Then every rank votes that its share
-is durable (:meth:`SaveRound.gather`), the leader publishes, and every rank hears of it (:meth:`SaveRound.finish`).
+is durable (:meth:`SaveRound.gather`), the leader publishes, and every rank learns of it (:meth:`SaveRound.finish`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["SAVE", "SaveEnd", "SaveRound", "SaveState", "next_state"]
 SAVE: Exchange[PlanMsg | Vote | None, AssignReply | CommitReply] = Exchange(
     PlanMsg | Vote | None, AssignReply | CommitReply, stage="agree"
 )
-"""One save: a rank's plan, or its vote; None if the vote that it has sent before still stands."""
+"""One save. A rank sends its plan or its vote; None if the vote that it has sent before still stands."""
 
 
 class SaveState(enum.Enum):
@@ -42,17 +42,17 @@ class SaveState(enum.Enum):
     CAPTURING = "being captured"
     """The save is pending; its pipeline has not begun."""
     WRITING = "being written"
-    """The pipeline runs."""
+    """The pipeline of the save runs."""
     CANCELLED = "cancelled"
     """``cancel()`` was accepted: nothing becomes visible."""
     VOTED = "voted for"
-    """This rank has said that its share is durable: the leader may commit from now on."""
+    """This rank has voted that its share is durable: the leader may commit from now on."""
     COMMITTING = "being committed"
     """The leader makes the step visible: a deadline or a cancellation comes too late."""
     VISIBLE = "visible"
     """The leader has made the step visible and durable."""
     COMMITTED = "committed"
-    """The leader's last reply was heard, or given."""
+    """The leader has sent its last reply, or another rank has received it."""
     FAILED = "failed"
     """Nothing of the save becomes visible."""
     IN_DOUBT = "in doubt"
@@ -76,10 +76,10 @@ _NEXT: Mapping[SaveState, frozenset[SaveState]] = {
 
 
 def next_state(now: SaveState, then: SaveState) -> SaveState:
-    """Return ``then``.
+    """Return ``then`` if a save in state ``now`` may go to it.
 
     Raises:
-        RuntimeError: no save goes from ``now`` to ``then``.
+        RuntimeError: a save in state ``now`` never goes to ``then``.
     """
     if then not in _NEXT[now]:
         raise RuntimeError(f"a save that is {now.value} cannot come to be {then.value}")
@@ -88,19 +88,19 @@ def next_state(now: SaveState, then: SaveState) -> SaveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEnd:
-    """How a save failed."""
+    """How a failed save ended on this rank."""
 
     cause: BaseException
-    """What it failed with first, here or on another rank."""
+    """The first error, of this rank or of another."""
     may_clear: bool
-    """Whether the save has failed on all ranks for certain, so that its directory may go."""
+    """Whether the save has certainly failed on all ranks, so that its directory may be deleted."""
 
 
 class SaveRound:
-    """One save on every rank: its state here, and what the ranks agree on.
+    """Agreement of all ranks on one save, and the state of the save on this rank.
 
-    Invariant: the state changes by :func:`next_state` only; the caller's thread changes it until the save is pending,
-    then the loop's.
+    Invariant: the state changes by :func:`next_state` only. The caller's thread changes it until the save is pending,
+    then the loop's thread.
     """
 
     def __init__(self, members: Membership, executor: Executor, *, topic: str) -> None:
@@ -109,7 +109,6 @@ class SaveRound:
         self._topic = topic
         self._firsts: Sequence[PlanMsg | Vote] = ()
         self.state = SaveState.CALLED
-        """How far the save has come here."""
 
     @property
     def is_leader(self) -> bool:
@@ -118,11 +117,11 @@ class SaveRound:
 
     @property
     def is_committing(self) -> bool:
-        """Whether the step is being made visible, or is: a deadline comes too late."""
+        """Whether the step is being made visible, or is visible: a deadline comes too late."""
         return self.state in (SaveState.COMMITTING, SaveState.VISIBLE, SaveState.COMMITTED)
 
     def advance(self, then: SaveState) -> None:
-        """The save has come to ``then``."""
+        """Set the state to ``then``; see :func:`next_state`."""
         self.state = next_state(self.state, then)
 
     def cancel(self) -> bool:
@@ -136,7 +135,7 @@ class SaveRound:
     # -- the exchanges --------------------------------------------------------------------------------
 
     async def assign(self, plan: PlanMsg) -> AssignReply:
-        """A rank without a plan: send what it holds; return what it is to capture and write."""
+        """On a rank without a plan: send all that the rank holds; return the share that it is to capture and write."""
         coordinator = self._members.coordinator
         messages = await SAVE.gather(coordinator, self._topic, plan)
         replies = await self._replan(_newest(messages, ())) if self.is_leader else []
@@ -147,9 +146,12 @@ class SaveRound:
         return reply
 
     async def gather(self, mine: Vote) -> tuple[Vote, ...]:
-        """Vote that this rank's share is durable. On the leader: the votes of all ranks, by rank; elsewhere nothing."""
+        """Vote that this rank's share is durable.
+
+        The leader gets the votes of all ranks, by rank; another rank gets ().
+        """
         coordinator = self._members.coordinator
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
         self.advance(SaveState.VOTED)
         messages = await SAVE.gather(coordinator, self._topic, mine)
         if not self.is_leader:
@@ -169,12 +171,12 @@ class SaveRound:
         return tuple(votes)
 
     async def finish(self, votes: Sequence[Vote]) -> CommitReply:
-        """The step is visible: the leader tells the others, which wait for it here."""
+        """Tell the other ranks, as the leader, that the step is visible; wait for that, as another rank."""
         coordinator = self._members.coordinator
         committed = CommitReply(dict(slowest_ranks(votes)))
         reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
-            self._topic = _second(self._topic)  # another rank planned anew; what this one has written stands
+            self._topic = _second(self._topic)  # another rank planned anew; the vote of this rank still stands
             await SAVE.gather(coordinator, self._topic, None)
             reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if not isinstance(reply, CommitReply):
@@ -184,7 +186,7 @@ class SaveRound:
         return reply
 
     async def _replan(self, reports: Sequence[PlanMsg | Vote]) -> list[AssignReply]:
-        """The leader: what each rank writes."""
+        """On the leader: assign a share to each rank."""
         ledger = self._members.ledger
         ledger.check(reports)
         self._firsts = reports
@@ -193,13 +195,13 @@ class SaveRound:
     # -- the end of a save that failed ----------------------------------------------------------------
 
     async def end(self, cause: BaseException, *, stage: str, limit_secs: float | None = None) -> SaveEnd:
-        """The save fails here with ``cause``, in ``stage``: tell the others, and decide whether the step is in doubt.
+        """End a save that failed here with ``cause`` in ``stage``: tell the others; decide whether it is in doubt.
 
-        The leader's reply is waited for as long as the leader lives, ``limit_secs`` at most.
+        This rank waits for the leader's reply as long as the leader lives, ``limit_secs`` at most.
         """
-        self._mark_doubt(cause)  # first: the others are told of it
+        self._mark_doubt(cause)  # first: the other ranks are told whether the step is in doubt
         first = told = None
-        if self.state is not SaveState.COMMITTED:  # else all know, and nothing undoes it
+        if self.state is not SaveState.COMMITTED:  # a committed save is known to all ranks and is never undone
             first, told = await self.abort(cause, stage=stage, limit_secs=limit_secs)
         self.fail(cause, told)
         may_clear = self.state is SaveState.FAILED and (self.is_leader or told is not None)
@@ -211,7 +213,11 @@ class SaveRound:
     async def abort(
         self, cause: BaseException, *, stage: str, limit_secs: float | None = None
     ) -> tuple[PeerFailedError | None, PeerFailedError | None]:
-        """Tell the others of ``cause``. The failure that the leader had told before, and the one that all are told."""
+        """Tell the other ranks of ``cause``.
+
+        Returns the failure that the leader had told before, or None; and the failure that all ranks are told, or None
+        if the leader did not answer.
+        """
         members = self._members
         first: PeerFailedError | None = None
         told: PeerFailedError | None = None
@@ -221,15 +227,15 @@ class SaveRound:
                 first = told = await members.coordinator.failure(self._topic)
                 if told is None:
                     told = await members.coordinator.abort(self._topic, cause, stage=stage)
-            except AioCkptError as error:  # the store is gone: the others learn it by their deadlines
+            except AioCkptError as error:  # the store is gone: the other ranks fail by their deadlines
                 cause.add_note(f"the other ranks could not be told: {error}")
-        members.coordinator.end_call(self._topic)  # as the next heartbeat says
+        members.coordinator.end_call(self._topic)  # the next heartbeat tells it
         return first, told
 
     def fail(self, cause: BaseException, told: PeerFailedError | None = None) -> None:
-        """The save has failed with ``cause``. Here alone it is decided whether the step is in doubt.
+        """End the save with ``cause``. Only this method decides whether the step is in doubt.
 
-        ``told`` is what the leader has told all ranks of the failure; None if the leader did not answer.
+        ``told`` is the failure that the leader has told all ranks; None if the leader did not answer.
         """
         if told is None:
             is_in_doubt = self._mark_doubt(cause) or (self.state is SaveState.VOTED and not self.is_leader)
@@ -239,12 +245,12 @@ class SaveRound:
         self._mark_doubt(cause)
 
     def lose(self, error: BaseException) -> None:
-        """The engine ended in the middle of the commit, which cannot be cancelled and whose end nobody waited for."""
+        """End a save whose engine ended in the middle of the commit: it is in doubt. A commit cannot be cancelled."""
         self.advance(SaveState.IN_DOUBT)
         self.fail(error)
 
     def _mark_doubt(self, cause: BaseException) -> bool:
-        """Whether the step is visible or may become so, by what this rank knows; ``cause`` says so then."""
+        """Return whether the step may be visible, by all that this rank knows. If so, mark ``cause`` as in doubt."""
         states = (SaveState.VISIBLE, SaveState.COMMITTED, SaveState.IN_DOUBT)
         is_in_doubt = self.state in states or (isinstance(cause, AioCkptError) and cause.in_doubt)
         if is_in_doubt and isinstance(cause, AioCkptError):
@@ -253,7 +259,7 @@ class SaveRound:
 
 
 def _newest(messages: Sequence[PlanMsg | Vote | None], before: Sequence[PlanMsg | Vote]) -> list[PlanMsg | Vote]:
-    """What each rank has sent last: what it sent ``before`` where its message is None."""
+    """Return the last message of each rank: the one ``before`` if its new message is None."""
     newest: list[PlanMsg | Vote] = []
     for rank, message in enumerate(messages):
         if message is None and not before:

@@ -1,7 +1,7 @@
-"""The store of the ranks: the thread that asks it, where engines meet in it, and the keys of one engine.
+"""The store of the ranks: its one client thread, the rendezvous of engines, and the keys of one engine.
 
-:class:`StoreClient` asks, with a limit. What is asked stands in :class:`StoreKeys` and :class:`Rendezvous`, in which
-nothing waits.
+:class:`StoreClient` runs requests with a time limit. :class:`StoreKeys` and :class:`Rendezvous` make the requests; they
+never wait.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ Store: TypeAlias = Any
 
 _NO_VALUE = "no value"
 _REPLIES_KEPT = 256
-"""A call may ask again for a reply that it has taken, as it ends; many calls may be under way."""
+"""Replies that a rank remembers, because a call may ask for its reply again when it ends. Bounds the calls in
+flight."""
 
-_TOLD_LOOKED_AT = 16
-"""From so many topics on the leader looks which of them are still there, and again when they have doubled."""
+_PRUNE_AT = 16
+"""Topics that the leader remembers until it first looks which keys are deleted; again when the rest has doubled."""
 _QUEUE = "queue"
 _CLOSE_SECS = 5.0
 
 
 class StoreClient:
-    """Invariant: whatever touches the store does so in one thread, in the order in which it was asked."""
+    """Client of the store. Invariant: one thread runs all requests, in the order in which they were made."""
 
     def __init__(self, name: str, *, host_rank: int) -> None:
-        """``host_rank``: who is named if the store is gone."""
+        """``host_rank``: the rank that errors name if the store is gone."""
         self._name = name
         self._host_rank = host_rank
         self._executor: Executor | None = Executor(name, 1)
 
     def begin(self, question: Callable[[], T], *, wait_secs: float) -> Future[T]:
-        """Ask from a thread that may wait so long, whatever comes of it."""
+        """Make a request and block for at most ``wait_secs``; return its future, done or not."""
         future = self._open_executor().submit(question)
         wait([future], wait_secs)
         return future
 
     async def ask(self, question: Callable[[], T], *, limit_secs: float) -> T:
-        """What ``question`` gives.
+        """Run ``question`` in the client's thread and return its result.
 
         Raises:
-            StallError: nothing for ``limit_secs``.
+            StallError: no result within ``limit_secs``.
             PeerFailedError: the store is gone.
-            EngineClosedError: so is this connection.
+            EngineClosedError: this client is closed.
         """
-        with unwatched():  # a load that ends waits for its threads, and this one may be stuck for ever
+        with unwatched():  # a load waits for its threads when it ends; this one may be stuck for ever
             return await self.limited(run_blocking(self._open_executor(), question), limit_secs=limit_secs)
 
     async def limited(self, work: Awaitable[T], *, limit_secs: float) -> T:
-        """What ``work``, which asks the store, gives; raises as :meth:`ask`."""
+        """Return the result of ``work``, a request to the store. Raises like :meth:`ask`."""
         try:
             with anyio.fail_after(limit_secs):
                 return await work
@@ -71,7 +72,7 @@ class StoreClient:
             ) from error
         except AioCkptError:
             raise
-        except RuntimeError as error:  # what torch's stores raise
+        except RuntimeError as error:  # the stores of torch raise it for a lost connection
             raise PeerFailedError(
                 f"the store of the ranks cannot be reached, its host may be gone: {type(error).__name__}: {error}",
                 rank=self._host_rank,
@@ -79,7 +80,7 @@ class StoreClient:
             ) from error
 
     def close(self) -> None:
-        """End the thread; one that is stuck in the store is left behind. Idempotent."""
+        """End the thread. A thread that is stuck in the store is left behind. Idempotent."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close(_CLOSE_SECS)
@@ -91,10 +92,10 @@ class StoreClient:
 
 
 class StoreKeys:
-    """The keys of one engine in a store of all ranks. Only ever called in one thread.
+    """Keys of one engine in the store of all ranks. One thread makes all calls.
 
-    Invariant: the keys of a topic stay until every rank has taken the leader's reply on it, however late it comes; the
-    last one to take it deletes them. So each rank takes a reply once, and remembers it.
+    Invariant: the keys of a topic stay until every rank has read the leader's reply. The last rank that reads it
+    deletes them, so each rank reads a reply once and remembers it.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
@@ -104,12 +105,12 @@ class StoreKeys:
         self._known: dict[str, Reply] = {}
         self._told: list[str] = []
         self._sent: set[str] = set()
-        self._looks_at = _TOLD_LOOKED_AT
+        self._prune_at = _PRUNE_AT
 
     # -- topics ---------------------------------------------------------------------------------------
 
     def send(self, topic: str, data: bytes, *, wakes: bool) -> None:
-        """Append a message for the leader, who looks at them when all are there, or one ``wakes`` it."""
+        """Append a message for the leader. The leader reads when all have sent, or when a message ``wakes`` it."""
         store = self._store
         self._sent.add(topic)
         store.append(f"{topic}/in", data)
@@ -117,15 +118,15 @@ class StoreKeys:
             store.set(f"{topic}/woken", "1")
 
     def is_woken(self, topic: str) -> bool | None:
-        """Whether the leader is to look; None: not yet."""
+        """Return True if the leader is to read the messages, else None."""
         return True if self._store.check([f"{topic}/woken"]) else None
 
     def messages(self, topic: str) -> bytes:
-        """All that was sent so far."""
+        """Return the messages that were sent so far, packed."""
         return found(self._store, f"{topic}/in")
 
     def tell(self, topic: str, reply: Reply, each: Sequence[bytes]) -> None:
-        """The leader's reply, or what it tells ``each`` rank instead; nothing if it was told before."""
+        """Write the leader's reply and, if it differs by rank, the reply to ``each`` rank. The first reply stands."""
         if topic in self._known:
             return
         store = self._store
@@ -135,12 +136,12 @@ class StoreKeys:
         store.set(f"{topic}/out", msgspec.msgpack.encode(reply))
         self._remember(topic, reply)
         self._told.append(topic)
-        if len(self._told) >= self._looks_at:
+        if len(self._told) >= self._prune_at:
             self._told = self._untaken()
-            self._looks_at = 2 * len(self._told) + _TOLD_LOOKED_AT
+            self._prune_at = 2 * len(self._told) + _PRUNE_AT
 
     def reply(self, topic: str) -> Reply | None:
-        """The leader's reply, with what it tells this rank; None if it is not out."""
+        """Return the leader's reply to this rank; None if there is none yet."""
         store = self._store
         data = b"" if topic in self._known else found(store, f"{topic}/out")
         if not data:
@@ -149,7 +150,7 @@ class StoreKeys:
         if reply.is_each:
             reply = msgspec.structs.replace(reply, common=found(store, f"{topic}/out/{self._rank}"))
             store.delete_key(f"{topic}/out/{self._rank}")
-        self._remember(topic, reply)  # in this thread: whoever waits for it may have been cancelled
+        self._remember(topic, reply)  # in the client's thread: the task that asked may have been cancelled
         if store.add(f"{topic}/taken", 1) == self._world_size - 1:
             self._delete_topic(topic)
         return reply
@@ -170,29 +171,29 @@ class StoreKeys:
     # -- signs of life, flags -------------------------------------------------------------------------
 
     def beat(self, beat: Heartbeat) -> None:
-        """This rank lives."""
+        """Write a heartbeat of this rank."""
         self._store.set(f"alive/{self._rank}", msgspec.msgpack.encode(beat))
 
     def forget_beat(self) -> None:
-        """This rank goes on elsewhere."""
+        """Delete the heartbeat of this rank, which goes on under other keys."""
         self._store.delete_key(f"alive/{self._rank}")
 
     def beats(self, ranks: Sequence[int]) -> list[bytes]:
-        """The last sign of life of each; empty where there was none."""
+        """Return the last heartbeat of each of ``ranks``, encoded; empty bytes for none."""
         return [found(self._store, f"alive/{rank}") for rank in ranks]
 
     def raise_flag(self, name: str) -> None:
-        """For good."""
+        """Set a flag for all ranks. A flag is never cleared."""
         self._store.append("flags", f"{name}\n")
 
     def is_raised(self, name: str) -> bool:
-        """Whether any rank has raised it."""
+        """Return whether any rank has raised the flag."""
         return name.encode() in found(self._store, "flags").splitlines()
 
     # -- the end --------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This rank reads and writes nothing more. The last one to leave clears the store."""
+        """Note that this rank reads and writes nothing more. The last rank to leave deletes all keys."""
         store = self._store
         rest = [*self._untaken(), *self._sent]
         if rest:
@@ -201,7 +202,7 @@ class StoreKeys:
             self._clear()
 
     def have_all_left(self) -> bool | None:
-        """Whether the store was cleared, after this rank has left; None: not yet."""
+        """Return True if the last rank has left and deleted all keys, else None. Call it after :meth:`leave`."""
         return None if self._store.check(["left"]) else True
 
     def _clear(self) -> None:
@@ -217,17 +218,22 @@ class StoreKeys:
 
 
 def found(store: Store, key: str) -> bytes:
-    """The value; empty if there is none. In one question: ``get`` would wait for a key that was deleted since."""
-    value = bytes(store.compare_set(key, _NO_VALUE, _NO_VALUE))  # what is not there is set by an empty one alone
+    """Return the value of ``key``; empty if there is none.
+
+    It takes one request: between ``check`` and ``get`` another rank may delete the key, and ``get`` would wait for it.
+    """
+    value = bytes(
+        store.compare_set(key, _NO_VALUE, _NO_VALUE)
+    )  # a missing key is set only if the expected value is empty
     return b"" if value == _NO_VALUE.encode() else value
 
 
 class Rendezvous:
-    """Where the engines of one root wait for each other, in the order in which each process made them.
+    """Queue in the store in which the engines of one root meet, in the order in which each process made them.
 
-    A queue in the store of all ranks. The leader's engine takes out those that come with it, and tells each where to
-    go on; whoever gives up takes itself out. So nothing that was left by a process that died, or by a process group
-    that is gone, is taken for one of those who meet: each has a name of its own, and is answered by that name.
+    The leader's engine removes the engines that go on with it, and tells each its session. An engine that gives up
+    removes itself. Each engine has a unique name and is answered by that name, so entries of dead processes and of
+    earlier process groups are never taken for engines that meet.
     """
 
     def __init__(self, store: Store, *, world_size: int, name: str) -> None:
@@ -239,22 +245,25 @@ class Rendezvous:
         self._party: Mapping[int, str] | None = None
 
     def enter(self, rank: int, world: str) -> None:
-        """Stand in the queue behind those that this process has made before; ``world``: see :func:`companions`."""
+        """Append this engine to the queue; ``world``: see :func:`companions`."""
         self._store.append(_QUEUE, f"{rank} {world} {self._name}\n")
 
     def here(self) -> dict[int, str]:
-        """Who stands here with this engine, by rank."""
+        """Return the engines that meet this one so far: names by rank."""
         return companions(self._queue(), self._name)
 
     def claim(self) -> Mapping[int, str] | None:
-        """The leader's: take all out who go on with this engine, once one of each rank is here."""
+        """On the leader: once an engine of each rank has come, remove them from the queue.
+
+        Returns their names by rank; None if one is missing.
+        """
         self._party = self._party or self._take_out(self._world_size)
         return self._party
 
     def dismiss(self, *, withdraws_alone: bool) -> tuple[Mapping[int, str], bool]:
-        """The leader's, who gives up: take all out who have come. Who they are, and whether it had claimed them.
+        """On a leader that gives up: remove the engines that have come. Return them, and whether they were claimed.
 
-        ``withdraws_alone``: they wait for another one.
+        ``withdraws_alone``: remove the leader's engine only; the others wait for another leader.
         """
         if self._party is not None:
             return self._party, True
@@ -263,21 +272,21 @@ class Rendezvous:
         return party, False
 
     def withdraw(self) -> bool:
-        """Take this engine out alone; False if the leader has taken it out."""
+        """Remove this engine from the queue; False if the leader has removed it."""
         while self._name in (queue := self._queue()):
             if self._put(queue, without(queue, [self._name])):
                 return True
         return False
 
     def answer(self, names: Iterable[str], data: bytes) -> None:
-        """The leader's: tell those that were taken out; once, for whoever has heard it looks no more."""
+        """On the leader: answer the engines that were removed. Only the first answer counts: they read one."""
         if not self._has_answered:
             self._has_answered = True
             for name in names:
                 self._store.set(f"{name}/out", data)
 
     def answered(self) -> bytes | None:
-        """What this engine is told; None: nothing yet."""
+        """Return the leader's answer to this engine; None if there is none yet."""
         if not self._told:
             self._told = found(self._store, f"{self._name}/out")
             if self._told:
@@ -301,10 +310,10 @@ class Rendezvous:
 
 
 def companions(queue: str, name: str) -> dict[int, str]:
-    """Who stands in ``queue`` at the place that ``name`` has among those of its rank: a name for each rank.
+    """Return the engines of ``queue`` that meet engine ``name``: names by rank.
 
-    Each line is a rank, its world (a process, and the process group that it is in) and a name. What a rank has
-    entered in an earlier world counts no more.
+    If ``name`` is the n-th engine of its rank, it meets the n-th engine of every other rank. Each line of the queue
+    holds a rank, its world (a process and its process group) and a name. Entries of earlier worlds do not count.
     """
     lines = [line.split(" ") for line in queue.splitlines()]
     newest = {rank: world for rank, world, _ in lines}
@@ -317,5 +326,5 @@ def companions(queue: str, name: str) -> dict[int, str]:
 
 
 def without(queue: str, names: Collection[str]) -> str:
-    """``queue``, less those that are named."""
+    """Return ``queue`` without the engines ``names``."""
     return "".join(line for line in queue.splitlines(True) if line.split()[2] not in names)

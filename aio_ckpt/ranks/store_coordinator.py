@@ -1,8 +1,8 @@
 """Coordinator: agreement between the ranks of one engine, over a store of torch.distributed.
 
-Never a collective: training's groups are not ours, and a gloo group is dead after one timeout. Every rank appends one
-message to a value of the store, the leader reads them all, decides, and sets one value that every rank looks for. One
-process needs none of it: :class:`SoloCoordinator`.
+No collective is used: the process groups belong to the training, and a gloo group is unusable after one timeout. Every
+rank appends one message to a value of the store. The leader reads them all, decides, and sets one value. Every rank
+polls for it. One process alone uses :class:`~aio_ckpt.ranks.coordinator.SoloCoordinator`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _LEAVE_SECS = 5.0
 _GIVE_UP_SECS = 4.0
-"""Together less than what an engine gives its coordinator to leave."""
+"""Both together are less than the time that an engine gives its coordinator to leave."""
 _OPEN = "the opening"
 
 
@@ -46,8 +46,8 @@ _OPEN = "the opening"
 class StoreCoordinator(Liveness):
     """Ranks that meet in a store of torch.distributed. One coordinator serves one engine.
 
-    Invariant: the store is touched by one thread, through a connection of its own, under a prefix that no other engine
-    has. Nothing here blocks: what is waited for is looked for, the more rarely the more ranks there are.
+    Invariant: one thread uses the store, through its own connection, under a prefix that no other engine has. No method
+    blocks: a wait polls the store, at longer intervals if there are more ranks.
 
     Args:
         store: reachable from every rank; kept alive as long as the engine, so that a process group may be destroyed.
@@ -66,27 +66,28 @@ class StoreCoordinator(Liveness):
         super().__init__(rank=rank, world_size=world_size)
         self._parent = store
         self._group_store: Store | None = default_store()
-        """Kept: its address is the name of the process group until the engine has met the others."""
+        """Store of the default process group. Its address identifies the group until the ranks have met, so it is
+        kept."""
         self._registered: Future[Store] | None = None
         self._rendezvous: Rendezvous | None = None
-        self._giving_up: set[anyio.Event] = set()
-        """What this rank gives up and has not yet heard of."""
+        self._aborts: set[anyio.Event] = set()
+        """One event for each abort that this rank has begun and not ended."""
         self._session = uuid.uuid4().hex[:16]
         self.messages_sent = 0
-        """Messages of agreement that this rank sent."""
+        """Messages that this rank has sent to the leader."""
         self.bytes_sent = 0
-        """Their bytes, as they stand in the store."""
+        """Bytes of those messages, as stored."""
         self.bytes_received = 0
-        """Bytes of messages and replies that this rank read."""
+        """Bytes of messages and replies that this rank has read."""
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Self:
-        """The ranks of a process group, which never meet those of another one.
+        """Return a coordinator of the ranks of a process group. Ranks of different groups never meet.
 
         Raises:
-            ConfigError: this process is not in it.
+            ConfigError: this process is not in the group.
         """
-        if not isinstance(group, dist.ProcessGroup):  # what new_group() gives to those who are not in it
+        if not isinstance(group, dist.ProcessGroup):  # new_group() returns an int on processes outside of the group
             raise ConfigError("this process is no rank of the group: open an engine on the ranks that are in it")
         inner = default_store()
         assert inner is not None, "a process group has a store"
@@ -96,7 +97,7 @@ class StoreCoordinator(Liveness):
     # -- opening and ending ---------------------------------------------------------------------------
 
     def register(self, name: str, *, stall_secs: float) -> None:
-        """See :class:`Coordinator`. It waits for the store, and not for the ranks."""
+        """See :class:`Coordinator`. This waits for the store, and not for other ranks."""
         self._name, self.stall_secs = name, stall_secs
         self._client = StoreClient(f"aio_ckpt-ranks-{self._session}", host_rank=self.leader)
         self._registered = self._client.begin(self._enter_rendezvous, wait_secs=stall_secs)
@@ -104,7 +105,7 @@ class StoreCoordinator(Liveness):
     def _enter_rendezvous(self) -> Store:
         text = f"{self.world_size} {self._name}"
         tag = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
-        # Before torch 2.7 no store can be cloned; what is asked here never blocks, so that sharing costs little.
+        # Before torch 2.7 no store can be cloned; no request blocks, so a shared store costs little.
         own = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
         store = PrefixStore(f"aio_ckpt/{tag}", own)
         self._keys = StoreKeys(store, rank=self.rank, world_size=self.world_size)
@@ -128,51 +129,51 @@ class StoreCoordinator(Liveness):
                 self._is_leaving = False
                 await self.leave()
             raise
-        with anyio.CancelScope(shield=True):  # between the two nobody would hear that it leaves
+        with anyio.CancelScope(shield=True):  # a cancellation between the two keys would be told to no rank
             await self._enter(store, session)
         await self.beat()
 
     async def _enter(self, store: Store, session: str) -> None:
-        """Leave the rendezvous for the keys of ``session``; without keys if it is empty."""
+        """Go on from the rendezvous to the keys of ``session``. If ``session`` is empty, there are no keys."""
         await self._ask(self._the_keys().forget_beat)
         keys = StoreKeys(PrefixStore(session, store), rank=self.rank, world_size=self.world_size)
         self._rendezvous, self._keys = None, keys if session else None
 
     async def _meet(self) -> str:
-        session = await (self._receive() if self.rank == self.leader else self._come())
+        session = await (self._admit() if self.rank == self.leader else self._be_admitted())
         if self._is_leaving:
             raise EngineClosedError(f"{self._name}: the engine was closed before the ranks had met")
         return session
 
-    async def _receive(self) -> str:
-        """The leader: once an engine of every rank has come, tell each where to go on."""
+    async def _admit(self) -> str:
+        """On the leader: once an engine of every rank has come, tell each the session. Returns the session."""
         rendezvous, timer = self._the_rendezvous(), LivenessTimer(self.stall_secs, _OPEN, "open")
 
         async def check() -> None:
             here = await self._ask(rendezvous.here)
             await self._check_alive([rank for rank in range(self.world_size) if rank not in here], timer)
 
-        party = await self._look(functools.partial(self._while_in_group, rendezvous.claim), check, _OPEN)
+        party = await self._wait_for(functools.partial(self._while_in_group, rendezvous.claim), check, _OPEN)
         await self._answer(party, Reply(self._session.encode()))
         return self._session
 
-    async def _come(self) -> str:
+    async def _be_admitted(self) -> str:
         check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, _OPEN, "open"))
         find = functools.partial(self._while_in_group, self._the_rendezvous().answered)
-        reply = REPLIES.decode(await self._look(find, check, _OPEN))
+        reply = REPLIES.decode(await self._wait_for(find, check, _OPEN))
         if reply.failure is not None:
             raise reply.failure.error(_OPEN, self.rank)
         return reply.common.decode()
 
     def _while_in_group(self, find: Callable[[], T]) -> T:
-        """What ``find`` gives. Raises PeerFailedError in another process group: there, too, engines may meet here."""
+        """Return ``find()``. Raises PeerFailedError in another process group, whose engines may use the same queue."""
         if not self._is_regrouped():
             return find()
         text = f"this rank is in another process group now, and the ranks of the last never met: open {self._name} anew"
         raise PeerFailedError(text, rank=self.rank, stage="open")
 
     def _is_regrouped(self) -> bool:
-        """Whether this rank is in another default group than when the engine was made."""
+        """Return whether this rank is in another default process group than when the engine was made."""
         return self._group_store is not None and default_store() not in (None, self._group_store)
 
     async def _answer(self, party: Mapping[int, str], reply: Reply) -> None:
@@ -188,27 +189,27 @@ class StoreCoordinator(Liveness):
         rendezvous = self._the_rendezvous()
         if self.rank == self.leader:
             dismiss = functools.partial(rendezvous.dismiss, withdraws_alone=self._is_regrouped())
-            party, are_claimed = await self._ask(dismiss)  # behind a claim that the thread was still about
+            party, are_claimed = await self._ask(dismiss)  # a claim that the thread still runs ends first
             failed = Reply(b"", failure=failure_of(self.rank, "open", error))
             await self._answer(party, Reply(self._session.encode()) if are_claimed else failed)
             return self._session if are_claimed else ""
-        if not await self._ask(rendezvous.withdraw):  # taken out: the answer is there, or comes
+        if not await self._ask(rendezvous.withdraw):  # the leader has removed it: an answer is there or will come
             data = await self._poll(rendezvous.answered, _LEAVE_SECS)
             if data is not None:
                 return REPLIES.decode(data).common.decode()
         return ""
 
     async def leave(self) -> None:
-        """Before the end: the leader stays until all have left, for it may be the host of the store.
+        """Leave the group. The leader waits until all ranks have left, because it may host the store.
 
-        Aborts that are under way end first: the last rank to leave deletes the leader's replies to them.
+        Aborts in progress end first: the last rank to leave deletes the leader's replies to them.
         """
         with anyio.move_on_after(_GIVE_UP_SECS):
-            while self._giving_up:
-                await next(iter(self._giving_up)).wait()
+            while self._aborts:
+                await next(iter(self._aborts)).wait()
         keys, has_left, self._is_leaving = self._keys, self._is_leaving, True
         if has_left or keys is None or self._rendezvous is not None or self.leader in self._silent:
-            return  # in the rendezvous ``open`` goes no further
+            return  # if this rank is still in the rendezvous, ``open`` ends itself
         with contextlib.suppress(AioCkptError):
             await self.beat(has_left=True)
             await self._ask(keys.leave)
@@ -217,7 +218,7 @@ class StoreCoordinator(Liveness):
             await self._poll(keys.have_all_left, 0 if self._absent else _LEAVE_SECS)
 
     def close(self) -> None:
-        """End the thread; one that is stuck in the store is left behind."""
+        """End the thread. A thread that is stuck in the store is left behind."""
         connection, self._client = self._client, None
         if connection is not None:
             connection.close()
@@ -235,9 +236,9 @@ class StoreCoordinator(Liveness):
     async def broadcast(self, topic: str, decision: Decision | None, *, stage: str) -> bytes:
         """See :class:`Coordinator`."""
         if self.rank != self.leader:
-            return await self._hear(topic, stage)
+            return await self._receive(topic, stage)
         assert decision is not None, "the leader decides"
-        with anyio.CancelScope(shield=True):  # the thread would tell it all the same, and this rank not know
+        with anyio.CancelScope(shield=True):  # the thread would send it all the same, and this rank would not know
             await self._tell(topic, decision)
         return decision.of(self.rank)
 
@@ -264,7 +265,7 @@ class StoreCoordinator(Liveness):
         return None if reply is None or reply.failure is None else reply.failure.error(topic, self.rank)
 
     async def _leave_topic(self, topic: str, failure: Failure) -> Reply | None:
-        """Abort ``topic`` unless the leader's reply is out. Returns that reply, or the one that came in time."""
+        """Abort ``topic`` unless there is a reply of the leader. Returns the reply; None if it did not come in time."""
         reply = await self._reply(topic)
         if reply is not None:
             return reply
@@ -273,7 +274,7 @@ class StoreCoordinator(Liveness):
                 await self._ask(functools.partial(self._the_keys().tell, topic, Reply(b"", failure=failure), ()))
             return await self._reply(topic)
         await self._send(topic, Frame(self.rank, b"", failure))
-        if self.leader in self._absent:  # it has just been waited for in vain
+        if self.leader in self._absent:  # the last wait for the leader was in vain
             reply = await self._reply(topic)
             return Reply(b"", failure=failure) if reply is None and self._is_undecidable(topic) else reply
         with contextlib.suppress(AioCkptError):
@@ -282,22 +283,22 @@ class StoreCoordinator(Liveness):
 
     async def failure(self, topic: str) -> PeerFailedError | None:
         """See :class:`Coordinator`."""
-        with self._before_leaving():  # to be given up next
+        with self._before_leaving():  # the caller may abort next
             reply = await self._reply(topic)
         return None if reply is None or reply.failure is None else reply.failure.error(topic, self.rank)
 
     @contextlib.contextmanager
     def _before_leaving(self) -> Iterator[None]:
         ended = anyio.Event()
-        self._giving_up.add(ended)
+        self._aborts.add(ended)
         try:
             yield
         finally:
-            self._giving_up.discard(ended)
+            self._aborts.discard(ended)
             ended.set()
 
     async def _reply(self, topic: str) -> Reply | None:
-        """The leader's, if it is out."""
+        """Return the leader's reply; None if there is none yet."""
         return await self._ask(functools.partial(self._the_keys().reply, topic))
 
     async def raise_flag(self, name: str) -> None:
@@ -311,14 +312,14 @@ class StoreCoordinator(Liveness):
     # -- what a rank does -----------------------------------------------------------------------------
 
     async def _send(self, topic: str, frame: Frame) -> None:
-        if self._is_leaving:  # behind the last one to leave nobody clears the keys
+        if self._is_leaving:  # after the last rank has left, no rank deletes the keys
             raise EngineClosedError(f"{self._name}: the engine was closed")
         data, wakes = pack(frame), frame.failure is not None
         await self._ask(functools.partial(self._the_keys().send, topic, data, wakes=wakes))
         self.messages_sent += 1
         self.bytes_sent += len(data)
 
-    async def _hear(self, topic: str, stage: str) -> bytes:
+    async def _receive(self, topic: str, stage: str) -> bytes:
         reply = await self._await_reply(topic, stage)
         self._is_met = True
         if reply.failure is not None:
@@ -328,7 +329,7 @@ class StoreCoordinator(Liveness):
 
     async def _await_reply(self, topic: str, stage: str) -> Reply:
         check = functools.partial(self._check_alive, (self.leader,), LivenessTimer(self.stall_secs, topic, stage))
-        reply = await self._look(functools.partial(self._the_keys().reply, topic), check, topic)
+        reply = await self._wait_for(functools.partial(self._the_keys().reply, topic), check, topic)
         self._absent.discard(self.leader)
         self._silent.discard(self.leader)
         return reply
@@ -349,7 +350,7 @@ class StoreCoordinator(Liveness):
             found = {frame.rank for frame in await self._frames(topic)}
             await self._check_alive(sorted(set(range(self.world_size)) - found - {self.rank}), timer)
 
-        await self._look(functools.partial(self._the_keys().is_woken, topic), check, topic)
+        await self._wait_for(functools.partial(self._the_keys().is_woken, topic), check, topic)
         frames = await self._frames(topic)
         failures = [frame.failure for frame in frames if frame.failure is not None]
         if failures:
@@ -371,13 +372,13 @@ class StoreCoordinator(Liveness):
 
 
 def _world(group_store: Store | None) -> str:
-    """This process, and the process group that it is in: what it entered in an earlier one counts no more."""
+    """Return an identity of this process and its process group; see :func:`~aio_ckpt.ranks.store.companions`."""
     text = f"{socket.gethostname()} {os.getpid()} {id(group_store)}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def default_coordinator() -> Coordinator:
-    """The ranks of torch.distributed's default group if it is initialised and has several, else this process alone."""
+    """Return a coordinator of the default process group if it has several ranks, else of this process alone."""
     store = default_store()
     if store is not None and dist.get_world_size() > 1:
         return StoreCoordinator(store, rank=dist.get_rank(), world_size=dist.get_world_size())
