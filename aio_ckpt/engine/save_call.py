@@ -360,11 +360,12 @@ class SaveFrontend:
         image_bytes, budget_bytes = image.chunks[-1].stop, self.lifetime.budget_bytes
         _log.warning(
             "step %d: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
-            "is captured, which takes as long as the disk needs for the others; raise budget_bytes where there is "
+            "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there is "
             "memory. Told once",
             step,
             image_bytes,
             budget_bytes,
+            "" if self._ctx.config.shm_path is None else ", and such a snapshot cannot be rescued (shm_path)",
         )
 
     def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from aio_ckpt import EngineConfig
+from aio_ckpt.config import LEAST_BUDGET_BYTES
 from aio_ckpt.dcp import AsyncStager, Reader, Writer
 from aio_ckpt.errors import WriteError
 from aio_ckpt.runtime.portal import Executor
@@ -156,21 +158,32 @@ def test_model_and_optimizer_are_set_back(two: Ranks, tmp_path: Path) -> None:
     two.run(set_back, tmp_path / "a")
 
 
-def save_async(rank: int, count: int, path: Path, own_stager: bool) -> None:
+def save_async(rank: int, count: int, path: Path, own_stager: bool, budgets: tuple[int | None, int | None]) -> None:
+    config = EngineConfig(budget_bytes=budgets[rank])
     with AsyncStager() as stager:
         for seed in (1, 2, 3):
             state = state_of("fsdp", count, seed)
             kept = {"async_stager": stager} if own_stager else {}
-            saving = dcp.async_save(state, storage_writer=Writer(path), **kept)
+            saving = dcp.async_save(state, storage_writer=Writer(path, config=config), **kept)
             for value in (state["big"], state["plain"], *state["model"].values()):
                 value.zero_()
             saving.result(TIMEOUT)
             check(rank, count, path, "fsdp", seed)
 
 
-@pytest.mark.parametrize("own_stager", [False, pytest.param(True, marks=needs_stagers)])
-def test_async_saves_of_ranks_hold_what_was_there_at_the_call(two: Ranks, tmp_path: Path, own_stager: bool) -> None:
-    two.run(save_async, tmp_path / "a", own_stager)
+@pytest.mark.parametrize(
+    ("own_stager", "budgets"),
+    [
+        (False, (None, None)),
+        pytest.param(True, (None, None), marks=needs_stagers),
+        pytest.param(False, (LEAST_BUDGET_BYTES, None), id="the leader in waves"),
+        pytest.param(False, (None, LEAST_BUDGET_BYTES), id="the other in waves"),
+    ],
+)
+def test_async_saves_of_ranks_hold_what_was_there_at_the_call(
+    two: Ranks, tmp_path: Path, own_stager: bool, budgets: tuple[int | None, int | None]
+) -> None:
+    two.run(save_async, tmp_path / "a", own_stager, budgets)
 
 
 def save_cached(rank: int, count: int, path: Path) -> None:

@@ -25,6 +25,8 @@ from aio_ckpt.snapshot import image, progress
 from aio_ckpt.storage import lock as rootlock
 
 TIMEOUT = 30.0
+COUNT = 40_000
+"""Numbers in a state: some chunks where the budget is the least."""
 TRACED = {
     module.__file__
     for module in (
@@ -107,7 +109,7 @@ def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
     for save in opened._frontend.in_flight.pending:
         save.settled.result(TIMEOUT)
     assert opened._frontend.in_flight.pending == (), interrupt.where
-    state = {"a": torch.full((5000,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
+    state = {"a": torch.full((COUNT,), 7.0 + interrupt.at), "note": "n"}  # of the same plan
     report = opened.save(state).result(TIMEOUT)
     assert report is not None
     assert torch.equal(opened.read(report.step)["a"], state["a"]), interrupt.where
@@ -117,7 +119,7 @@ def check_intact(opened: SyncCheckpointEngine, interrupt: Interrupt) -> None:
 
 def interrupted_saves(opened: SyncCheckpointEngine, at: int) -> Interrupt:
     interrupt = Interrupt(at)
-    state = {"a": torch.arange(5000.0), "note": "n"}
+    state = {"a": torch.arange(float(COUNT)), "note": "n"}
     try:
         interrupt.run(lambda: opened.save(state))
     except KeyboardInterrupt:
@@ -129,11 +131,14 @@ def interrupted_saves(opened: SyncCheckpointEngine, at: int) -> Interrupt:
     sys.version_info >= (3, 13),
     reason="settrace of Python 3.13 passes over most opcodes of functions that ran before; first saves are tried there",
 )
+@pytest.mark.parametrize("budget_bytes", [pytest.param(None, id="whole"), pytest.param(64 << 10, id="in waves")])
 @pytest.mark.parametrize("stride", EVERY)
-def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(tmp_path: Path, stride: int) -> None:
-    config = EngineConfig(stall_timeout_secs=5.0, workers=1, keep_last=1)
+def test_wherever_ctrl_c_comes_in_save_nothing_stays_pending_or_leased(
+    tmp_path: Path, stride: int, budget_bytes: int | None
+) -> None:
+    config = EngineConfig(stall_timeout_secs=5.0, workers=1, keep_last=1, budget_bytes=budget_bytes)
     with SyncCheckpointEngine(tmp_path, config) as opened:
-        Interrupt(NEVER).run(lambda: opened.save({"a": torch.zeros(5000)}).result(TIMEOUT))
+        Interrupt(NEVER).run(lambda: opened.save({"a": torch.zeros(COUNT)}).result(TIMEOUT))
         at = 1
         while (interrupt := interrupted_saves(opened, at)).left == 0:
             check_intact(opened, interrupt)

@@ -759,6 +759,7 @@ def test_a_snapshot_in_waves_is_not_sealed_and_says_so(root: Path, shm: Path, ca
         assert engine.save({"w": torch.ones(8 * MIB)}).result(TIMEOUT) is not None
         (path,) = segments_in(shm)
         assert path.stat().st_size <= 6 * MIB  # header included
+    assert "such a snapshot cannot be rescued (shm_path); raise budget_bytes" in caplog.text
     assert "no whole snapshot is there to be rescued" in caplog.text
 
 
