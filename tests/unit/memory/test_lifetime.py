@@ -457,6 +457,19 @@ def test_the_default_budget_is_shared_among_the_ranks_of_a_host() -> None:
     assert default_budget_bytes(ranks_on_host=4) == pytest.approx(alone / 4, rel=0.2)
 
 
+def test_memory_that_the_ranks_of_a_host_hold_for_images_counts_as_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the budget would shrink with every layout that is planned."""
+    machine = types.SimpleNamespace(available=400 * MIB)
+    monkeypatch.setattr(lifetime.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(lifetime, "_cgroup_headroom_bytes", lambda otherwise: otherwise)
+    first = default_budget_bytes(ranks_on_host=4)
+    assert first == 50 * MIB
+    machine.available -= 4 * first
+    assert default_budget_bytes(ranks_on_host=4, held_bytes=first) == first
+    machine.available = 0
+    assert default_budget_bytes(ranks_on_host=4) > 0
+
+
 # -- closing --------------------------------------------------------------------------------------
 
 
