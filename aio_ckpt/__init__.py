@@ -39,6 +39,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport
+from aio_ckpt.standalone import load, read
 from aio_ckpt.state.values import PerRank, Shard, UntrustedObject
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
@@ -87,6 +88,8 @@ __all__ = [
     "WriteError",
     "WrongThreadError",
     "__version__",
+    "load",
+    "read",
 ]
 
 

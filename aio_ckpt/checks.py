@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
+from pathlib import Path
 
 from aio_ckpt.errors import ConfigError
 
-__all__ = ["MAX_SECS", "check_flag", "check_kind", "check_seconds", "check_wait", "is_among", "is_path", "shown"]
+__all__ = ["MAX_SECS", "check_flag", "check_kind", "check_path", "check_seconds", "check_wait", "is_among", "is_path"]
+__all__ += ["shown"]
 
 MAX_SECS = 1e9
 """Longest time that every wait of the system takes."""
@@ -52,6 +55,14 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 def _has_members_of(value: object, protocol: type) -> bool:
     return all(hasattr(value, name) for name in vars(protocol) if not name.startswith("_"))
+
+
+def check_path(name: str, value: object) -> Path:
+    """Return ``value``, called ``name``, as an absolute path, or raise ConfigError. Nothing is looked up."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not is_path(text):
+        raise ConfigError(f"{name}={shown(value)}: give the path of a checkpoint's directory")
+    return Path(text).absolute()
 
 
 def is_path(text: str) -> bool:

@@ -84,7 +84,7 @@ class LoadReport:
     """What one load did."""
 
     step: int
-    """Step that was loaded."""
+    """Step that was loaded; -1 for a directory that was given by its path and tells none (stock DCP)."""
     path: Path
     """Directory of the checkpoint."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
@@ -106,7 +106,7 @@ class ReadReport:
     """What one ``read(with_report=True)`` did."""
 
     step: int
-    """Step that was read."""
+    """Step that was read; -1 for a directory that was given by its path and tells none (stock DCP)."""
     path: Path
     """Directory of the checkpoint."""
     skipped: tuple[SkippedCheckpoint, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from concurrent.futures import Future
 from types import TracebackType
@@ -31,10 +32,12 @@ class SyncCheckpointEngine(BaseEngine):
         state: object,
         step: int | None = None,
         *,
+        path: str | os.PathLike[str] | None = None,
         strict: bool = False,
         allow_missing: bool = False,
         fallback: bool = True,
         skip_untrusted: bool = False,
+        cast: bool = False,
     ) -> LoadReport:
         """See :meth:`CheckpointEngine.load`; what a ``load_state_dict`` of the template raises comes through, too."""
         given_up: Future[None] = Future()
@@ -43,6 +46,8 @@ class SyncCheckpointEngine(BaseEngine):
             "allow_missing": allow_missing,
             "fallback": fallback,
             "skip_untrusted": skip_untrusted,
+            "path": path,
+            "cast": cast,
         }
         return outcome_blocking(self._submit_load(state, step, given_up, **options), given_up)
 
@@ -50,13 +55,14 @@ class SyncCheckpointEngine(BaseEngine):
         self,
         step: int | None = None,
         *,
+        path: str | os.PathLike[str] | None = None,
         only: Collection[str] | None = None,
         skip_untrusted: bool = False,
         with_report: bool = False,
     ) -> Any:
         """See :meth:`CheckpointEngine.read`."""
-        options = {"skip_untrusted": skip_untrusted, "with_report": with_report}
-        return self._submit_read(step, only=only, **options).result()
+        reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
+        return reading.result()
 
     def close(self) -> None:
         """See :meth:`CheckpointEngine.close`."""

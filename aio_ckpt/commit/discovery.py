@@ -19,6 +19,7 @@ __all__ = [
     "abandon_after",
     "discover",
     "discover_all",
+    "given",
     "is_unchanged",
     "read_save_id",
 ]
@@ -32,9 +33,20 @@ class CommittedCheckpoint:
     """A committed checkpoint."""
 
     step: int
+    """-1 if it was given by its path."""
     path: Path
     identity: tuple[int, ...] = ()
     """Identity of its ``.metadata`` when it was found; empty if ``.metadata`` was missing."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return str(self.path) if self.is_given else f"step {self.step}"
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it was given by its path: nothing but its own manifest tells its step."""
+        return self.step < 0
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
@@ -104,6 +116,22 @@ async def _step_directories(
         if not has_vanished:
             break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
     return found, bare
+
+
+async def given(storage: Storage, path: Path, names: StepNames) -> CommittedCheckpoint:
+    """The checkpoint in the directory ``path``, which may stand anywhere.
+
+    Raises:
+        CheckpointNotFoundError: there is none; if there are some below, names one.
+    """
+    status = await storage.status(path / METADATA_FILE)
+    if status is not None:
+        return CommittedCheckpoint(step=-1, path=path, identity=status.identity)
+    if await storage.exists(path / ROOT_MANIFEST):
+        return CommittedCheckpoint(step=-1, path=path)
+    below = await discover(storage, path, names)
+    remedy = f": it is a root; give one of its steps, such as {below[-1].path}" if below else ""
+    raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: there is no .metadata{remedy}", str(path))
 
 
 async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:

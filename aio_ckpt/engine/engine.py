@@ -22,7 +22,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.load import Loader, selection
+from aio_ckpt.engine.load import Loader, selection, wanted_checkpoint
 from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.root import RootSession, make_root
 from aio_ckpt.engine.save_call import SaveFrontend
@@ -313,7 +313,7 @@ class BaseEngine:
             settled.result()
 
     def _submit_load(
-        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: bool
+        self, state: object, step: int | None, given_up: Future[None] | None = None, **options: Any
     ) -> Future[LoadReport]:
         """Future of a load. Once ``given_up`` is done it ends early."""
         self._portal.check_thread("load()")
@@ -324,6 +324,7 @@ class BaseEngine:
         step: int | None,
         *,
         only: Collection[str] | None,
+        path: str | os.PathLike[str] | None = None,
         skip_untrusted: bool = False,
         with_report: bool = False,
     ) -> Future[Any]:
@@ -331,8 +332,8 @@ class BaseEngine:
         self._portal.check_thread("read()")
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
-        step = None if step is None else step_numbers.check_step_number(step)
-        return self._portal.submit(self._loader.read, step, selection(only), skip_untrusted, with_report)
+        wanted = wanted_checkpoint(step, path)
+        return self._portal.submit(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
 
     def _close_blocking(self) -> None:
         """Finish pending saves, then release everything."""
@@ -392,10 +393,12 @@ class CheckpointEngine(BaseEngine):
         state: object,
         step: int | None = None,
         *,
+        path: str | os.PathLike[str] | None = None,
         strict: bool = False,
         allow_missing: bool = False,
         fallback: bool = True,
         skip_untrusted: bool = False,
+        cast: bool = False,
     ) -> LoadReport:
         """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
 
@@ -405,11 +408,13 @@ class CheckpointEngine(BaseEngine):
         Args:
             state: the template: same names, shapes and dtypes as what was saved.
             step: which one; None takes the newest that verifies.
+            path: the directory of a checkpoint, which may lie anywhere, in the place of a step.
             strict: refuse names of the checkpoint that the template lacks.
             allow_missing: leave template names that the checkpoint lacks as they are.
             fallback: with ``step=None``, pass damaged ones by (:mod:`aio_ckpt.commit.quarantine`);
                 False raises at the newest.
             skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
+            cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
@@ -428,6 +433,8 @@ class CheckpointEngine(BaseEngine):
             "allow_missing": allow_missing,
             "fallback": fallback,
             "skip_untrusted": skip_untrusted,
+            "path": path,
+            "cast": cast,
         }
         return await outcome(self._submit_load(state, step, given_up, **options), given_up)
 
@@ -435,6 +442,7 @@ class CheckpointEngine(BaseEngine):
         self,
         step: int | None = None,
         *,
+        path: str | os.PathLike[str] | None = None,
         only: Collection[str] | None = None,
         skip_untrusted: bool = False,
         with_report: bool = False,
@@ -443,6 +451,7 @@ class CheckpointEngine(BaseEngine):
 
         Args:
             step: which one; None takes the newest that verifies.
+            path: the directory of a checkpoint, which may lie anywhere, in the place of a step.
             only: names of leaves, or of branches above them.
             skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
             with_report: return a tuple of the state and a :class:`ReadReport`.
@@ -451,8 +460,8 @@ class CheckpointEngine(BaseEngine):
             MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
-        options = {"skip_untrusted": skip_untrusted, "with_report": with_report}
-        return await asyncio.wrap_future(self._submit_read(step, only=only, **options))
+        reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
+        return await asyncio.wrap_future(reading)
 
     async def __aenter__(self) -> Self:
         return self

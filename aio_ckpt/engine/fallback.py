@@ -22,18 +22,34 @@ from aio_ckpt.errors import (
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import tell_modified
 
-__all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "candidates", "newest_good", "too_many_changes"]
+__all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "Wanted", "candidates", "newest_good", "too_many_changes"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which checkpoint is asked for: the newest that verifies, one step, or one directory."""
+
+    step: int | None = None
+    path: Path | None = None
+    """Of a checkpoint anywhere, absolute."""
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether an older one may stand in."""
+        return self.step is None and self.path is None
+
+
 Use: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool], Awaitable[T]]
 """Reads a checkpoint; the second time (True) to memory that nobody else has: what does not match then is damage."""
 _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
-    ctx: EngineContext, quarantine: Quarantine, step: int | None, use: Use[T], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, wanted: Wanted, use: Use[T], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
-    """Use the checkpoint of ``step``; with None the newest, walking back while ``use`` finds it corrupt.
+    """Use the checkpoint that is ``wanted``; if that is the newest, walk back while ``use`` finds it corrupt.
 
     Only damage and a format that is not known here falls back: an I/O error or a template that does not match is raised
     as it is. What a writer deleted or
@@ -45,11 +61,11 @@ async def newest_good(
     for _ in range(discovery.MAX_RETRIES):
         search.damaged.clear()
         try:
-            for candidate in await candidates(ctx, step):
+            for candidate in await candidates(ctx, wanted):
                 try:
                     value = await search.use(candidate, use)
                 except (CorruptCheckpointError, FormatVersionError):
-                    if step is not None or not fallback:
+                    if not (wanted.is_newest and fallback):
                         raise
                 else:
                     return candidate, await search.settle(), value
@@ -117,7 +133,7 @@ class FallbackSearch:
             raise
         except CorruptCheckpointError as error:
             first = error
-        _log.warning("step %d does not verify, reading it once more: %s", candidate.step, first)
+        _log.warning("%s does not verify, reading it once more: %s", candidate.title, first)
         try:
             return await self._read(candidate, use, again=True)
         except CorruptCheckpointError as error:
@@ -179,18 +195,21 @@ class FallbackSearch:
         return error
 
 
-async def candidates(ctx: EngineContext, step: int | None) -> list[discovery.CommittedCheckpoint]:
-    """Newest first: what is committed, and what was before it lost its ``.metadata``.
+async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.CommittedCheckpoint]:
+    """Newest first: what is committed, and what was before it lost its ``.metadata``; or the directory that is given.
 
     Raises:
         CheckpointNotFoundError: there is none.
     """
+    if wanted.path is not None:
+        return [await discovery.given(ctx.storage, wanted.path, ctx.names)]
+    step = wanted.step
     committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]
     chosen = [checkpoint for checkpoint in (*committed, *torn) if step in (None, checkpoint.step)]
     if not chosen:
-        wanted = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+        missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         is_older = step is not None and bool(steps) and step < steps[-1]
         hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
-        raise CheckpointNotFoundError(f"{wanted} under {ctx.root}; committed steps: {steps}{hint}")
+        raise CheckpointNotFoundError(f"{missing} under {ctx.root}; committed steps: {steps}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)

@@ -13,7 +13,7 @@ import msgspec
 from aio_ckpt.commit import discovery
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, candidates, too_many_changes
+from aio_ckpt.engine.fallback import ChangedError, Damage, FallbackSearch, Wanted, candidates, too_many_changes
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -64,8 +64,8 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Whether it is a mismatch that was read twice."""
     is_unknown: bool = False
     """Whether it is no damage: a newer torch or aio_ckpt wrote the checkpoint."""
-    asked: tuple[int | None, bool] | None = None
-    """``none yet``: step and ``fallback`` of the call."""
+    asked: tuple[int | None, str, bool] | None = None
+    """``none yet``: step, path (empty if none was given) and ``fallback`` of the call."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +101,7 @@ _TURN: Exchange[_Outcome, _Order] = Exchange(_Outcome, _Order, stage="load")
 
 
 async def newest_good_for_all(
-    ctx: EngineContext, quarantine: Quarantine, name: str, step: int | None, use: GroupUse[L], *, fallback: bool
+    ctx: EngineContext, quarantine: Quarantine, name: str, wanted: Wanted, use: GroupUse[L], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
     """As :func:`aio_ckpt.engine.fallback.newest_good`, for the same call on every rank, which all call ``name``.
 
@@ -109,14 +109,14 @@ async def newest_good_for_all(
     read it. A rank that leaves tells the others.
 
     Raises:
-        PeerFailedError: another rank could not load for a reason that is no damage, was called with another step or
-            ``fallback``, or is gone.
+        PeerFailedError: another rank could not load for a reason that is no damage, was called with another step, path
+            or ``fallback``, or is gone.
     """
     coordinator, stall_secs = ctx.members.coordinator, ctx.config.stall_timeout_secs
-    turns = LoadRound(coordinator, name, LoadLeader(ctx, quarantine, step, fallback=fallback))
-    own = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, turns)
+    turns = LoadRound(coordinator, name, LoadLeader(ctx, quarantine, wanted, fallback=fallback))
+    own = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, turns, wanted)
     try:
-        order = await turns.tell(_Outcome("none yet", asked=(step, fallback)))
+        order = await turns.tell(_Outcome("none yet", asked=(wanted.step, str(wanted.path or ""), fallback)))
         while not order.is_last:
             own.take_blame(order)
             try:
@@ -177,8 +177,9 @@ class LoadRound:
 class LoadMember(Generic[L]):
     """This rank's side: it does what all are told."""
 
-    def __init__(self, search: FallbackSearch, use: GroupUse[L], turns: LoadRound) -> None:
+    def __init__(self, search: FallbackSearch, use: GroupUse[L], turns: LoadRound, wanted: Wanted) -> None:
         self.search = search
+        self._wanted = wanted
         self._newest_before = search.ctx.members.newest
         self._use = use
         self._turns = turns
@@ -210,7 +211,8 @@ class LoadMember(Generic[L]):
         self._candidate = self._loaded = None
         self._outcome = _Outcome("none yet")
         try:
-            self._candidate = (await candidates(self.search.ctx, step))[0]
+            ordered = Wanted(step=step) if self._wanted.path is None else self._wanted
+            self._candidate = (await candidates(self.search.ctx, ordered))[0]
         except CheckpointNotFoundError as error:  # retention was faster
             raise ChangedError(str(error)) from error
         self._loaded = await self.search.use(
@@ -260,11 +262,11 @@ class LoadMember(Generic[L]):
 class LoadLeader:
     """The leader's side: which checkpoint next."""
 
-    def __init__(self, ctx: EngineContext, quarantine: Quarantine, step: int | None, *, fallback: bool) -> None:
+    def __init__(self, ctx: EngineContext, quarantine: Quarantine, wanted: Wanted, *, fallback: bool) -> None:
         self._ctx = ctx
         self._quarantine = quarantine
-        self._step = step
-        self._falls_back = fallback and step is None
+        self._wanted = wanted
+        self._falls_back = fallback and wanted.is_newest
         self._left: list[int] = []
         self._tried = 0
         self._looks = 0
@@ -287,7 +289,7 @@ class LoadLeader:
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
         blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven, bad.is_unknown)
         self._all_unknown = self._all_unknown and bad.is_unknown
-        self._found.append(f"step {self._tried}: {blame.text}")
+        self._found.append(f"{self._wanted.path or f'step {self._tried}'}: {blame.text}")
         if blame.is_proven:
             self._proven.add(self._tried)
         if not self._falls_back:
@@ -314,7 +316,7 @@ class LoadLeader:
         if self._looks > discovery.MAX_RETRIES:
             return _Order("not found", text=str(too_many_changes(self._ctx.root)))
         try:
-            found = await candidates(self._ctx, self._step)
+            found = await candidates(self._ctx, self._wanted)
         except CheckpointNotFoundError as error:
             return _Order("not found", text=str(error))
         self._found.clear()
@@ -334,15 +336,15 @@ def _check_asked(outcomes: Sequence[_Outcome]) -> None:
         if asked != first:
             raise PeerFailedError(
                 f"rank {rank} loads {_called(asked)} where rank 0 loads {_called(first)}: every rank has to call "
-                "load() as often as the others, with the same step and fallback",
+                "load() as often as the others, with the same step, path and fallback",
                 rank=rank,
                 stage="load",
             )
 
 
-def _called(asked: tuple[int | None, bool] | None) -> str:
-    step, falls_back = asked or (None, True)
-    which = "the newest checkpoint" if step is None else f"step {step}"
+def _called(asked: tuple[int | None, str, bool] | None) -> str:
+    step, path, falls_back = asked or (None, "", True)
+    which = path or ("the newest checkpoint" if step is None else f"step {step}")
     return which if falls_back else f"{which} with fallback=False"
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import anyio
 
-from aio_ckpt.checks import check_flag, shown
+from aio_ckpt.checks import check_flag, check_path, shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.engine.context import EngineContext
-from aio_ckpt.engine.fallback import newest_good
+from aio_ckpt.engine.fallback import Wanted, newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.read.load import LoadOutcome, ReadOutcome, load_checkpoint, read_state
@@ -35,7 +35,7 @@ from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = ["LoadCall", "Loader", "selection"]
+__all__ = ["LoadCall", "Loader", "load_report", "read_report", "selection", "wanted_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -46,8 +46,8 @@ class LoadCall:
     """The same on every rank for the same call."""
     state: object
     """The template."""
-    step: int | None
-    """None: the newest that verifies."""
+    wanted: Wanted
+    """Which checkpoint."""
     strict: bool
     """Refuse names of the checkpoint that the template lacks."""
     allow_missing: bool
@@ -56,9 +56,11 @@ class LoadCall:
     """Without a step: fall back past what does not verify."""
     skip_untrusted: bool = False
     """Leave objects that only running code reads as they are."""
+    cast: bool = False
+    """Read tensors of another dtype into that of the template."""
 
     def __post_init__(self) -> None:
-        for name in ("strict", "allow_missing", "fallback", "skip_untrusted"):
+        for name in ("strict", "allow_missing", "fallback", "skip_untrusted", "cast"):
             check_flag(name, getattr(self, name))
 
 
@@ -73,13 +75,11 @@ class Loader:
     quarantine: Quarantine
     """Told of checkpoints that were proven damaged."""
 
-    async def load(
-        self, state: object, step: object, options: Mapping[str, bool], given_up: Future[None]
-    ) -> LoadReport:
+    async def load(self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None]) -> LoadReport:
         """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
 
-        ``options``: the flags of :class:`LoadCall`. However the load ends, no thread touches ``state`` any more: the
-        caller may fill it by other means.
+        ``options``: ``path`` and the flags of :class:`LoadCall`. However the load ends, no thread touches ``state`` any
+        more: the caller may fill it by other means.
 
         Raises:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
@@ -87,32 +87,32 @@ class Loader:
         """
         return await unless_given_up(given_up, lambda: self._load(state, step, options))
 
-    async def _load(self, state: object, step: object, options: Mapping[str, bool]) -> LoadReport:
+    async def _load(self, state: object, step: object, options: Mapping[str, Any]) -> LoadReport:
         """Accept, search, read, apply."""
         ctx, quarantine = self.ctx, self.quarantine
         call = await self._accept(state, step, options)  # on every rank, or no rank loads
         if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
             use_jointly = functools.partial(self._read, call)
             found = await newest_good_for_all(
-                ctx, quarantine, call.name, call.step, use_jointly, fallback=call.fallback
+                ctx, quarantine, call.name, call.wanted, use_jointly, fallback=call.fallback
             )
         else:
             use = functools.partial(self._read_and_apply, call)
-            found = await newest_good(ctx, quarantine, call.step, use, fallback=call.fallback)
+            found = await newest_good(ctx, quarantine, call.wanted, use, fallback=call.fallback)
         chosen, skipped, loaded = found
-        return self._report(chosen, skipped, loaded.outcome)
+        return load_report(chosen, skipped, loaded.outcome)
 
     async def read(
-        self, step: int | None, only: Collection[str] | None, skip_untrusted: bool = False, with_report: bool = False
+        self, wanted: Wanted, only: Collection[str] | None, skip_untrusted: bool = False, with_report: bool = False
     ) -> Any:
-        """The nested state of ``step``, or of the newest that verifies; ``with_report``: and a ReadReport."""
+        """The nested state of the checkpoint that is ``wanted``; ``with_report``: and a ReadReport."""
         ctx = self.ctx
 
         async def read(candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
             return await read_state(
                 ctx.storage,
                 candidate.path,
-                step=candidate.step,
+                step=None if candidate.is_given else candidate.step,
                 only=only,
                 rank=ctx.rank,
                 world_size=ctx.world_size,
@@ -124,27 +124,18 @@ class Loader:
                 skip_untrusted=skip_untrusted,
             )
 
-        chosen, skipped, outcome = await newest_good(ctx, self.quarantine, step, read, fallback=True)
-        if not with_report:
-            return outcome.state
-        return outcome.state, ReadReport(
-            step=chosen.step,
-            path=chosen.path,
-            skipped=skipped,
-            untrusted=outcome.untrusted,
-            plain=outcome.plain,
-            bytes_read=outcome.bytes_read,
-            verified=outcome.verified,
-        )
+        chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, read, fallback=True)
+        return (outcome.state, read_report(chosen, skipped, outcome)) if with_report else outcome.state
 
     # -- accept ---------------------------------------------------------------------------------------
 
-    async def _accept(self, state: object, step: object, options: Mapping[str, bool]) -> LoadCall:
+    async def _accept(self, state: object, step: object, options: Mapping[str, Any]) -> LoadCall:
         members = self.ctx.members
         name = members.next_load()  # first: a call that is refused on this rank alone still counts, as on the others
         try:
-            wanted = None if step is None else check_step_number(step)
-            call = LoadCall(name=name, state=state, step=wanted, **options)
+            flags = dict(options)
+            wanted = wanted_checkpoint(step, flags.pop("path", None))
+            call = LoadCall(name=name, state=state, wanted=wanted, **flags)
             await members.met()
         except BaseException as error:
             await self._refuse(name, error)
@@ -168,7 +159,7 @@ class Loader:
             ctx.storage,
             candidate.path,
             call.state,
-            step=candidate.step,
+            step=None if candidate.is_given else candidate.step,
             rank=ctx.rank,
             world_size=ctx.world_size,
             ranks_on_host=ctx.members.on_host,
@@ -180,6 +171,7 @@ class Loader:
             allow_missing=call.allow_missing,
             trusted=ctx.config.trusted_objects,
             skip_untrusted=call.skip_untrusted,
+            casts=call.cast,
             on_matched=on_matched,
         )
         return _Loaded(outcome=outcome, executor=ctx.executor)
@@ -188,20 +180,6 @@ class Loader:
         loaded = await self._read(call, candidate, again, at_once)
         await loaded.put_back()
         return loaded
-
-    def _report(
-        self, chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome
-    ) -> LoadReport:
-        return LoadReport(
-            step=chosen.step,
-            path=chosen.path,
-            skipped=skipped,
-            missing=outcome.missing,
-            unexpected=outcome.unexpected,
-            untrusted=outcome.untrusted,
-            bytes_read=outcome.bytes_read,
-            verified=outcome.verified,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +198,54 @@ class _Loaded:
     async def put_back(self) -> None:
         """Set the objects and call every ``load_state_dict``."""
         await run_blocking(self.executor, self.outcome.put_back)
+
+
+def load_report(
+    chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome
+) -> LoadReport:
+    """What a load did."""
+    return LoadReport(
+        step=_step_of(chosen, outcome),
+        path=chosen.path,
+        skipped=skipped,
+        missing=outcome.missing,
+        unexpected=outcome.unexpected,
+        untrusted=outcome.untrusted,
+        bytes_read=outcome.bytes_read,
+        verified=outcome.verified,
+    )
+
+
+def read_report(
+    chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: ReadOutcome
+) -> ReadReport:
+    """What a read did."""
+    return ReadReport(
+        step=_step_of(chosen, outcome),
+        path=chosen.path,
+        skipped=skipped,
+        untrusted=outcome.untrusted,
+        plain=outcome.plain,
+        bytes_read=outcome.bytes_read,
+        verified=outcome.verified,
+    )
+
+
+def _step_of(chosen: CommittedCheckpoint, outcome: LoadOutcome | ReadOutcome) -> int:
+    return outcome.step if chosen.is_given and outcome.step is not None else chosen.step
+
+
+def wanted_checkpoint(step: object, path: object) -> Wanted:
+    """What the arguments of a load ask for.
+
+    Raises:
+        ConfigError, StepOrderError: an argument that cannot be, or both.
+    """
+    if path is None:
+        return Wanted(step=None if step is None else check_step_number(step))
+    if step is not None:
+        raise ConfigError(f"step={shown(step)} and path={shown(path)} each name a checkpoint: give one of them")
+    return Wanted(path=check_path("path", path))
 
 
 def selection(only: Any) -> list[str] | None:

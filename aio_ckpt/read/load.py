@@ -67,6 +67,8 @@ _MAX_EXPANSION = 1 << 16
 class LoadOutcome:
     """What one load did."""
 
+    step: int | None
+    """Step that the checkpoint tells; None for plain DCP."""
     missing: tuple[str, ...]
     """Template names that the checkpoint lacks (only with ``allow_missing``)."""
     unexpected: tuple[str, ...]
@@ -89,6 +91,8 @@ class ReadOutcome:
 
     state: object
     """The nested state."""
+    step: int | None
+    """Step that the checkpoint tells; None for plain DCP."""
     untrusted: tuple[str, ...]
     """Objects in whose place an ``UntrustedObject`` stands."""
     plain: tuple[str, ...]
@@ -116,12 +120,13 @@ async def load_checkpoint(
     allow_missing: bool,
     trusted: bool,
     skip_untrusted: bool = False,
+    casts: bool = False,
     on_matched: OnMatched = at_once,
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
-    With ``skip_untrusted`` an object that needs ``trusted`` is left as it is.
+    With ``skip_untrusted`` an object that needs ``trusted`` is left as it is. ``casts``: see :func:`match_template`.
     ``past_page_cache``: all is read from the disk, as the page cache would give what it gave before.
 
     Raises:
@@ -135,7 +140,7 @@ async def load_checkpoint(
     async with Files(storage, path, readers=readers, page_cache="pass" if past_page_cache else "take") as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
-        options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted}
+        options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted, "casts": casts}
         found = await run_blocking(executor, functools.partial(match, **options))
         if not past_page_cache:
             await _share(files, found, checkpoint.catalog, executor, ranks_on_host)
@@ -148,6 +153,7 @@ async def load_checkpoint(
             put_back = await run_blocking(executor, _decode, draft, checkpoint, state, found, rank, trusted)
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
     return LoadOutcome(
+        step=checkpoint.step,
         missing=found.missing,
         unexpected=found.unexpected,
         untrusted=tuple(draft.untrusted),
@@ -188,7 +194,7 @@ async def _fetch_shared(
     segments = await run_blocking(executor, draft.plan.segments, readers)
     fetched = await _fetch(files, draft, segments, executor=executor, readers=readers, verify=verify)
     await run_blocking(executor, _settle, draft, checkpoint, False)
-    values = {name: cast("torch.Tensor", draft.values[name]) for name in names}
+    values = {name: cast("torch.Tensor", draft.values[name]).to(target.dtype) for name, target in found.shared}
     try:
         await run_blocking(executor, check_agreement, found.shared, values)
     except TemplateMismatchError as error:
@@ -258,7 +264,7 @@ async def _planned(
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
     """Names of the tensors that are set or given to ``load_state_dict``, and of the objects."""
     below = [name for _, _, names in found.stateful for name in names]
-    values = [*(name for name, _ in found.arrays), *(name for name in below if name in catalog.shards)]
+    values = [*(name for name, *_ in found.arrays), *(name for name in below if name in catalog.shards)]
     return values, [*found.objects, *(name for name in below if name in catalog.objects)]
 
 
@@ -310,6 +316,7 @@ async def read_state(
         state = tree.unflatten_dcp(_dcp_paths(checkpoint), values)
     return ReadOutcome(
         state=state,
+        step=checkpoint.step,
         untrusted=tuple(draft.untrusted),
         plain=tuple(plain),
         bytes_read=fetched.bytes_read,
@@ -527,10 +534,10 @@ def _prepare_apply(
     check_targets(found.compounds)
     values = draft.values
     leaves = {name: values[name] for name in found.objects if name not in draft.untrusted}
-    for name, kind in found.arrays:
+    for name, kind, dtype in found.arrays:
         tensor = values[name]
         assert isinstance(tensor, torch.Tensor)
-        leaves[name] = tree.from_tensor(tensor, kind)
+        leaves[name] = tree.from_tensor(tensor.to(dtype), kind)
     skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
     below: list[tuple[Any, object]] = []
     for prefix, value, names in found.stateful:

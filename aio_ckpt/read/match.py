@@ -59,8 +59,8 @@ class Match:
     """Other names that are read into memory of the template."""
     shared: list[SharedTarget] = field(default_factory=list)
     """Names whose memory is shared, with themselves or each other: they are read before anything is touched."""
-    arrays: list[tuple[str, LeafKind]] = field(default_factory=list)
-    """Names whose numpy value is replaced: a scalar, or an array that nothing may write to."""
+    arrays: list[tuple[str, LeafKind, torch.dtype]] = field(default_factory=list)
+    """(name, kind, dtype) of a numpy value that is replaced: a scalar, or an array that nothing may write to."""
     objects: list[str] = field(default_factory=list)
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
@@ -88,8 +88,11 @@ def match_template(
     strict: bool,
     allow_missing: bool,
     trusted: bool,
+    casts: bool,
 ) -> Match:
     """Find every leaf of ``state`` in the checkpoint. ``trusted``: whether every object of it can be decoded.
+
+    ``casts``: tensors of the template take other dtypes, as far as ``torch.can_cast`` allows.
 
     Raises:
         MissingNameError: the checkpoint lacks names (unless ``allow_missing``).
@@ -99,12 +102,12 @@ def match_template(
     """
     template = tree.read_template(state, rank=rank)
     found = Match()
-    missing, misfits = _match_leaves(checkpoint, template, found, trusted)
+    missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits
     faults += _ambiguous(checkpoint.catalog, template)
     faults += _set_apart(checkpoint.catalog, found, template)
-    unmatched, misfits = _match_stateful(checkpoint, template, found, rank)
+    unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
     missing, faults = missing + unmatched, faults + misfits
     found.own, misfits = own_below(checkpoint, found.stateful, rank=rank, trusted=trusted)
     faults += misfits
@@ -149,7 +152,7 @@ def _shape(tensor: Target) -> tuple[int, ...]:
 
 
 def _match_leaves(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, trusted: bool
+    checkpoint: Checkpoint, template: tree.Template, into: Match, trusted: bool, casts: bool
 ) -> tuple[list[str], list[str]]:
     """Fills ``into``; names that are missing, and what else does not fit. The loop takes 2 us a tensor."""
     catalog = checkpoint.catalog
@@ -171,7 +174,7 @@ def _match_leaves(
             whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
-            if fault := _tensor_fault(tensor, shards):
+            if fault := _tensor_fault(tensor, shards, casts):
                 faults.append(f"{name!r} {fault}")
             elif overlaps_itself(memory := memory_of(tensor)):
                 if can_be_shared(tensor):
@@ -181,7 +184,7 @@ def _match_leaves(
             elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, memory_of(tensor))):
                 into.tensors.append((name, tensor))
             else:
-                into.arrays.append((name, kind))
+                into.arrays.append((name, kind, memory_of(tensor).dtype))
     return missing, faults
 
 
@@ -283,12 +286,15 @@ def _whole_address(tensor: torch.Tensor, shards: Shards) -> int:
     return 0
 
 
-def _tensor_fault(tensor: Target, shards: Shards) -> str | None:
+def _tensor_fault(tensor: Target, shards: Shards, casts: bool) -> str | None:
     bare = tensor.tensor if isinstance(tensor, Shard) else tensor
     if is_lazy(bare) or bare.is_nested:
         return memory_fault(bare)
-    if bare.dtype is not shards[0].dtype:
-        return f"is {bare.dtype} in the template and {shards[0].dtype} in the checkpoint"
+    stored = shards[0].dtype
+    can_cast = torch.can_cast(stored, bare.dtype)
+    if bare.dtype is not stored and not (casts and can_cast):
+        remedy = ": cast=True converts it" if can_cast else ", which cast=True does not convert" if casts else ""
+        return f"is {bare.dtype} in the template and {stored} in the checkpoint{remedy}"
     shape = global_shape(shards)
     if _shape(tensor) != shape:
         return f"has shape {_shape(tensor)} in the template and {shape} in the checkpoint"
@@ -308,7 +314,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _match_stateful(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int
+    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int, casts: bool
 ) -> tuple[list[str], list[str]]:
     """Fills ``into``; names of Stateful values of which the checkpoint has nothing, and what does not fit."""
     if not template.stateful:
@@ -336,7 +342,7 @@ def _match_stateful(
         for name, tensor in there.items()
         if "~" not in name
         and f"{name}~2" not in shards
-        and _tensor_fault(tensor, shards[name]) is None
+        and _tensor_fault(tensor, shards[name], casts) is None
         and not overlaps_itself(memory_of(tensor))
     }
     stored = {name: shards[name] for _, _, names in into.stateful for name in names if name in shards}

@@ -223,9 +223,10 @@ class ReadPlan:
 
 
 def _is_laid_out_like(item: Item, target: torch.Tensor) -> bool:
-    """Whether the bytes of a target of the item's shape and dtype are those that are stored."""
+    """Whether the bytes of a target of the item's shape are those that are stored."""
     return (
-        target.stride() == item.stride
+        target.dtype is item.dtype
+        and target.stride() == item.stride
         and target.nbytes == item.raw_bytes
         and not (item.storage_offset or item.is_conj or item.is_neg or target.is_conj() or target.is_neg())
         and (target.is_contiguous() or is_dense(item.shape, item.stride))
@@ -328,7 +329,7 @@ def wanted_bytes(found: Match, catalog: Catalog) -> int:
         _bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in (*found.tensors, *found.shared)
     )
     below = (name for _, _, names in found.stateful for name in catalog.shards.keys() & set(names))
-    for name in (*(name for name, _ in found.arrays), *below):
+    for name in (*(name for name, *_ in found.arrays), *below):
         shards = catalog.shards[name]
         target = found.live.get(name, shard_like(found.layouts.get(name), shards))
         wanted += _bytes_for(global_shape(shards) if target is None else memory_of(target).shape, shards)

@@ -102,6 +102,9 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "load(allow_missing)": (lambda engine, odd: engine.load(STATE, allow_missing=odd), FLAG, "allow_missing="),
     "load(fallback)": (lambda engine, odd: engine.load(STATE, fallback=odd), FLAG, "fallback="),
     "load(skip_untrusted)": (lambda engine, odd: engine.load(STATE, skip_untrusted=odd), FLAG, "skip_untrusted="),
+    "load(cast)": (lambda engine, odd: engine.load(STATE, cast=odd), FLAG, "cast="),
+    "load(path)": (lambda engine, odd: engine.load(STATE, path=odd), {"None"}, "path=|no checkpoint"),
+    "read(path)": (lambda engine, odd: engine.read(path=odd), {"None"}, "path=|no checkpoint"),
     "read(skip_untrusted)": (lambda engine, odd: engine.read(skip_untrusted=odd), FLAG, "skip_untrusted="),
     "read(with_report)": (lambda engine, odd: engine.read(with_report=odd), FLAG, "with_report="),
     "read(step)": (lambda engine, odd: engine.read(odd), {"None", "1", "a numpy int"}, "step"),
@@ -379,6 +382,7 @@ ELSEWHERE = {
     "submit_load(options)": "load",
     "submit_read(step)": "read",
     "submit_read(only)": "read",
+    "submit_read(path)": "read",
     "submit_read(skip_untrusted)": "read",
     "submit_read(with_report)": "read",
 }

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from builders import weights
 from gated_storage import TIMEOUT, Call, Gate, GatedStorage
 from rank_engines import ActingStorage, engine_over
 from rank_processes import Ranks, engine_on
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
 from aio_ckpt.dcp import Reader
 from aio_ckpt.engine import group_load as joint
-from aio_ckpt.engine.fallback import FallbackSearch, candidates
+from aio_ckpt.engine.fallback import FallbackSearch, Wanted, candidates
 from aio_ckpt.engine.group_load import LoadMember, _Order
 from aio_ckpt.errors import (
     AioCkptError,
@@ -726,7 +727,10 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
 ) -> None:
     members = SimpleNamespace(newest=3)
     own: LoadMember[Any] = LoadMember(
-        cast("Any", SimpleNamespace(ctx=SimpleNamespace(members=members))), cast("Any", None), cast("Any", None)
+        cast("Any", SimpleNamespace(ctx=SimpleNamespace(members=members))),
+        cast("Any", None),
+        cast("Any", None),
+        Wanted(),
     )
     members.newest = beside or members.newest
     own._learn_newest(_Order("done", newest=told))
@@ -937,3 +941,24 @@ async def test_a_storage_that_must_read_directly_does(tmp_path: Path) -> None:
             await file.close()
     finally:
         executor.close(READ_SECS)
+
+
+# -- a directory --------------------------------------------------------------------------------------
+
+
+def load_directory(rank: int, count: int, root: Path, names: list[str]) -> Any:
+    with engine_on(root, TURN_SECS) as engine:
+        try:
+            report = engine.load(template := weights(0), path=root.parent / names[rank])
+        except PeerFailedError as error:
+            return str(error)
+        return report.step, template["w"].tolist()
+
+
+def test_all_ranks_load_one_directory_and_none_loads_where_they_name_two(two: Ranks, tmp_path: Path) -> None:
+    with SyncCheckpointEngine(tmp_path / "old") as engine:
+        moved = engine.save(weights(2), 2).result(TURN_SECS).path.rename(tmp_path / "moved")
+    assert two.run(load_directory, tmp_path / "root", [moved.name] * 2) == [(2, [2.0] * 10)] * 2
+    for message in two.run(load_directory, tmp_path / "root", [moved.name, "other"]):
+        assert "rank 1 loads" in message
+        assert "the same step, path and fallback" in message

@@ -31,6 +31,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.fallback import Wanted
 from aio_ckpt.engine.in_flight import InFlight
 from aio_ckpt.engine.load import Loader
 from aio_ckpt.engine.pipeline import SavePipeline
@@ -316,7 +317,7 @@ class World:
                 f"{when}: steps {sorted(promised.keys() - found)} were committed and are not there"
             )
         for step in sorted(found):
-            state: Any = await loader.read(step, None)
+            state: Any = await loader.read(Wanted(step=step), None)
             attempt = possible.get(state["number"])
             if attempt is None or attempt.save.step != step:
                 raise BrokenPromiseError(f"{when}: step {step} shows save {state['number']}, which was not committed")

@@ -1,0 +1,94 @@
+"""``load(cast=True)`` reads tensors of another dtype into that of the template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gated_storage import TIMEOUT
+from torch import nn
+
+from aio_ckpt import SyncCheckpointEngine, TemplateMismatchError
+
+LARGE = 3 << 20
+"""Elements: more than one block, and more than one part of a box."""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(tmp_path) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("numel", [1, 7, LARGE])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.int32, torch.float32),
+        (torch.int64, torch.int32),
+        (torch.float32, torch.complex64),
+        (torch.float32, torch.float8_e4m3fn),
+    ],
+)
+def test_a_tensor_is_converted_as_copy_does(
+    engine: SyncCheckpointEngine, stored: torch.dtype, wanted: torch.dtype, numel: int
+) -> None:
+    saved = (torch.arange(numel) % 61).to(stored)
+    engine.save({"w": saved, "same": torch.ones(3)}).result(TIMEOUT)
+    template = {"w": torch.zeros(numel, dtype=wanted), "same": torch.zeros(3)}
+    engine.load(template, cast=True)
+    assert torch.equal(template["w"].to(torch.complex128), saved.to(wanted).to(torch.complex128))
+    assert template["same"].tolist() == [1, 1, 1]
+
+
+def test_without_it_the_error_names_it_and_nothing_is_touched(engine: SyncCheckpointEngine) -> None:
+    engine.save({"w": torch.ones(3)}).result(TIMEOUT)
+    template = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(
+        TemplateMismatchError, match=r"'w' is torch.bfloat16 .* torch.float32 .*: cast=True converts it"
+    ):
+        engine.load(template)
+    assert not template["w"].any()
+
+
+def test_what_torch_does_not_cast_is_refused_all_the_same(engine: SyncCheckpointEngine) -> None:
+    engine.save({"w": torch.ones(3)}).result(TIMEOUT)
+    with pytest.raises(TemplateMismatchError, match="which cast=True does not convert"):
+        engine.load({"w": torch.zeros(3, dtype=torch.int64)}, cast=True)
+    with pytest.raises(TemplateMismatchError, match=r"torch.float32 in the checkpoint$"):
+        engine.load({"w": torch.zeros(3, dtype=torch.int64)})
+
+
+def test_a_transposed_tensor_and_numpy_values_are_converted(engine: SyncCheckpointEngine) -> None:
+    engine.save({"t": torch.arange(6.0).reshape(2, 3), "a": np.arange(3.0), "s": np.float64(2.5)}).result(TIMEOUT)
+    frozen = np.zeros(3, np.float32)
+    frozen.setflags(write=False)
+    for array in (np.zeros(3, np.float32), frozen):
+        template: dict[str, Any] = {"t": torch.zeros(3, 2, dtype=torch.float16).t(), "a": array, "s": np.float32(0)}
+        engine.load(template, cast=True)
+        assert template["t"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert (template["a"].dtype, template["a"].tolist()) == (np.float32, [0, 1, 2])
+        assert (type(template["s"]), float(template["s"])) == (np.float32, 2.5)
+
+
+def test_tensors_that_share_memory_are_converted(engine: SyncCheckpointEngine) -> None:
+    engine.save({"w": torch.full((3,), 2.0), "line": torch.arange(4.0), "part": torch.arange(2.0)}).result(TIMEOUT)
+    line = torch.zeros(4, dtype=torch.float64)
+    template = {"w": torch.zeros(1, dtype=torch.float64).expand(3), "line": line, "part": line[:2]}
+    engine.load(template, cast=True)
+    assert [tensor.tolist() for tensor in template.values()] == [[2, 2, 2], [0, 1, 2, 3], [0, 1]]
+
+
+def test_a_module_of_another_dtype_gets_the_converted_values(engine: SyncCheckpointEngine) -> None:
+    model = nn.Linear(4, 3)
+    engine.save({"model": model}).result(TIMEOUT)
+    half = nn.Linear(4, 3).bfloat16()
+    engine.load({"model": half}, cast=True)
+    assert torch.equal(half.weight, model.weight.bfloat16())
