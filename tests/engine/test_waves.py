@@ -254,11 +254,11 @@ def test_the_default_budget_is_what_the_machine_has_when_a_new_layout_is_planned
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(uniform(4, 5 * MIB, 1.0)).result()
         assert engine.lifetime.arena_bytes >= 20 * MIB
-        machine.available = 40 * MIB  # beside the arena, which is lent again: half of 60 MiB
+        machine.available = 40 * MIB  # beside the arena, which is lent again: half of 60 MiB and a bit
         for _ in range(2):
             report = engine.save(uniform(8, 5 * MIB, 2.0)).result()
             assert report is not None
-            assert 24 * MIB < engine.lifetime.arena_bytes <= 30 * MIB
+            assert 24 * MIB < engine.lifetime.arena_bytes <= 32 * MIB
             machine.available = 0  # asked no more: the layout stays, and the arena with it
         assert report.plan_hit
         assert_uniform(report.path, 2.0, count=8)
