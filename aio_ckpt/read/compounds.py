@@ -46,6 +46,10 @@ def match_compounds(
             fault = compound.difference(own.notes, stored[name])
         elif name in checkpoint.catalog.shards:
             fault = f"is a {compound.kind_of(own.notes)} in the template and a {compound.kind_of(())} in the checkpoint"
+            if not checkpoint.has_skeleton:
+                fault += (
+                    ", or one that dcp.save pickled: dcp.load with an aio_ckpt.dcp.Reader loads what torch.load can"
+                )
         else:
             continue
         if fault is None:

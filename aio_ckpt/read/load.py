@@ -553,15 +553,24 @@ def _prepare_apply(
 
     def put_back() -> None:
         with _target_modified():
-            write_shared(found.shared, draft.shared)
-            for target in found.compounds:
-                settle(target.own, target.stored)
+            _write_rest(found, draft)
             if leaves:
                 tree.put_back(state, leaves, rank=rank)
             for value, state_dict in below:
                 value.load_state_dict(state_dict)
 
     return put_back
+
+
+def _write_rest(found: Match, draft: _LoadPlan) -> None:
+    """Write to tensors of the template what no read wrote: shared memory, scales, marks."""
+    written = [*(tensor for _, tensor in found.shared), *(target.own.tensor for target in found.compounds)]
+    devices = {tensor.device for tensor in written if tensor.device.type != "cpu"}
+    synchronize(devices)
+    write_shared(found.shared, draft.shared)
+    for target in found.compounds:
+        settle(target.own, target.stored)
+    synchronize(devices)
 
 
 def _with_versions(state_dict: Any, value: object) -> Any:

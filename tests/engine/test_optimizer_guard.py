@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from wrapper_tensors import blockwise
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import ConfigError, EngineClosedError
@@ -118,20 +119,25 @@ def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
-def test_sparse_state_of_a_guarded_object_is_left_out() -> None:
-    class Sparse(Wrapper):
+@pytest.mark.parametrize("names", [["sums"], ["moment"], ["sums", "moment"]])
+def test_compound_state_of_a_guarded_object_is_guarded_by_its_parts(names: list[str]) -> None:
+    made = {"sums": torch.ones(4).to_sparse(), "moment": blockwise(1)}
+
+    class Compound(Wrapper):
         def __init__(self) -> None:
             super().__init__()
             self.dense = torch.nn.Parameter(torch.ones(4))
             self.param_groups = [{"params": [self.dense]}]
-            self.state = {self.dense: {"sums": torch.ones(4).to_sparse()}}
+            self.state = {self.dense: {name: made[name] for name in names}}
 
-    guarded = Sparse()
+    guarded = Compound()
     guards = OptimizerGuards()
     guards.add(guarded)
-    flat = tree.flatten({"dense": guarded.dense}, rank=0)
-    structure = replace(Structure.of(flat, Leaves.of(flat)), devices=[torch.device("cuda", 0)])
-    assert guards.leaves([guarded.dense.data_ptr()], structure) == {0}
+    flat = tree.flatten({"dense": guarded.dense, **guarded.state[guarded.dense], "other": torch.ones(1)}, rank=0)
+    leaves = Leaves.of(flat)
+    structure = replace(Structure.of(flat, leaves), devices=[torch.device("cuda", 0)] * len(flat.names))
+    found = guards.leaves([tensor.data_ptr() for tensor in leaves.tensors], structure)
+    assert [flat.names[leaf] for leaf in sorted(found)] == flat.names[:-1]
 
 
 def test_no_leaf_is_guarded_beyond_the_tensor_that_the_optimizer_changes() -> None:
