@@ -286,3 +286,41 @@ def test_what_a_trainer_saves_is_loaded_and_read_bit_for_bit(root: Path, tmp_pat
         engine.load(target)
         assert differences(saved, target) == []
         assert differences(saved, engine.read()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_a_quantized_model_of_torchao_is_restored(root: Path, name: str) -> None:
+    quantization = library("torchao.quantization")
+
+    def quantized(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 128))
+        quantization.quantize_(model, getattr(quantization, name)())
+        return model
+
+    saved, model, template = quantized(1), quantized(2), dict(quantized(3).state_dict())
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"m": saved}).result(TIMEOUT)
+        engine.load({"m": model})
+        engine.load({"m": template})
+        read = engine.read()["m"]
+    weight: Any = saved[0].weight  # type: ignore[index]
+    for found in (model[0].weight, template["0.weight"], read["0.weight"]):  # type: ignore[index]
+        assert type(found) is type(weight)
+        assert torch.equal(found.dequantize(), weight.dequantize())
+
+
+@pytest.mark.slow
+def test_an_nf4_tensor_is_restored(root: Path) -> None:
+    nf4 = library("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    saved, target = (
+        {"w": nf4.to_nf4(torch.randn(512, 512, generator=torch.Generator().manual_seed(n)))} for n in (1, 2)
+    )
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(saved).result(TIMEOUT)
+        engine.load(target)
+    assert torch.equal(target["w"].get_original_weight(), saved["w"].get_original_weight())
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        read: Any = engine.read()["w"]
+    assert torch.equal(read.get_original_weight(), saved["w"].get_original_weight())
