@@ -17,22 +17,23 @@ import types
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from aio_ckpt._torch import PYTREE_NODES
-from aio_ckpt.errors import AioCkptError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.state.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
 from aio_ckpt.state.objects import decode_object, encode_object
 
 __all__ = [
+    "Form",
     "Notes",
     "Opened",
     "decode_metadata",
     "fields_of",
+    "form_of",
     "has_fields",
     "is_mapping",
     "is_opened",
@@ -48,6 +49,8 @@ Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
 """What a skeleton says of a container beside its code: names and values (str, int, bytes or None), in a fixed order."""
 
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_HARMLESS = frozenset((*_NAMESPACES, collections.defaultdict, collections.deque, types.MappingProxyType))
+"""Types beside tuples whose values are made without running code of anybody's."""
 _OPAQUE = (str, bytes, bytearray, memoryview, range, array, torch.Size)
 """Sequences that are leaves."""
 _FACTORY_NAMES = {kind: name for name, kind in FACTORIES.items()}
@@ -82,6 +85,20 @@ is_mapping: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_mappin
 def has_fields(kind: type) -> bool:
     """Whether values of this type are taken apart by their attributes."""
     return dataclasses.is_dataclass(kind) or issubclass(kind, _NAMESPACES)
+
+
+Form: TypeAlias = Literal["mapping", "fields", "tuple", "list"]
+
+
+def form_of(kind: Any) -> Form | None:
+    """How values of this type are taken apart, and made again; None for a type whose values are leaves."""
+    if is_mapping(kind):
+        return "mapping"
+    if not is_transparent(kind):
+        return None
+    if has_fields(kind):
+        return "fields"
+    return "tuple" if issubclass(kind, tuple) else "list"
 
 
 _READ_AS_OBJECT: frozenset[type] = frozenset((list, tuple, collections.deque, *_NAMESPACES))
@@ -169,11 +186,22 @@ def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
     Raises:
         UnsafeObjectError, CorruptCheckpointError: as :func:`aio_ckpt.state.objects.decode_object`.
     """
+    name = f"{name}._metadata"
     if data[:1] == b"P":  # of a zip
-        found: Any = decode_object(data, name=f"{name}._metadata", trusted=trusted)
+        found: Any = decode_object(data, name=name, trusted=trusted)
     else:
-        found = msgspec.msgpack.decode(data)
-    return collections.OrderedDict(found)
+        found = _decoded(data, name)
+    try:
+        return collections.OrderedDict(found)
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(f"{name}: these are no versions of a module: {error}") from error
+
+
+def _decoded(data: bytes, name: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{name}: the versions of a module are damaged: {error}") from error
 
 
 # -- how they are made again ------------------------------------------------------------------------
@@ -181,14 +209,12 @@ def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A container that is being made."""
+    """A container of a noted type that is being made."""
 
     value: Any
-    """It, empty; or what collects its parts."""
-    put: Callable[[Any, Any], None]
-    """Adds a part under its key or index, in order."""
-    finish: Callable[[], Any]
-    """The container, whole."""
+    """It, empty; None if it is made of all its parts at once."""
+    finish: Callable[[Any], Any]
+    """The container with these parts, a dict or a list. Raises whatever the code of its type raises."""
 
 
 _UNNAMED: dict[str, Any] = {"mappingproxy": types.MappingProxyType}
@@ -209,24 +235,29 @@ def named_type(notes: Mapping[str, Any], *, trusted: bool) -> Any:
         return None
 
 
-def open_container(notes: Mapping[str, Any], *, is_keyed: bool, is_tuple: bool, trusted: bool) -> Opened | None:
-    """What makes a container of the type that ``notes`` name; None if that type is not there, or may not be made."""
+def open_container(notes: Mapping[str, Any], *, form: Form | None, trusted: bool) -> Opened | None:
+    """What makes a container of the type that ``notes`` name.
+
+    None if that type is not imported, may not be made, or is of another form than what is stored.
+    """
     kind = named_type(notes, trusted=trusted)
-    if kind is None:
+    if kind is None or form is None or not _may_make(kind, form, trusted) or form_of(kind) != form:
         return None
-    if is_tuple:
-        return _collected(tuple, kind) if _may_make(kind, trusted) and issubclass(kind, tuple) else None
+    if form == "tuple":
+        return Opened(value=None, finish=functools.partial(remade, kind))
+    if form == "fields":
+        return _filled(kind.__new__(kind), _set_fields, None)
     if kind is collections.defaultdict:
         if isinstance(notes.get("factory"), bytes) and not trusted:
             return None
-        return _keyed(collections.defaultdict(_factory(notes.get("factory"), trusted)))
+        return _filled(collections.defaultdict(_factory(notes.get("factory"), trusted)), _set_items, None)
     if kind is collections.deque:
-        return _listed(collections.deque(maxlen=notes.get("maxlen")))
-    if kind is types.MappingProxyType:
-        return _collected(dict, kind)
-    if kind in _NAMESPACES and is_keyed:
-        return _with_fields(kind)
-    return _opened(kind, is_keyed=is_keyed) if _may_make(kind, trusted) else None
+        return _filled(collections.deque(maxlen=notes.get("maxlen")), _add_items, None)
+    if issubclass(kind, dict):
+        return _filled(kind.__new__(kind), _set_items, kind)  # as pickle makes it
+    if issubclass(kind, list):
+        return _filled(kind.__new__(kind), _add_items, kind)
+    return Opened(value=None, finish=kind)
 
 
 def _is_return_type(kind: type) -> bool:
@@ -234,56 +265,48 @@ def _is_return_type(kind: type) -> bool:
     return vars(torch.return_types).get(kind.__name__) is kind
 
 
-def _may_make(kind: type, trusted: bool) -> bool:
+def _may_make(kind: type, form: Form, trusted: bool) -> bool:
+    """Whether a container of this form may be made of this type.
+
+    A named tuple needs no permission, as a tuple is made by :func:`remade` alone, past any code of its class.
+    """
     return (
         trusted
-        or is_named_tuple(kind)
-        or kind is PackedSequence
-        or _is_return_type(kind)
+        or kind in _HARMLESS
+        or (form == "tuple" and (is_named_tuple(kind) or _is_return_type(kind)))
         or kind in PYTREE_NODES
         or kind in torch.serialization.get_safe_globals()
     )
 
 
-def _opened(kind: Any, *, is_keyed: bool) -> Opened | None:
-    if is_keyed and has_fields(kind):
-        return _with_fields(kind)
-    if is_keyed and issubclass(kind, dict):
-        return _keyed(kind.__new__(kind))  # as pickle makes it
-    if is_keyed:
-        return _collected(dict, kind)
-    if issubclass(kind, list):
-        return _listed(kind.__new__(kind))
-    return _collected(list, kind)
+def _filled(made: Any, fill: Callable[[Any, Any], None], kind: Any) -> Opened:
+    """For a type that takes its parts one by one; ``kind`` is called with all of them where it refuses that."""
+
+    def finish(parts: Any) -> Any:
+        try:
+            fill(made, parts)
+        except Exception:
+            if kind is None:
+                raise
+            return kind(parts)
+        return made
+
+    return Opened(value=made, finish=finish)
 
 
-def _keyed(made: Any) -> Opened:
-    return Opened(value=made, put=made.__setitem__, finish=lambda: made)
+def _set_items(made: Any, parts: Mapping[Any, Any]) -> None:
+    for key, item in parts.items():
+        made[key] = item
 
 
-def _listed(made: Any) -> Opened:
-    return Opened(value=made, put=lambda _, item: made.append(item), finish=lambda: made)
+def _add_items(made: Any, parts: Sequence[Any]) -> None:
+    for item in parts:
+        made.append(item)
 
 
-def _with_fields(kind: Any) -> Opened:
-    made = kind.__new__(kind)
-    return Opened(value=made, put=functools.partial(object.__setattr__, made), finish=lambda: made)
-
-
-def _collected(plain: type, kind: Any) -> Opened:
-    """For a type that takes all of its parts at once."""
-    if plain is dict:
-        pairs: dict[Any, Any] = {}
-        return Opened(value=pairs, put=pairs.__setitem__, finish=lambda: kind(pairs))
-    parts: list[Any] = []
-
-    def put(_: Any, item: Any) -> None:
-        parts.append(item)
-
-    def finish() -> Any:
-        return remade(kind, parts) if plain is tuple else kind(parts)
-
-    return Opened(value=parts, put=put, finish=finish)
+def _set_fields(made: Any, parts: Mapping[str, Any]) -> None:
+    for name, item in parts.items():
+        object.__setattr__(made, name, item)
 
 
 def remade(kind: Any, items: Sequence[object]) -> Any:

@@ -30,7 +30,7 @@ from aio_ckpt.errors import EmptyStateError, SourceChangedError, UnsupportedLeaf
 from aio_ckpt.state.compound import CompoundTensor, is_compound, plain_tensors, take_apart
 from aio_ckpt.state.containers import (
     fields_of,
-    has_fields,
+    form_of,
     is_mapping,
     is_opened,
     is_transparent,
@@ -177,6 +177,13 @@ _CODES: dict[type, int] = {
     **{kind: int(code) for code, kind in MAPPINGS.items()},
     PerRank: int(Container.PER_RANK),
     Shard: int(LeafKind.TENSOR),
+}
+
+
+_CODES_BY_FORM: dict[str, int] = {
+    "fields": int(Container.FIELDS),
+    "tuple": int(Container.TUPLE),
+    "list": int(Container.LIST),
 }
 
 
@@ -614,17 +621,16 @@ def _code(value: Any, name: str | None) -> int:
         return LeafKind.OBJECT
     if _is_stateful_type(kind):
         return Container.STATEFUL
-    if is_mapping(kind):
-        return Container.ORDERED_DICT if isinstance(value, OrderedDict) else Container.DICT
-    if not is_transparent(kind):
+    form = form_of(kind)
+    if form is None:
         return LeafKind.OBJECT
+    if form == "mapping":
+        return Container.ORDERED_DICT if isinstance(value, OrderedDict) else Container.DICT
     parts = parts_of(value)
     is_entered = is_opened(kind) and len(parts) <= _MOST_PARTS
     if not is_entered and not _holds_leaves(parts, name, 0, {id(value)}):
         return LeafKind.OBJECT
-    if has_fields(kind):
-        return Container.FIELDS
-    return Container.TUPLE if isinstance(value, tuple) else Container.LIST
+    return _CODES_BY_FORM[form]
 
 
 def _holds_leaves(values: Any, name: str | None, depth: int, without: set[int], *, tensors_only: bool = False) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError, UnsupportedLeafError
 from aio_ckpt.state.compound import CompoundTensor, plain_form, put_together, put_together_like
-from aio_ckpt.state.containers import Notes, Opened, decode_metadata, open_container
+from aio_ckpt.state.containers import Form, Notes, Opened, decode_metadata, open_container
 from aio_ckpt.state.harmless import harmless_type
 from aio_ckpt.state.objects import MAX_DEPTH, check_key, decode_object, encode_object, from_tensor
 from aio_ckpt.state.values import LeafKind
@@ -92,6 +92,13 @@ _INDEXED: frozenset[int] = frozenset({Container.LIST, Container.TUPLE})
 _KEYED: frozenset[int] = frozenset({*MAPPINGS, Container.FIELDS, Container.TENSOR})
 _NAMED = (Container.FIELDS, Container.TENSOR)
 """Containers whose keys are names."""
+_FORMS: dict[int, Form] = {
+    **dict.fromkeys(map(int, MAPPINGS), "mapping"),
+    Container.FIELDS: "fields",
+    Container.TUPLE: "tuple",
+    Container.LIST: "list",
+}
+"""How the type of a container must be taken apart to fit its code."""
 _MISSING = object()
 _LEAF_CODES = frozenset({*map(int, LeafKind), TENSOR_WITH_GRAD})
 _HELD_KEYS = frozenset("ot")
@@ -470,19 +477,20 @@ class _Builder:
             self.leaf_number += leaves
             return self.made[notes["same"]]
         number = notes.get("same", number)
-        opened = self.opened(node[0], notes, prefix[:-1])
-        self.made[number] = opened.value
+        opened = self.opened(node[0], notes, prefix[:-1]) if "type" in notes else None
+        parts: Any = MAPPINGS.get(node[0], dict)() if node[0] in _KEYED else []
+        self.made[number] = parts if opened is None or opened.value is None else opened.value
         is_any = False
         for part, text, child in _children(node, self.rank):
             item = self.value(child, f"{prefix}{text}.", is_kept)
-            if item is not _MISSING:
-                is_any = True
-            elif node[0] in _KEYED:
-                continue
-            opened.put(part if isinstance(part, (str, int)) else self.key(part), None if item is _MISSING else item)
+            is_any = is_any or item is not _MISSING
+            if node[0] not in _KEYED:
+                parts.append(None if item is _MISSING else item)
+            elif item is not _MISSING:
+                parts[part if type(part) is str else self.key(part)] = item
         if not is_kept and not is_any:
             return _MISSING
-        self.made[number] = made = self.finished(opened, node[0], notes, prefix[:-1])
+        self.made[number] = made = self.finished(opened, parts, node[0], notes, prefix[:-1])
         return made
 
     def plain_mapping(self, node: Any, prefix: str, is_kept: bool) -> Any:
@@ -520,36 +528,27 @@ class _Builder:
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             raise CorruptCheckpointError(f"{name!r}: its parts are of no tensor: {error}") from error
 
-    def opened(self, code: int, notes: Mapping[str, Any], name: str) -> Opened:
-        """An empty container of the type that is noted, or of the plain type of its code."""
-        if "type" in notes:
-            try:
-                found = open_container(
-                    notes, is_keyed=code in _KEYED, is_tuple=code == Container.TUPLE, trusted=self.trusted
-                )
-            except Exception:  # noqa: BLE001 - whatever a type's own __new__ raises
-                found = None
-            if found is not None:
-                return found
+    def opened(self, code: int, notes: Mapping[str, Any], name: str) -> Opened | None:
+        """An empty container of the type that is noted; None if it comes back plain."""
+        try:
+            found = open_container(notes, form=_FORMS.get(code), trusted=self.trusted)
+        except Exception:  # noqa: BLE001 - whatever a type's own __new__ raises
+            found = None
+        if found is None:
             self.note_plain(notes, name)
-        made: Any = MAPPINGS.get(code, dict)() if code in _KEYED else []
-        if code in _KEYED:
-            return Opened(value=made, put=made.__setitem__, finish=lambda: made)
-        put = lambda _, item: made.append(item)  # noqa: E731
-        if code == Container.PER_RANK:
-            return Opened(value=made, put=put, finish=lambda: made[0])
-        return Opened(value=made, put=put, finish=(lambda: tuple(made)) if code == Container.TUPLE else lambda: made)
+        return found
 
     def note_plain(self, notes: Mapping[str, Any], name: str) -> None:
         self.plain.append(f"{name or 'the state'} ({str(notes['type']).replace(':', '.')})")
 
-    def finished(self, opened: Opened, code: int, notes: Mapping[str, Any], name: str) -> Any:
+    def finished(self, opened: Opened | None, parts: Any, code: int, notes: Mapping[str, Any], name: str) -> Any:
         """The container, with the versions that a ``state_dict()`` carries."""
-        try:
-            made = opened.finish()
-        except Exception:  # noqa: BLE001 - whatever a type's own __new__ raises
-            made = opened.value if code != Container.TUPLE else tuple(opened.value)
-            self.note_plain(notes, name)
+        made: Any = tuple(parts) if code == Container.TUPLE else parts[0] if code == Container.PER_RANK else parts
+        if opened is not None:
+            try:
+                made = opened.finish(parts)
+            except Exception:  # noqa: BLE001 - whatever a type's own code raises
+                self.note_plain(notes, name)
         if "metadata" in notes and isinstance(made, OrderedDict):
             made._metadata = decode_metadata(notes["metadata"], name=name, trusted=self.trusted)  # type: ignore[attr-defined]
         return made

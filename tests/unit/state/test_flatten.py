@@ -26,6 +26,7 @@ from property_examples import examples
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.parameter import UninitializedParameter
 from tree_states import Point, adamw, dcp_values, round_trip, same, stored
 
@@ -353,6 +354,8 @@ HARMLESS_CONTAINERS = {
     "mappingproxy": lambda: types.MappingProxyType({"w": t()}),
     "return_types": lambda: torch.max(torch.ones(2, 2), 0),
     "PackedSequence": packed,
+    "immutable_dict": lambda: immutable_dict({"w": t(), "deep": {"x": 1}}),
+    "immutable_list": lambda: immutable_list([t(), 1]),
 }
 
 
@@ -441,6 +444,49 @@ def test_a_crafted_type_of_a_container_calls_and_imports_nothing(name, code):
     assert type(back["x"]) in (dict, list, tuple)
     assert said == [f"x ({name.replace(':', '.')})"]
     assert set(sys.modules) == before
+
+
+class Job(collections.namedtuple("Job", "command")):
+    __slots__ = ()
+
+    def __new__(cls, command):
+        raise AssertionError(f"ran {command}")
+
+
+@dataclasses.dataclass
+class Task(collections.namedtuple("Task", "command")):
+    def __new__(cls, *command):
+        raise AssertionError(f"ran {command}")
+
+
+@pytest.mark.parametrize("kind", [Job, Task, torch.return_types.max, nn.utils.rnn.PackedSequence])
+@pytest.mark.parametrize("code", [16, 17, 18, 19, 20, 21, 23])
+def test_a_named_tuple_is_made_of_a_tuple_alone_and_by_no_code_of_its_class(kind, code):
+    count = 2 if kind is torch.return_types.max and code == 20 else 1
+    keys = ("a",) if code in (16, 17, 18, 23) else ()
+    notes = (("type", f"{kind.__module__}:{kind.__qualname__}"),)
+    skeleton = tree.decode_skeleton(tree.encode_skeleton((16, ("x",), ((code, keys, (2,) * count, notes),))), name="m")
+    said = []
+    back = tree.build(skeleton, dict.fromkeys(tree.skeleton_names(skeleton, rank=0), 1), rank=0, plain=said)["x"]
+    if code == 20 and kind in (Job, torch.return_types.max):
+        assert (type(back), tuple(back), said) == (kind, (1,) * count, [])
+    else:
+        plain = {17: OrderedDict, 18: collections.Counter, 19: list, 20: tuple, 21: int}
+        assert type(back) is plain.get(code, dict)
+        assert said == [f"x ({kind.__module__}.{kind.__qualname__})"]
+
+
+@pytest.mark.parametrize("kind", [Attributes, NamedList, Moments, Point])
+@pytest.mark.parametrize("code", [16, 19, 20, 23])
+def test_a_type_that_the_user_allowed_is_made_of_what_it_is_taken_apart_into_alone(kind, code):
+    """And of no other: ``Attributes`` of a list would run code that the user allowed for mappings."""
+    fitting = {Attributes: 16, NamedList: 19, Point: 20, Moments: 23}[kind]
+    keys = ("mean", "steps") if code in (16, 23) else ()
+    notes = (("type", f"{kind.__module__}:{kind.__qualname__}"),)
+    skeleton = (16, ("x",), ((code, keys, (2, 2), notes),))
+    with torch.serialization.safe_globals([kind]):
+        back = tree.build(skeleton, dict.fromkeys(tree.skeleton_names(skeleton, rank=0), 1), rank=0)["x"]
+    assert type(back) is (kind if code == fitting else {19: list, 20: tuple}.get(code, dict))
 
 
 def test_a_defaultdict_whose_factory_is_not_trusted_comes_back_plain_and_one_of_a_lambda_too():

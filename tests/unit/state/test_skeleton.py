@@ -66,6 +66,33 @@ def test_a_damaged_skeleton_is_corrupt_and_names_its_file(raw):
         tree.decode_skeleton(msgspec.msgpack.encode(raw), name="m.bin")
 
 
+TYPES = (
+    *("torch.fx.immutable_collections:immutable_dict", "torch.fx.immutable_collections:immutable_list"),
+    *("collections:deque", "collections:defaultdict", "types:SimpleNamespace", "torch.return_types:max"),
+    *("tree_states:Point", "builtins:mappingproxy"),
+)
+NOTES = st.lists(
+    st.tuples(st.just("type"), st.sampled_from(TYPES))
+    | st.tuples(st.just("metadata"), st.binary(max_size=3) | JUNK.map(msgspec.msgpack.encode))
+    | st.tuples(st.sampled_from(["maxlen", "same", "copy"]), st.integers(-(2**63), 2**64 - 1))
+    | st.tuples(st.just("factory"), st.sampled_from(["list", "", b"PK", b""])),
+    max_size=3,
+)
+
+
+@examples(300)
+@given(NOTES, st.sampled_from([16, 17, 18, 19, 20, 23]), st.integers(0, 3))
+def test_crafted_notes_give_a_state_or_say_that_the_checkpoint_is_corrupt(notes, code, count):
+    keys = list("abc"[:count]) if code in (16, 17, 18, 23) else []
+    raw = [16, ["w", "x"], [2, [code, keys, [2] * count, notes]]]
+    try:
+        skeleton = tree.decode_skeleton(msgspec.msgpack.encode(raw), name="m.bin")
+        names = tree.skeleton_names(skeleton, rank=0)
+        tree.build(skeleton, dict.fromkeys(names, 1), rank=0)
+    except CorruptCheckpointError:
+        pass
+
+
 def test_a_skeleton_nested_for_ever_is_corrupt():
     for data in (b"\x91" * 100_000, b"\x93\x10\x91\xa1a\x91" * 300 + b"\x00", b"\xdd\xff\xff\xff\xff"):
         with pytest.raises(CorruptCheckpointError):
