@@ -69,7 +69,8 @@ def test_a_mapping_of_a_library_is_loaded_into_its_own_object_and_read(root: Pat
 # -- optimizers of torchao ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # torchao takes seconds to import
+@pytest.mark.slow  # torchao takes seconds to import, and compiles its step
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_a_low_bit_optimizer_goes_on_as_if_it_had_never_stopped(root: Path, name: str) -> None:
     kind = getattr(library("torchao.optim"), name)
@@ -289,6 +290,7 @@ def test_what_a_trainer_saves_is_loaded_and_read_bit_for_bit(root: Path, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 def test_a_quantized_model_of_torchao_is_restored(root: Path, name: str) -> None:
     quantization = library("torchao.quantization")
@@ -312,6 +314,7 @@ def test_a_quantized_model_of_torchao_is_restored(root: Path, name: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_an_nf4_tensor_is_restored(root: Path) -> None:
     nf4 = library("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     saved, target = (
