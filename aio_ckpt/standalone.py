@@ -17,6 +17,7 @@ from aio_ckpt.engine.load import load_report, read_report, selection
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
 from aio_ckpt.read.load import load_checkpoint, read_state
+from aio_ckpt.read.rename import Rename, check_rename
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, run_blocking
@@ -37,6 +38,7 @@ def load(
     allow_missing: bool = False,
     skip_untrusted: bool = False,
     cast: bool = False,
+    rename: Rename | None = None,
     config: EngineConfig | None = None,
 ) -> LoadReport:
     """Fill ``state`` in place from the checkpoint in the directory ``path``. Blocks.
@@ -50,6 +52,8 @@ def load(
         allow_missing: leave template names that the checkpoint lacks as they are.
         skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
+        rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a function
+            from the stored name of each leaf. A renamed leaf takes the place of one of that name.
         config: ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` count.
 
     Raises:
@@ -60,6 +64,7 @@ def load(
         ("strict", strict), ("allow_missing", allow_missing), ("skip_untrusted", skip_untrusted), ("cast", cast)
     ):  # fmt: skip
         check_flag(name, flag)
+    check_rename(rename)
     settings, (rank, world_size) = _settings(config), _own_rank()
 
     async def use(storage: Storage, executor: Executor, found: CommittedCheckpoint, again: bool) -> LoadReport:
@@ -79,6 +84,7 @@ def load(
             trusted=settings.trusted_objects,
             skip_untrusted=skip_untrusted,
             casts=cast,
+            rename=rename,
         )
         await run_blocking(executor, outcome.put_back)
         return load_report(found, (), outcome)

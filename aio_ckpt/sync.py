@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from aio_ckpt.engine.engine import BaseEngine
 from aio_ckpt.engine.shutdown import second_to
+from aio_ckpt.read.rename import Rename
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.runtime.futures import outcome_blocking
 
@@ -38,6 +39,7 @@ class SyncCheckpointEngine(BaseEngine):
         fallback: bool = True,
         skip_untrusted: bool = False,
         cast: bool = False,
+        rename: Rename | None = None,
     ) -> LoadReport:
         """See :meth:`CheckpointEngine.load`; what a ``load_state_dict`` of the template raises comes through, too."""
         given_up: Future[None] = Future()
@@ -48,6 +50,7 @@ class SyncCheckpointEngine(BaseEngine):
             "skip_untrusted": skip_untrusted,
             "path": path,
             "cast": cast,
+            "rename": rename,
         }
         return outcome_blocking(self._submit_load(state, step, given_up, **options), given_up)
 

@@ -35,6 +35,7 @@ from aio_ckpt.memory.lifetime import LifetimeStats
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
+from aio_ckpt.read.rename import Rename
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue import open_rescue
 from aio_ckpt.runtime.futures import follow, outcome
@@ -399,6 +400,7 @@ class CheckpointEngine(BaseEngine):
         fallback: bool = True,
         skip_untrusted: bool = False,
         cast: bool = False,
+        rename: Rename | None = None,
     ) -> LoadReport:
         """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
 
@@ -415,6 +417,8 @@ class CheckpointEngine(BaseEngine):
                 False raises at the newest.
             skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
             cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
+            rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a
+                function from the stored name of each leaf. A renamed leaf takes the place of one of that name.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
@@ -435,6 +439,7 @@ class CheckpointEngine(BaseEngine):
             "skip_untrusted": skip_untrusted,
             "path": path,
             "cast": cast,
+            "rename": rename,
         }
         return await outcome(self._submit_load(state, step, given_up, **options), given_up)
 

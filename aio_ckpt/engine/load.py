@@ -31,6 +31,7 @@ from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.errors import AioCkptError, ConfigError
 from aio_ckpt.read.load import LoadOutcome, ReadOutcome, load_checkpoint, read_state
 from aio_ckpt.read.match import OnMatched, at_once
+from aio_ckpt.read.rename import Rename, check_rename
 from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -58,8 +59,11 @@ class LoadCall:
     """Leave objects that only running code reads as they are."""
     cast: bool = False
     """Read tensors of another dtype into that of the template."""
+    rename: Rename | None = None
+    """Makes the template's names of those that are stored."""
 
     def __post_init__(self) -> None:
+        check_rename(self.rename)
         for name in ("strict", "allow_missing", "fallback", "skip_untrusted", "cast"):
             check_flag(name, getattr(self, name))
 
@@ -172,6 +176,7 @@ class Loader:
             trusted=ctx.config.trusted_objects,
             skip_untrusted=call.skip_untrusted,
             casts=call.cast,
+            rename=call.rename,
             on_matched=on_matched,
         )
         return _Loaded(outcome=outcome, executor=ctx.executor)

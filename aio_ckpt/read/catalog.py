@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -24,6 +24,9 @@ __all__ = [
     "global_shape",
     "items_of",
 ]
+
+
+V = TypeVar("V")
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -128,6 +131,10 @@ class Catalog:
         """Every name stored."""
         return {*self.shards, *self.objects}
 
+    def renamed(self, names: Mapping[str, str | None]) -> Catalog:
+        """The same under other names; those that become None are left out."""
+        return replace(self, shards=_renamed(self.shards, names), objects=_renamed(self.objects, names))
+
     def check(self) -> None:
         """Raise CorruptCheckpointError for a name of two kinds, or a tensor of two dtypes or numbers of dimensions."""
         both = self.shards.keys() & self.objects.keys()
@@ -136,6 +143,11 @@ class Catalog:
         for name, found in self.shards.items():
             if len(found) > 1 and len({(shard.dtype, len(shard.shape)) for shard in found}) > 1:
                 raise CorruptCheckpointError(f"the shards of {name!r} differ in dtype or number of dimensions")
+
+
+def _renamed(found: Mapping[str, V], names: Mapping[str, str | None]) -> dict[str, V]:
+    named = ((names.get(name, name), value) for name, value in found.items())
+    return {name: value for name, value in named if name is not None}
 
 
 def global_shape(shards: Shards) -> tuple[int, ...]:

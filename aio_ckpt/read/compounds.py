@@ -14,7 +14,7 @@ from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.containers import Notes
 
-__all__ = ["CompoundTarget", "check_targets", "match_compounds", "own_below"]
+__all__ = ["CompoundTarget", "check_targets", "match_compounds", "own_below", "stored_compounds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,12 @@ def own_below(
 
 
 def _stored(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
+    """As :func:`stored_compounds`, by the names in the template."""
+    named = ((checkpoint.names.get(name, name), notes) for name, notes in stored_compounds(checkpoint, rank).items())
+    return {name: notes for name, notes in named if name is not None}
+
+
+def stored_compounds(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
     """Notes of every compound tensor by name: of what this rank saved, and of what others did."""
     if not checkpoint.has_skeleton:
         return {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -32,7 +32,7 @@ from aio_ckpt.errors import (
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.cuda import using
 from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
-from aio_ckpt.read.compounds import check_targets
+from aio_ckpt.read.compounds import check_targets, stored_compounds
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, fetch
 from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
@@ -41,6 +41,7 @@ from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.read.overlaps import check_agreement, write_shared
 from aio_ckpt.read.plan import ReadPlan, ReadRequest, is_read_by_several, wanted_bytes
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
+from aio_ckpt.read.rename import Rename, renamed
 from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
@@ -58,6 +59,7 @@ __all__ = [
     "synchronize",
 ]
 
+T = TypeVar("T")
 _FREED_AFTER_SECS = 0.01
 _MAX_EXPANSION = 1 << 16
 """Beyond, a size behind a stream extension is forged: zstd, DCP's own, packs 128 KiB into 4 bytes at best."""
@@ -121,12 +123,14 @@ async def load_checkpoint(
     trusted: bool,
     skip_untrusted: bool = False,
     casts: bool = False,
+    rename: Rename | None = None,
     on_matched: OnMatched = at_once,
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``. ``readers`` reads are in flight.
 
     The rest of ``state`` is as it was until ``put_back`` of the outcome is called: the other ranks may find damage yet.
     With ``skip_untrusted`` an object that needs ``trusted`` is left as it is. ``casts``: see :func:`match_template`.
+    ``rename`` makes the template's names of those that are stored.
     ``past_page_cache``: all is read from the disk, as the page cache would give what it gave before.
 
     Raises:
@@ -139,6 +143,8 @@ async def load_checkpoint(
     """
     async with Files(storage, path, readers=readers, page_cache="pass" if past_page_cache else "take") as files:
         checkpoint = await open_checkpoint(storage, path, executor=executor, step=step)
+        if rename is not None:
+            checkpoint = await run_blocking(executor, _renamed, checkpoint, rename, rank)
         match = functools.partial(match_template, checkpoint, state, rank=rank, world_size=world_size)
         options = {"strict": strict, "allow_missing": allow_missing, "trusted": trusted, "casts": casts}
         found = await run_blocking(executor, functools.partial(match, **options))
@@ -201,6 +207,10 @@ async def _fetch_shared(
         raise TemplateMismatchError(f"{checkpoint.path}: {error}") from error
     is_verified = _is_verified(fetched, draft, checkpoint, verify)
     return _SharedValues(values=values, bytes_read=fetched.bytes_read, is_verified=is_verified)
+
+
+def _renamed(checkpoint: Checkpoint, rename: Rename, rank: int) -> Checkpoint:
+    return renamed(checkpoint, rename, stored_compounds(checkpoint, rank))
 
 
 async def _share(files: Files, found: Match, catalog: Catalog, executor: Executor, ranks_on_host: int) -> None:
@@ -512,11 +522,12 @@ def _settle(draft: _LoadPlan, checkpoint: Checkpoint, trusted: bool) -> None:
 def _load_by_dcp(checkpoint: Checkpoint, draft: _LoadPlan) -> None:
     """Stream extensions: DCP's own reader, on a flat dict and our parsed metadata, so that it unpickles none."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(draft.by_dcp, checkpoint.metadata, is_coordinator=True)
+    wanted = dict(_by_stored_name(checkpoint, draft.by_dcp))
+    planner.set_up_planner(wanted, checkpoint.metadata, is_coordinator=True)
     reader = FileSystemReader(checkpoint.path)
     reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()
-    draft.values.update(draft.by_dcp)
+    draft.values.update({name: wanted[checkpoint.stored_name(name)] for name in draft.by_dcp})
 
 
 def _is_verified(fetched: Fetched, draft: _LoadPlan, checkpoint: Checkpoint, verify: bool) -> bool:
@@ -544,11 +555,15 @@ def _prepare_apply(
         if not draft.untrusted.keys().isdisjoint(names):  # which keep what the template has
             own = tree.leaves_of(value.state_dict(), prefix, rank=rank)
             values |= {name: own[name] for name in names if name in draft.untrusted and name in own}
-        if skeleton is not None:
-            inner = tree.build_below(skeleton, prefix, values, rank=rank, trusted=trusted, own=found.own)
+        branch = found.branches[prefix]
+        if branch is None:
+            inner: object = {name.removeprefix(f"{prefix}."): values[name] for name in names}
+        elif skeleton is not None:
+            stored, parts = _by_stored_name(checkpoint, values), _by_stored_name(checkpoint, found.own)
+            inner = tree.build_below(skeleton, branch, stored, rank=rank, trusted=trusted, own=parts)
         else:
-            leaves_below = {name: values[name] for name in names if name in values}
-            inner = _plain_below(checkpoint, prefix, leaves_below, value)
+            leaves_below = {checkpoint.stored_name(name): values[name] for name in names if name in values}
+            inner = _plain_below(checkpoint, branch, leaves_below, value)
         below.append((value, _with_versions(inner, value)))
 
     def put_back() -> None:
@@ -571,6 +586,12 @@ def _write_rest(found: Match, draft: _LoadPlan) -> None:
     for target in found.compounds:
         settle(target.own, target.stored)
     synchronize(devices)
+
+
+def _by_stored_name(checkpoint: Checkpoint, values: Mapping[str, T]) -> Mapping[str, T]:
+    if not checkpoint.names:
+        return values
+    return {checkpoint.stored_name(name): value for name, value in values.items()}
 
 
 def _with_versions(state_dict: Any, value: object) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
-from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below
+from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
 from aio_ckpt.read.live import fillable, layouts_below, tensors_below
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.overlaps import SharedTarget, can_be_shared
@@ -65,6 +65,8 @@ class Match:
     """Names whose value is replaced by a decoded object."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
+    branches: dict[str, str | None] = field(default_factory=dict)
+    """Name of a Stateful value -> stored name of the branch that it is given; None: leaves of several branches."""
     live: dict[str, Target] = field(default_factory=dict)
     """Names below Stateful values -> the tensor of ``state_dict()`` that is filled. Tied names have the same one."""
     layouts: dict[str, Target] = field(default_factory=dict)
@@ -113,17 +115,27 @@ def match_template(
     faults += misfits
     if missing and not allow_missing:
         remedy = _wrapped_otherwise(missing, checkpoint) or "allow_missing=True leaves them as they are"
+        if unused := sorted(checkpoint.stored_names.keys() - {*template.names, *_names_below(found)}):
+            pairs = ", ".join(f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused[:_SHOWN])
+            remedy += f"; rename= gives it {pairs}{_more(unused)}"
         raise MissingNameError(f"{checkpoint.path}: lacks {_listed(missing)}; {remedy}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
     found.missing = tuple(missing)
-    below = {name for _, _, names in found.stateful for name in names}
+    below = _names_below(found)
     known = below.union(template.names) if below else template.names  # names of a template differ
-    if missing or len(known) < len(checkpoint.catalog.shards) + len(checkpoint.catalog.objects):
-        found.unexpected = tuple(sorted(unexpected_names(checkpoint, set(known), rank, world_size)))
+    if missing or checkpoint.names or len(known) < len(checkpoint.catalog.shards) + len(checkpoint.catalog.objects):
+        beyond = unexpected_names(checkpoint, set(known), rank, world_size)
+        beyond = {checkpoint.stored_names.get(name, name) for name in beyond}
+        found.unexpected = tuple(sorted(beyond.union(name for name, new in checkpoint.names.items() if new is None)))
     if strict and found.unexpected:
         raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
     return found
+
+
+def _names_below(found: Match) -> set[str]:
+    """Names of what is given to ``load_state_dict``."""
+    return {name for _, _, names in found.stateful for name in names}
 
 
 def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
@@ -165,22 +177,22 @@ def _match_leaves(
             if name not in catalog.objects:
                 missing.append(name)
             elif fault := _object_fault(checkpoint, kind, trusted):
-                faults.append(f"{name!r} {fault}")
+                faults.append(f"{checkpoint.label(name)} {fault}")
             else:
                 into.objects.append(name)
         elif kind is LeafKind.OBJECT:
-            faults.append(f"{name!r} {_tensor_for_object(value)}")
+            faults.append(f"{checkpoint.label(name)} {_tensor_for_object(value)}")
         elif kind is LeafKind.TENSOR and (address := _whole_address(cast("torch.Tensor", value), shards)):
             whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
             if fault := _tensor_fault(tensor, shards, casts):
-                faults.append(f"{name!r} {fault}")
+                faults.append(f"{checkpoint.label(name)} {fault}")
             elif overlaps_itself(memory := memory_of(tensor)):
                 if can_be_shared(tensor):
                     into.shared.append((name, memory))
                 else:
-                    faults.append(f"{name!r} {_overlap_fault(memory)}")
+                    faults.append(f"{checkpoint.label(name)} {_overlap_fault(memory)}")
             elif kind is LeafKind.TENSOR or (kind is LeafKind.ARRAY and _shares_memory(value, memory_of(tensor))):
                 into.tensors.append((name, tensor))
             else:
@@ -330,6 +342,9 @@ def _match_stateful(
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or is_empty_container(checkpoint, prefix, rank):
             into.stateful.append((prefix, value, below))
+            branch = into.branches[prefix] = _stored_branch(checkpoint, prefix, below, names, rank)
+            if branch is None and (fault := _branch_fault(prefix, value, stored_compounds(checkpoint, rank))):
+                faults.append(fault)
             tensors = [name for name in below if name in shards]
             if tensors:  # else there is no reason to call state_dict(), which is not cheap for a data loader, say
                 found = tensors_below(prefix, value, tensors, rank=rank)
@@ -350,6 +365,36 @@ def _match_stateful(
     taken += [span_of(memory_of(tensor)) for _, tensor in (*into.tensors, *into.shared)]
     into.live = fillable(fitting, stored, [value for _, value, _ in into.stateful], taken)
     return missing, faults
+
+
+def _stored_branch(
+    checkpoint: Checkpoint, prefix: str, below: Sequence[str], names: Sequence[str], rank: int
+) -> str | None:
+    """Stored name of the branch that is called ``prefix`` in the template; None if that is no branch as a whole.
+
+    ``below``: those of ``names``, which are all names of this rank, that lie below ``prefix``.
+    """
+    stored = [checkpoint.stored_name(name) for name in below]
+    if stored == [*below]:
+        return prefix
+    rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
+    branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
+    everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
+    whole = {name for name in everything if tree.is_below(name, branch)}
+    moved = {".".join(filter(None, (branch, rest))) for rest in rests}
+    # Keys of a module hold dots: what its names begin with need not be a container.
+    is_one = not checkpoint.has_skeleton or is_empty_container(checkpoint, branch, rank)
+    return branch if is_one and moved == {*stored} == whole else None
+
+
+def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | None:
+    """Why ``load_state_dict`` of ``value`` cannot be given leaves of several branches; None if it can."""
+    if isinstance(value, torch.nn.Module) and not any(tree.is_below(name, prefix) for name in compounds):
+        return None
+    return (
+        f"{prefix!r} is a {type(value).__name__}, and rename= changes names inside of what is stored for it: rename "
+        "the whole branch"
+    )
 
 
 # -- messages ---------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class Checkpoint:
     """None for plain DCP."""
     ranks: tuple[RankManifest, ...]
     """By rank; empty for plain DCP."""
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    """Stored name -> name in the template, where they differ; None if another one took its place."""
 
     @property
     def identity(self) -> str:
@@ -89,7 +91,26 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: manifests or metadata that contradict themselves.
         """
-        return catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
+        found = catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
+        return found.renamed(self.names) if self.names else found
+
+    @functools.cached_property
+    def stored_names(self) -> Mapping[str, str]:
+        """Name in the template -> stored name, where they differ."""
+        return {new: stored for stored, new in self.names.items() if new is not None}
+
+    def as_named(self, stored: Iterable[str]) -> list[str]:
+        """Names in the template of stored ones, less those that another one took the place of."""
+        named = (self.names.get(name, name) for name in stored)
+        return [name for name in named if name is not None]
+
+    def stored_name(self, name: str) -> str:
+        """What the leaf ``name`` of a template is stored as."""
+        return self.stored_names.get(name, name)
+
+    def label(self, name: str) -> str:
+        """What messages call the leaf ``name`` of a template."""
+        return f"{name!r} (stored as {self.stored_names[name]!r})" if name in self.stored_names else repr(name)
 
 
 # -- opening ----------------------------------------------------------------------------------------

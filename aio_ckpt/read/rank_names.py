@@ -25,7 +25,7 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
         MissingNameError: one of ``only`` selects nothing.
     """
     if not checkpoint.has_skeleton:
-        names = list(checkpoint.metadata.state_dict_metadata)
+        names = checkpoint.as_named(checkpoint.metadata.state_dict_metadata)
     else:
         names = _names_of(checkpoint, rank)
     if only is None:
@@ -61,7 +61,7 @@ def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
 
 
 def _names_of(checkpoint: Checkpoint, rank: int) -> list[str]:
-    return tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank)
+    return checkpoint.as_named(tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank))
 
 
 def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
@@ -73,12 +73,12 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
     beyond = checkpoint.catalog.names() - known
     if not beyond or not checkpoint.has_skeleton:
         return beyond
-    beyond -= _copies(checkpoint)
+    beyond.difference_update(checkpoint.as_named(_copies(checkpoint)))
     if len(checkpoint.ranks) < 2:
         return beyond
     if world_size == len(checkpoint.ranks):
         return beyond.intersection(_names_of(checkpoint, rank))
-    return beyond - _per_rank_names(checkpoint)
+    return beyond.difference(checkpoint.as_named(_per_rank_names(checkpoint)))
 
 
 def _copies(checkpoint: Checkpoint) -> set[str]:

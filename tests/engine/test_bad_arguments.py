@@ -103,6 +103,9 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "load(fallback)": (lambda engine, odd: engine.load(STATE, fallback=odd), FLAG, "fallback="),
     "load(skip_untrusted)": (lambda engine, odd: engine.load(STATE, skip_untrusted=odd), FLAG, "skip_untrusted="),
     "load(cast)": (lambda engine, odd: engine.load(STATE, cast=odd), FLAG, "cast="),
+    "load(rename)": (
+        lambda engine, odd: engine.load(STATE, rename=odd), {"None", "an empty dict"}, "rename=|must be str|len\\(\\)"
+    ),
     "load(path)": (lambda engine, odd: engine.load(STATE, path=odd), {"None"}, "path=|no checkpoint"),
     "read(path)": (lambda engine, odd: engine.read(path=odd), {"None"}, "path=|no checkpoint"),
     "read(skip_untrusted)": (lambda engine, odd: engine.read(skip_untrusted=odd), FLAG, "skip_untrusted="),

@@ -1,0 +1,131 @@
+"""``load(rename=)``: a template whose names are not those of the checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from gated_storage import TIMEOUT
+from torch import nn
+
+import aio_ckpt
+from aio_ckpt import ConfigError, MissingNameError, SyncCheckpointEngine, TemplateMismatchError, UnexpectedNameError
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SyncCheckpointEngine]:
+    with SyncCheckpointEngine(tmp_path / "root") as engine:
+        yield engine
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def optimizer_of(model: nn.Module, steps: int) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
+def test_leaves_and_branches_are_renamed_by_a_mapping_and_by_a_function(engine: SyncCheckpointEngine) -> None:
+    engine.save({"enc": {"w": torch.ones(2), "n": 3}, "b": torch.full((2,), 2.0)}).result(TIMEOUT)
+    for rename in (
+        {"enc": "encoder", "b": "bias"},
+        {"enc.w": "encoder.w", "enc.n": "encoder.n", "b": "bias"},
+        lambda name: name.replace("enc.", "encoder.") if "." in name else "bias",
+    ):
+        template: dict[str, Any] = {"encoder": {"w": torch.zeros(2), "n": 0}, "bias": torch.zeros(2)}
+        report = engine.load(template, rename=rename, strict=True)
+        assert (template["encoder"]["w"].tolist(), template["encoder"]["n"]) == ([1, 1], 3)
+        assert template["bias"].tolist() == [2, 2]
+        assert report.unexpected == ()
+
+
+def test_a_module_and_an_optimizer_take_a_branch_of_another_name(engine: SyncCheckpointEngine) -> None:
+    model = model_of(1)
+    optimizer = optimizer_of(model, 2)
+    engine.save({"net": {"gen": model}, "opts": [optimizer], "step": 7}).result(TIMEOUT)
+    for steps in (0, 1):
+        other = model_of(2)
+        state: dict[str, Any] = {"model": other, "optimizer": optimizer_of(other, steps), "step": 0}
+        engine.load(state, rename={"net.gen": "model", "opts.0": "optimizer"}, strict=True)
+        assert same(other, model)
+        assert state["step"] == 7
+        loaded = state["optimizer"].state_dict()
+        assert loaded["param_groups"] == optimizer.state_dict()["param_groups"]
+        assert torch.equal(loaded["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("rename", [{"model.module": "model"}, lambda name: name.replace(".module.", ".")])
+def test_a_prefix_of_a_wrapper_is_taken_off_the_names_of_a_module(engine: SyncCheckpointEngine, rename: Any) -> None:
+    model, other = model_of(1), model_of(2)
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    engine.save({"model": wrapped}).result(TIMEOUT)
+    engine.load({"model": other}, rename=rename, strict=True)
+    assert same(other, model)
+
+
+def test_a_checkpoint_of_stock_is_renamed(tmp_path: Path) -> None:
+    model, other = model_of(1), model_of(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    aio_ckpt.load(tmp_path / "stock", {"model": other}, rename={"net": "model"}, strict=True)
+    assert same(other, model)
+    aio_ckpt.load(tmp_path / "stock", fresh := model_of(3), rename={"net": ""}, strict=True)
+    assert same(fresh, model)
+
+
+def test_names_are_exchanged_and_a_renamed_one_takes_the_place_of_another(engine: SyncCheckpointEngine) -> None:
+    engine.save({"a": torch.ones(1), "b": torch.full((1,), 2.0)}).result(TIMEOUT)
+    template = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    engine.load(template, rename={"a": "b", "b": "a"})
+    assert (template["a"].item(), template["b"].item()) == (2, 1)
+    report = engine.load(alone := {"a": torch.zeros(1)}, rename={"b": "a"})
+    assert (alone["a"].item(), report.unexpected) == (2, ("a",))
+    with pytest.raises(UnexpectedNameError, match="'a'"):
+        engine.load(alone, rename={"b": "a"}, strict=True)
+
+
+def test_errors_name_both(engine: SyncCheckpointEngine) -> None:
+    engine.save({"enc": {"w": torch.ones(2)}, "n": 3}).result(TIMEOUT)
+    with pytest.raises(TemplateMismatchError, match=r"'encoder.w' \(stored as 'enc.w'\) has shape"):
+        engine.load({"encoder": {"w": torch.zeros(3)}}, rename={"enc": "encoder"})
+    with pytest.raises(MissingNameError, match=r"lacks 1 names: 'encode.w'.*rename= gives it 'enc.w' as 'encoder.w'"):
+        engine.load({"encode": {"w": torch.zeros(2)}}, rename={"enc": "encoder"})
+    with pytest.raises(MissingNameError, match=r"rename= names 'encoder', and nothing is stored there"):
+        engine.load({"encoder": {"w": torch.zeros(2)}}, rename={"encoder": "enc"})
+    assert engine.load({"n": 0}, rename={"enc": "encoder"}).unexpected == ("enc.w",)
+
+
+def test_two_names_that_become_one_and_a_function_that_returns_no_text_are_refused(
+    engine: SyncCheckpointEngine,
+) -> None:
+    engine.save({"a": torch.ones(1), "b": torch.ones(1)}).result(TIMEOUT)
+    template = {"c": torch.zeros(1)}
+    with pytest.raises(ConfigError, match=r"makes one name, 'c', of 'a' and 'b'"):
+        engine.load(template, rename=lambda name: "c")
+    with pytest.raises(ConfigError, match=r"makes None of 'a'"):
+        engine.load(template, rename=lambda name: None)  # type: ignore[arg-type,return-value]
+    assert not template["c"].any()
+
+
+def test_leaves_inside_of_an_optimizer_cannot_be_renamed_singly(engine: SyncCheckpointEngine) -> None:
+    model = model_of(1)
+    engine.save({"optimizer": optimizer_of(model, 1)}).result(TIMEOUT)
+    rename = {"optimizer.state.0.exp_avg": "optimizer.state.0.momentum"}
+    with pytest.raises(TemplateMismatchError, match=r"'optimizer' is a AdamW, .*rename the whole branch"):
+        engine.load({"optimizer": optimizer_of(model, 1)}, rename=rename)
