@@ -140,7 +140,10 @@ def tensor_fault(value: Any) -> str | None:
     if kind is DTensor and any(placement.is_partial() for placement in value.placements):
         return "a DTensor with a Partial placement, whose sum no rank holds; give .redistribute() or .full_tensor()"
     if type(tensor) not in TENSOR_TYPES:
-        return f"a DTensor over a {type_name(tensor)}; give a DTensor over a plain tensor"
+        return (
+            f"a DTensor over a {type_name(tensor)}; give PerRank(tensor.to_local()), which as many ranks load again, "
+            "or a DTensor over a plain tensor"
+        )
     return None
 
 

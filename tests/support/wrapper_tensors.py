@@ -28,7 +28,7 @@ class Blockwise(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default):
             return cls(args[0].codes, args[0].scale, args[0].signed)
         if func is torch.ops.aten.clone.default:
             return cls(args[0].codes.clone(), args[0].scale.clone(), args[0].signed)

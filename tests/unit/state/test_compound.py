@@ -6,9 +6,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_bits import assert_same_tensor, random_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from tree_states import round_trip, stored
 from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
@@ -16,6 +20,7 @@ from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, Unsupport
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import difference, put_together, take_apart
 from aio_ckpt.state.objects import encode_object
+from aio_ckpt.state.values import PerRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
 
@@ -120,6 +125,23 @@ def test_a_wrapper_inside_a_wrapper_has_parts_below_parts_and_a_trusted_reader_m
     made = round_trip({"n": nested(3)}, plain=plain)["n"]
     assert (made["inner"]["scale"].tolist(), made["mask"].is_sparse) == ([3] * 4, True)
     assert plain == ["n.inner (wrapper_tensors.Blockwise)", "n (wrapper_tensors.Nested)"]
+
+
+def test_a_dtensor_over_a_subclass_is_refused_with_a_remedy_that_works():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        local = blockwise(3)
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=(4, 8), stride=(8, 1))
+        with pytest.raises(
+            UnsupportedLeafError, match=r"'t': a DTensor over a wrapper_tensors.Blockwise; give PerRank"
+        ):
+            tree.check_leaves(tree.flatten({"t": tensor}, rank=1))
+    finally:
+        dist.destroy_process_group()
+    flat = tree.flatten({"t": PerRank(local)}, rank=1)
+    assert flat.names == ["t.rank1.codes", "t.rank1.scale"]
+    assert type(round_trip({"t": PerRank(local)}, rank=1, trusted=True)["t"]) is Blockwise
 
 
 def test_a_subclass_with_memory_of_its_own_keeps_its_attributes():
