@@ -70,6 +70,7 @@ from aio_ckpt.state.skeleton import (
     subtree,
     unflatten_dcp,
     unique_names,
+    without_copies,
 )
 from aio_ckpt.state.values import LeafKind, PerRank, Shard, StockCopy
 
@@ -238,6 +239,9 @@ def flatten(state: object, *, rank: int) -> FlatState:
     skeleton, _ = walk.apart(skeleton)
     skeleton = _with_grads(skeleton, walk.tensors(), walk.kinds)
     names = unique_names(walk.names)
+    if walk.copies and (taken := walk.copies.keys() & {*names}):  # by another leaf, which is equal as text
+        skeleton = without_copies(skeleton, taken, rank=rank)
+        walk.copies = {name: value for name, value in walk.copies.items() if name not in taken}
     if walk.copies:
         names = [*names, *walk.copies]
         walk.values += map(StockCopy, walk.copies.values())
@@ -276,9 +280,8 @@ def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
 def compounds_of(state: object, prefix: str, *, rank: int) -> dict[str, CompoundTensor]:
     """Compound tensors of a ``state_dict()`` by name, as they are called below ``prefix``."""
     walk = _Walk(rank=rank)
-    _, found = walk.apart(walk.root(state))
-    dot = prefix and f"{prefix}."
-    return {f"{dot}{name}": compound for name, compound in found}
+    _, found = walk.apart(walk.root({prefix: state} if prefix else state))
+    return dict(found)
 
 
 def check_leaves(flat: FlatState) -> None:
@@ -328,7 +331,8 @@ class _Walk:
     alive: list[object] = field(default_factory=list)
     """Containers, whose ids stay theirs so."""
     around: list[int] = field(default_factory=lambda: [-1] * (MAX_DEPTH + 1))
-    """By depth: numbers of the containers around the one that is entered; behind its depth, of no meaning."""
+    """By depth: numbers of the first places of the containers around the one that is entered; behind its depth, of no
+    meaning."""
 
     copies: dict[str, object] | None = None
     """Collects containers that stock DCP stores as one object, if given, by their names."""
@@ -367,7 +371,7 @@ class _Walk:
             return Container.REFERENCE, (), (), (("same", known),)
         self.number = number + 1
         self.alive.append(value)
-        self.around[depth] = number
+        self.around[depth] = known
         skeleton = self.mapping(value, code, name, depth) if code in MAPPINGS else self.copied(value, code, name, depth)
         if known == number and kind in _UNNOTED and type(skeleton) is tuple:
             return skeleton

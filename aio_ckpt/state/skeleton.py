@@ -45,6 +45,7 @@ __all__ = [
     "subtree",
     "unflatten_dcp",
     "unique_names",
+    "without_copies",
 ]
 
 
@@ -251,6 +252,19 @@ def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> d
 def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
     """Names of the containers of which a second item is stored, as stock DCP stores them."""
     return {name for name, _ in _copy_paths(skeleton, "", (), tuple(ranks))}
+
+
+def without_copies(skeleton: Skeleton, names: Collection[str], *, rank: int) -> Skeleton:
+    """The skeleton, where no second item is noted of the containers of these names."""
+    return _without_copies(skeleton, "", frozenset(names), rank)
+
+
+def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) -> Skeleton:
+    if isinstance(node, int):
+        return node
+    below = [_without_copies(child, f"{prefix}{text}.", names, rank) for _, text, child in _children(node, rank)]
+    notes = tuple(note for note in node[3] if note[0] != "copy" or prefix[:-1] not in names) if len(node) > 3 else ()
+    return (*node[:2], tuple(below), notes) if notes else (*node[:2], tuple(below))
 
 
 def compound_notes(skeleton: Skeleton, *, rank: int) -> dict[str, Notes]:
@@ -470,7 +484,7 @@ class _Builder:
         number, notes = self.number, dict(node[3]) if len(node) > 3 else _NO_NOTES
         self.number += 1
         if node[0] == Container.REFERENCE:
-            return self.made.get(notes["same"], _MISSING)
+            return self.made.get(notes["same"], _MISSING) if is_kept else _MISSING
         if "same" in notes and self.only is None and notes["same"] in self.made:
             containers, leaves = _sizes(node)
             self.number += containers - 1

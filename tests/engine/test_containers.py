@@ -243,6 +243,18 @@ def test_a_tuple_beyond_a_mib_is_stored_once(root: Path) -> None:
     assert one > 2 * two - (1 << 18)
 
 
+def test_a_tuple_whose_name_a_leaf_has_is_stored_once(root: Path) -> None:
+    for state in (
+        {"d": {0: (torch.ones(1), 1), "0": torch.zeros(1)}},
+        {"d": {"0": 5, 0: (torch.ones(1), 1)}},
+        {"a.b": (torch.ones(1), 1), "a": {"b": torch.zeros(1)}},
+    ):
+        with SyncCheckpointEngine(root) as engine:
+            engine.save(state).result(TIMEOUT)
+            assert str(engine.read()) == str(state)
+            assert engine.load(state, strict=True).unexpected == ()
+
+
 def test_stock_converts_a_checkpoint_with_such_tuples(root: Path, tmp_path: Path) -> None:
     with SyncCheckpointEngine(root) as engine:
         path = engine.save({"a": {"pair": (torch.ones(2), {"b": torch.zeros(1)})}, "z": 1}).result(TIMEOUT).path

@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import flip, steps_dir
 from torch import nn
+from wrapper_tensors import Blockwise, blockwise
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import CorruptCheckpointError
@@ -253,3 +254,51 @@ def test_a_state_dict_that_is_no_mapping_is_loaded(engine: SyncCheckpointEngine)
     engine.load({"s": listed})
     assert listed.held["a"].tolist() == [0, 1, 2]
     assert listed.given == [listed.held["a"], {"n": 1}]
+
+
+class Chained:
+    """Stateful, whose ``state_dict()`` is a list, as that of Megatron's ChainedOptimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizers = [torch.optim.AdamW([parameter]) for parameter in model.parameters()]
+
+    def state_dict(self) -> list[Any]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_dict_that_is_a_list_is_loaded(engine: SyncCheckpointEngine, steps: int) -> None:
+    def chained(number: float, steps: int) -> Chained:
+        model = nn.Linear(2, 2)
+        chain = Chained(model)
+        for _ in range(steps):
+            model(torch.full((1, 2), number)).sum().backward()
+            for optimizer in chain.optimizers:
+                optimizer.step()
+        return chain
+
+    saved, fresh = chained(1.0, 2), chained(3.0, steps)
+    engine.save({"optimizers": saved, "sparse": torch.eye(2).to_sparse()}).result(SECS)
+    engine.load({"optimizers": fresh})
+    assert str(fresh.state_dict()) == str(saved.state_dict())
+
+
+def test_a_compound_tensor_in_a_state_dict_that_is_a_list_is_loaded(engine: SyncCheckpointEngine) -> None:
+    class Wrapped:
+        def __init__(self, number: float) -> None:
+            self.held: list[Any] = [blockwise(number), {"x": number}]
+
+        def state_dict(self) -> list[Any]:
+            return self.held
+
+        def load_state_dict(self, held: list[Any]) -> None:
+            self.held = held
+
+    fresh = Wrapped(0.0)
+    engine.save({"list": Wrapped(2.0)}).result(SECS)
+    engine.load({"list": fresh})
+    assert type(fresh.held[0]) is Blockwise

@@ -164,6 +164,9 @@ def test_the_paths_of_ranks_with_one_skeleton_are_those_of_each():
         ({"a.b": 1, "a": {"b": 2}}, ["a.b", "a.b~2"]),
         ({"r": PerRank(1), "r.rank2": 2}, ["r.rank2", "r.rank2~2"]),
         ({"a": (torch.ones(1),), "a.0": 1}, ["a.0", "a.0~2", "a"]),
+        ({"x": {0: (torch.ones(1), 1), "0": 5}}, ["x.0.0", "x.0.1", "x.0"]),
+        ({"x": {"0": 5, 0: (torch.ones(1), 1)}, "y": (torch.ones(1),)}, ["x.0", "x.0.0", "x.0.1", "y.0", "y"]),
+        ({"a.b": (torch.ones(1), 1), "a": {"b": torch.ones(1)}}, ["a.b.0", "a.b.1", "a.b"]),
         ({"x": {1: {"w": torch.ones(1)}, "1": {"w": torch.zeros(1), "v": 3}}}, ["x.1.w", "x.1.w~2", "x.1.v"]),
     ],
 )
@@ -593,6 +596,25 @@ def test_a_container_that_holds_itself_comes_back_holding_itself():
     assert back["names"].me is back["names"]
     tree.put_back(state, {"w": 1}, rank=0)
     assert state["me"] is state
+
+
+def test_a_container_in_a_cycle_may_stand_in_many_places():
+    loop = [t()]
+    loop.append(loop)
+    parent, child = {"w": t(1)}, {"w": t(2)}
+    parent["child"], child["parent"] = child, parent
+    for state in ({"a": loop, "b": [loop, loop]}, {"nodes": [parent, child, parent]}, {"m": {"p": parent}, "c": child}):
+        back = through_skeleton(state)
+        if "a" in state:
+            assert back["a"][1] is back["a"] is back["b"][0] is back["b"][1]
+        else:
+            one, other = back["nodes"][:2] if "nodes" in back else (back["m"]["p"], back["c"])
+            assert one["child"] is other
+            assert other["parent"] is one
+            assert (one["w"].tolist(), other["w"].tolist()) == ([1, 1], [2, 2])
+        flat = tree.flatten(state, rank=0)
+        only = tree.build(flat.skeleton, stored(flat), rank=0, only=["b", "nodes.1", "c"])
+        assert only.keys() == {"a": {"b"}, "nodes": {"nodes"}, "m": {"c"}}[next(iter(state))]
 
 
 def test_temporary_containers_are_never_taken_for_shared_ones():
