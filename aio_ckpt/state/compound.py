@@ -111,6 +111,7 @@ def take_apart(tensor: Any, name: str) -> CompoundTensor:
             notes += [("attributes", _encoded(dict(vars(tensor)), f"{name}: the attributes"))]
     elif tensor.is_quantized:
         notes = [("qscheme", str(tensor.qscheme()).removeprefix("torch."))]
+        notes += [("dtype", str(tensor.dtype).removeprefix("torch."))]
         if tensor.qscheme() is not torch.per_tensor_affine:
             notes += [("axis", tensor.q_per_channel_axis())]
     else:

@@ -177,6 +177,12 @@ def test_quantized_tensors_are_loaded_into_the_templates_own_and_read(root: Path
             TemplateMismatchError, match="'one' is a per_channel_affine tensor in the template and a per_t"
         ):
             engine.load({"one": quantized(1)["each"]})
+        unsigned = torch.quantize_per_channel(
+            torch.ones(4, 3), torch.ones(4), torch.zeros(4, dtype=torch.int64), 0, torch.quint8
+        )
+        for casts in (False, True):
+            with pytest.raises(TemplateMismatchError, match="'each' has dtype quint8"):
+                engine.load({"each": unsigned}, cast=casts)
         with pytest.raises(TemplateMismatchError, match=r"'each.int_repr' has shape"):
             engine.load({"each": quantized(1)["each"][:2]})
     for name, tensor in wanted.items():
