@@ -36,7 +36,7 @@ from aio_ckpt.read.compounds import check_targets, stored_compounds
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, fetch
 from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
-from aio_ckpt.read.match import Match, OnMatched, at_once, match_template, shard_like
+from aio_ckpt.read.match import Match, OnMatched, WholeTarget, at_once, match_template, shard_like
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.read.overlaps import check_agreement, write_shared
 from aio_ckpt.read.plan import ReadPlan, ReadRequest, is_read_by_several, wanted_bytes
@@ -259,6 +259,7 @@ async def _planned(
         source=source,
         plan=ReadPlan(),
         live=found.live,
+        live_at=found.live_at,
         layouts=found.layouts,
         skip_untrusted=skip_untrusted,
     )
@@ -394,6 +395,8 @@ class _LoadPlan:
     """Name -> target of what DCP's own reader must read; None for an object."""
     live: Mapping[str, Target] = field(default_factory=dict)
     """Names below Stateful values that are read into a tensor that is there."""
+    live_at: Mapping[str, int] = field(default_factory=dict)
+    """Addresses of those of ``live`` whose bytes are those of one item."""
     layouts: Mapping[str, Target] = field(default_factory=dict)
     """Names below Stateful values that are read into a fresh tensor like this one."""
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -435,6 +438,7 @@ class _LoadPlan:
 
     def _add_values(self, names: Iterable[str]) -> None:
         made: dict[tuple[int, ...], Target] = {}
+        whole: list[WholeTarget] = []
         for name in names:
             shards: Shards = self.source.items.get(name) or self.source.transformed[name]
             target, like = self.live.get(name), shard_like(self.layouts.get(name), shards)
@@ -443,9 +447,14 @@ class _LoadPlan:
             key = (id(target), id(like), *map(id, shards))  # tied names are read once
             if key not in made:
                 made[key] = _new_tensor(name, shards, like) if target is None else target
-                self._add_tensor(name, made[key])
+                address = self.live_at.get(name, 0)
+                if address and isinstance(target, torch.Tensor):
+                    whole.append((shards[0], target, address))  # type: ignore[arg-type]
+                else:
+                    self._add_tensor(name, made[key])
             value = made[key]
             self.values[name] = value.owner if isinstance(value, OwnedShard) else value
+        self.plan.add_whole(whole)
 
     def _add_tensor(self, name: str, target: Target) -> None:
         items = self.source.items.get(name)

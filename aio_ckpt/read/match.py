@@ -69,6 +69,8 @@ class Match:
     """Name of a Stateful value -> stored name of the branch that it is given; None: leaves of several branches."""
     live: dict[str, Target] = field(default_factory=dict)
     """Names below Stateful values -> the tensor of ``state_dict()`` that is filled. Tied names have the same one."""
+    live_at: dict[str, int] = field(default_factory=dict)
+    """Addresses of host tensors in ``live`` whose bytes are those of one item, as in ``whole``."""
     layouts: dict[str, Target] = field(default_factory=dict)
     """Names below Stateful values -> a tensor like which fresh memory is laid out, and which shard is read."""
     compounds: list[CompoundTarget] = field(default_factory=list)
@@ -352,14 +354,14 @@ def _match_stateful(
                 there |= found
         else:
             missing.append(prefix)
-    fitting = {
-        name: tensor
-        for name, tensor in there.items()
-        if "~" not in name
-        and f"{name}~2" not in shards
-        and _tensor_fault(tensor, shards[name], casts) is None
-        and not overlaps_itself(memory_of(tensor))
-    }
+    fitting: dict[str, Target] = {}
+    for name, tensor in there.items():
+        if "~" in name or f"{name}~2" in shards:
+            continue
+        if isinstance(tensor, torch.Tensor) and (address := _whole_address(tensor, shards[name])):
+            into.live_at[name], fitting[name] = address, tensor
+        elif _tensor_fault(tensor, shards[name], casts) is None and not overlaps_itself(memory_of(tensor)):
+            fitting[name] = tensor
     stored = {name: shards[name] for _, _, names in into.stateful for name in names if name in shards}
     taken = [*((address, item.raw_bytes) for item, _, address in into.whole)]
     taken += [span_of(memory_of(tensor)) for _, tensor in (*into.tensors, *into.shared)]
@@ -374,8 +376,8 @@ def _stored_branch(
 
     ``below``: those of ``names``, which are all names of this rank, that lie below ``prefix``.
     """
-    stored = [checkpoint.stored_name(name) for name in below]
-    if stored == [*below]:
+    stored = [checkpoint.stored_name(name) for name in below] if checkpoint.names else below
+    if stored == below:
         return prefix
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
