@@ -579,7 +579,7 @@ def _prepare_apply(
         with _target_modified():
             _write_rest(found, draft)
             if leaves:
-                tree.put_back(state, leaves, rank=rank)
+                tree.put_back(state, leaves, rank=rank, names=found.names)
             for value, state_dict in below:
                 value.load_state_dict(state_dict)
 

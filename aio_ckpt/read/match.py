@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -14,6 +15,7 @@ from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedN
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
+from aio_ckpt.read.key_match import named_as_stored
 from aio_ckpt.read.live import fillable, layouts_below, tensors_below
 from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.read.overlaps import SharedTarget, can_be_shared
@@ -77,6 +79,8 @@ class Match:
     """Compound tensors of the template, whose parts are among ``whole`` and ``tensors``."""
     own: dict[str, CompoundTensor] = field(default_factory=dict)
     """Names below Stateful values -> the compound tensor there now, of whose type another one can be made."""
+    names: Sequence[str] | None = None
+    """Names of all leaves of the template, where some are marked; else they are their paths."""
     missing: tuple[str, ...] = ()
     """Template names that the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
@@ -104,12 +108,14 @@ def match_template(
         TemplateMismatchError: kind, shape or dtype differ.
         UnsafeObjectError: a Stateful value is to get a tensor of a type that it does not have and that is not allowed.
     """
-    template = tree.read_template(state, rank=rank)
+    template, ambiguous = named_as_stored(checkpoint, tree.read_template(state, rank=rank), rank)
     found = Match()
+    if any("~" in name for name in template.names):
+        found.names = template.names
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits
-    faults += _ambiguous(checkpoint.catalog, template)
+    faults += ambiguous
     faults += _set_apart(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
     missing, faults = missing + unmatched, faults + misfits
@@ -200,19 +206,6 @@ def _match_leaves(
             else:
                 into.arrays.append((name, kind, memory_of(tensor).dtype))
     return missing, faults
-
-
-def _ambiguous(catalog: Catalog, template: tree.Template) -> list[str]:
-    """Names that two values of the checkpoint have, where the template has one of them: which one, no name tells."""
-    if not any("~" in name for name in (*catalog.shards, *catalog.objects)):
-        return []
-    names, stored = set(template.names), catalog.names()
-    return [
-        f"{name!r} is the name of two values in the checkpoint, whose keys are equal as text, and the template has one "
-        "of them: give both"
-        for name in template.names
-        if f"{name}~2" in stored and f"{name}~2" not in names
-    ]
 
 
 def _object_fault(checkpoint: Checkpoint, kind: LeafKind, trusted: bool) -> str | None:
@@ -338,6 +331,12 @@ def _match_stateful(
     names = wanted_names(checkpoint, rank=rank, only=None)
     shards = checkpoint.catalog.shards
     there: dict[str, Target] = {}
+    counts = Counter(prefix for prefix, _ in template.stateful)
+    faults += [
+        f"{prefix!r} is the name of several values with state_dict(), whose keys are equal as text: rename one of them"
+        for prefix, count in counts.items()
+        if count > 1
+    ]
     for prefix, value in template.stateful:
         below = [name for name in names if tree.is_below(name, prefix)]
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):

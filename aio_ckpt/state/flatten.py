@@ -54,9 +54,11 @@ from aio_ckpt.state.skeleton import (
     TENSOR_WITH_GRAD,
     Container,
     Key,
+    NamedKeys,
     Skeleton,
     build,
     build_below,
+    compound_keys,
     compound_notes,
     copy_names,
     dcp_paths,
@@ -65,6 +67,7 @@ from aio_ckpt.state.skeleton import (
     freeze_key,
     is_below,
     key_text,
+    leaf_keys,
     may_hold_compounds,
     skeleton_names,
     subtree,
@@ -78,12 +81,14 @@ __all__ = [
     "TENSOR_TYPES",
     "Container",
     "FlatState",
+    "NamedKeys",
     "Skeleton",
     "Template",
     "as_tensor",
     "build",
     "build_below",
     "check_leaves",
+    "compound_keys",
     "compound_notes",
     "compounds_of",
     "copy_names",
@@ -96,6 +101,7 @@ __all__ = [
     "from_tensor",
     "is_below",
     "is_immutable",
+    "leaf_keys",
     "leaves_of",
     "may_hold_compounds",
     "put_back",
@@ -223,6 +229,8 @@ class Template:
     """(name, value) of each Stateful value; the name is ``""`` if the state itself is one."""
     compounds: dict[str, CompoundTensor]
     """Compound tensors by name; their parts are leaves."""
+    skeleton: Skeleton
+    """Containers and keys around the leaves."""
 
 
 def flatten(state: object, *, rank: int) -> FlatState:
@@ -257,11 +265,11 @@ def read_template(state: object, *, rank: int) -> Template:
     """
     stateful: list[tuple[str, Any]] = []
     walk = _Walk(rank=rank, stateful=stateful)
-    _, compounds = walk.apart(walk.root(state))
+    skeleton, compounds = walk.apart(walk.root(state))
     if not walk.names and not stateful:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
     named = dict(zip(unique_names([name for name, _ in compounds]), [found for _, found in compounds], strict=True))
-    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named)
+    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named, skeleton)
 
 
 def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
@@ -298,12 +306,12 @@ def check_leaves(flat: FlatState) -> None:
             raise UnsupportedLeafError(f"{name!r}: {fault}")
 
 
-def put_back(state: object, objects: Mapping[str, object], *, rank: int) -> None:
+def put_back(state: object, objects: Mapping[str, object], *, rank: int, names: Sequence[str] | None = None) -> None:
     """Set the leaves named in ``objects`` in the caller's containers; a tuple or ``PerRank`` is rebuilt in its parent.
 
-    What a Stateful value or a tensor stands in is left alone, and so is every name that ``objects`` lacks.
+    What a Stateful value or a tensor stands in is left alone, and so is every name that ``objects`` lacks. ``names``:
+    those of all leaves, in the order of :func:`read_template`, where they are not their paths.
     """
-    names = read_template(state, rank=rank).names if any("~" in name for name in objects) else None
     _PutBack(objects=objects, rank=rank, names=names).replaced(state, None)
 
 

@@ -29,9 +29,11 @@ __all__ = [
     "TENSOR_WITH_GRAD",
     "Container",
     "Key",
+    "NamedKeys",
     "Skeleton",
     "build",
     "build_below",
+    "compound_keys",
     "compound_notes",
     "copy_names",
     "dcp_paths",
@@ -40,6 +42,7 @@ __all__ = [
     "freeze_key",
     "is_below",
     "key_text",
+    "leaf_keys",
     "may_hold_compounds",
     "skeleton_names",
     "subtree",
@@ -229,6 +232,47 @@ def unique_names(names: list[str]) -> list[str]:
 def skeleton_names(skeleton: Skeleton, *, rank: int) -> list[str]:
     """Names of the leaves, in the order of ``flatten``."""
     return unique_names([name for name, _ in _leaf_paths(skeleton, "", (), (rank,))])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedKeys:
+    """A leaf or compound tensor by the keys that lead to it."""
+
+    keys: tuple[Key, ...]
+    """A key for each container; the index of a list or tuple counts as an int."""
+    text: str
+    """They as text, joined by dots."""
+    name: str
+    """The same, marked where another one of the state has it."""
+
+
+def leaf_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
+    """Keys of the leaves, in the order of ``flatten``."""
+    return _with_names([(keys, text) for keys, text, node in _by_keys(skeleton, (), "", rank) if isinstance(node, int)])
+
+
+def compound_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
+    """Keys of the compound tensors, in the order of :func:`compound_notes`."""
+    found = _by_keys(skeleton, (), "", rank)
+    return _with_names([(keys, text) for keys, text, node in found if not isinstance(node, int)])
+
+
+def _with_names(found: list[tuple[tuple[Key, ...], str]]) -> list[NamedKeys]:
+    names = unique_names([text for _, text in found])
+    return [NamedKeys(keys=keys, text=text, name=name) for (keys, text), name in zip(found, names, strict=True)]
+
+
+def _by_keys(
+    node: Any, keys: tuple[Key, ...], prefix: str, rank: int
+) -> Iterator[tuple[tuple[Key, ...], str, Skeleton]]:
+    """(keys, text, node) of every leaf and compound tensor."""
+    if isinstance(node, int) or node[0] == Container.TENSOR:
+        yield keys, prefix[:-1], node
+    if isinstance(node, int):
+        return
+    for part, text, child in _children(node, rank):
+        key = ("i", text) if node[0] in _INDEXED else part
+        yield from _by_keys(child, (*keys, key), f"{prefix}{text}.", rank)
 
 
 def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> dict[str, tuple[str | int, ...]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +19,7 @@ import torch.distributed.checkpoint.format_utils
 from gated_storage import TIMEOUT
 from torch import nn
 
-from aio_ckpt import EngineConfig, SyncCheckpointEngine, TemplateMismatchError
+from aio_ckpt import EngineConfig, MissingNameError, SyncCheckpointEngine, TemplateMismatchError
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -103,14 +104,53 @@ def test_a_read_gives_harmless_types_and_says_what_came_back_plain(root: Path) -
     assert state["train"].moments[0].tolist() == [1, 1, 1]
 
 
-def test_one_of_two_names_that_are_equal_as_text_is_no_template(root: Path) -> None:
+def test_names_that_are_equal_as_text_are_matched_by_their_keys(root: Path) -> None:
+    """In any order, tensors and objects, compound ones too, and each alone."""
+
+    def state(*numbers: int) -> dict[str, Any]:
+        first, second, third, fourth = (torch.tensor([float(number)]) for number in numbers)
+        return {
+            "d": {0: (first, numbers[0]), "0": [second, numbers[1]]},
+            "a.b": third,
+            "a": {"b": fourth},
+            "s": {1: third.to_sparse(), "1": fourth.to_sparse()},
+        }
+
+    def turned(given: Any) -> Any:
+        return {key: turned(item) for key, item in reversed(given.items())} if isinstance(given, dict) else given
+
     with SyncCheckpointEngine(root) as engine:
-        engine.save({0: torch.ones(2), "0": torch.zeros(2)}).result(TIMEOUT)
-        with pytest.raises(TemplateMismatchError, match="'0' is the name of two values"):
-            engine.load({"0": torch.ones(2)})
-        state = {"0": torch.ones(2), 0: torch.zeros(2)}
-        engine.load({0: state[0], "0": state["0"]})
-    assert (state[0].tolist(), state["0"].tolist()) == ([1, 1], [0, 0])
+        engine.save(state(1, 2, 3, 4)).result(TIMEOUT)
+        other = turned(state(5, 6, 7, 8))
+        assert engine.load(other, strict=True).unexpected == ()
+        assert str(other) == str(turned(state(1, 2, 3, 4)))
+        alone = {"d": {"0": [torch.zeros(1), 0]}, "a": {"b": torch.zeros(1)}, "s": {"1": torch.ones(1).to_sparse()}}
+        engine.load(alone)
+    assert str(alone) == str(
+        {"d": {"0": [torch.tensor([2.0]), 2]}, "a": state(1, 2, 3, 4)["a"], "s": {"1": alone["s"]["1"]}}
+    )
+    assert alone["s"]["1"].to_dense().tolist() == [4]
+
+
+def test_a_key_that_reads_as_a_marked_name_gets_no_value_of_another(root: Path) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"d": {0: torch.ones(1), "0": torch.ones(1)}, "e": {0: torch.ones(1)}}).result(TIMEOUT)
+        for template in ({"d": {"0~2": torch.zeros(1)}}, {"e": {0: torch.zeros(1), "0": torch.zeros(1)}}):
+            with pytest.raises(MissingNameError, match=r"lacks 1 names: '[de]\.0~2"):
+                engine.load(template)
+        keys = {"e": {"0": torch.zeros(1)}, "d": {0: torch.zeros(1)}}  # equal as text to one that was saved
+        engine.load(keys)
+        assert keys["e"]["0"].tolist() == [1]
+        with pytest.raises(TemplateMismatchError, match=r"'d\.0' is the name of several values"):
+            engine.load({"d": {np.str_("0"): torch.zeros(1)}})
+
+
+def test_two_objects_with_a_state_dict_whose_names_are_equal_as_text_are_no_template(root: Path) -> None:
+    models = {"m": {0: nn.Linear(1, 1), "0": nn.Linear(1, 1)}}
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(models).result(TIMEOUT)
+        with pytest.raises(TemplateMismatchError, match=r"'m\.0' is the name of several values with state_dict"):
+            engine.load(models)
 
 
 def test_stock_sees_the_first_of_two_names_that_are_equal_as_text_and_the_second_marked(root: Path) -> None:
