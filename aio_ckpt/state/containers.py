@@ -38,6 +38,7 @@ __all__ = [
     "is_mapping",
     "is_opened",
     "is_transparent",
+    "items_of",
     "named_type",
     "notes_of",
     "open_container",
@@ -127,9 +128,35 @@ def fields_of(value: Any) -> tuple[list[str], list[object]]:
     return list(held), list(held.values())
 
 
+def _is_omegaconf(kind: type) -> bool:
+    """Whether values of this type give their entries with interpolations resolved: ``${lr}`` would become a number."""
+    return "omegaconf.basecontainer:BaseContainer" in {f"{base.__module__}:{base.__name__}" for base in kind.__mro__}
+
+
+_is_config: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_omegaconf)
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a mapping; those of a config of omegaconf unresolved."""
+    if not _is_config(type(value)):
+        return list(value.items())
+    return [(key, _unresolved(item)) for key, item in value.items_ex(resolve=False)]
+
+
 def parts_of(value: Any) -> list[object]:
     """What a transparent container holds."""
-    return fields_of(value)[1] if has_fields(type(value)) else list(value)
+    if has_fields(type(value)):
+        return fields_of(value)[1]
+    return list(value) if not _is_config(type(value)) else list(map(_unresolved, value._iter_ex(resolve=False)))
+
+
+def _unresolved(item: Any) -> Any:
+    """An entry of a config; of a container that is None, missing or an interpolation, what says so."""
+    while callable(getattr(type(item), "_is_interpolation", None)):
+        if _is_config(type(item)) and not (item._is_none() or item._is_missing() or item._is_interpolation()):
+            break
+        item = item._value()
+    return item
 
 
 # -- what they are ----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from aio_ckpt.state.containers import (
     is_mapping,
     is_opened,
     is_transparent,
+    items_of,
     notes_of,
     parts_of,
     remade,
@@ -422,7 +423,7 @@ class _Walk:
             keys, items = fields_of(value)
             children = [self.node(item, prefix + key, depth + 1) for key, item in zip(keys, items, strict=True)]
             return code, tuple(keys), tuple(children)
-        return code, (), tuple([self.node(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(value)])
+        return code, (), tuple([self.node(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(parts_of(value))])
 
     def leaf(self, value: Any, name: str | None, code: int) -> Skeleton:
         kind = LeafKind(code)
@@ -591,7 +592,7 @@ def _entries(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any, 
         still = value.copy()
         return tuple(still), list(still.values())
     try:
-        items = list(value.items())
+        items = items_of(value)
     except RuntimeError as error:
         raise SourceChangedError(
             f"{name or 'the state'}: another thread changed this {type_name(value)} while it was read ({error}): keep "
@@ -670,7 +671,7 @@ def _holds_leaves(values: Any, name: str | None, depth: int, without: set[int], 
             if id(item) in without or kind in _NO_LEAVES or not (is_transparent(kind) or is_mapping(kind)):
                 continue
             without.add(id(item))
-            parts = list(item.values()) if is_mapping(kind) else parts_of(item)
+            parts = [part for _, part in items_of(item)] if is_mapping(kind) else parts_of(item)
             if _holds_leaves(parts, name, depth + 1, without, tensors_only=tensors_only):
                 return True
     return False
@@ -732,7 +733,7 @@ class _PutBack:
             keys, items = fields_of(value)  # type: ignore[assignment]
             texts = keys  # type: ignore[assignment]
         else:
-            items = list(value)
+            items = parts_of(value)
             keys = range(len(items))  # type: ignore[assignment]
             texts = list(map(str, keys))
         new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]

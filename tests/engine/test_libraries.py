@@ -66,6 +66,29 @@ def test_a_mapping_of_a_library_is_loaded_into_its_own_object_and_read(root: Pat
     assert str(whole) == str(make(2))
 
 
+def test_a_config_keeps_its_interpolations_and_what_is_missing(root: Path) -> None:
+    omegaconf = library("omegaconf")
+
+    def make(rate: float) -> Any:
+        held = {"lr": rate, "opt": {"lr": "${lr}", "name": "???"}, "all": ["${opt.lr}", "???", [rate], "${opt}"]}
+        return omegaconf.OmegaConf.create({**held, "other": "${opt}", "none": None})
+
+    def shown(config: Any) -> Any:
+        return omegaconf.OmegaConf.to_container(config, resolve=False)
+
+    with SyncCheckpointEngine(root, EngineConfig(trusted_objects=True)) as engine:
+        engine.save({"cfg": make(0.1), "list": make(0.2).all, "w": torch.ones(1)}).result(TIMEOUT)
+        state = {"cfg": make(1), "list": make(2).all, "w": torch.zeros(1)}
+        engine.load(state)
+        read = engine.read()
+    for back in (state, read):
+        assert shown(back["cfg"]) == shown(make(0.1))
+        assert shown(back["list"]) == shown(make(0.2).all)
+        assert type(back["list"]) is type(make(1).all)
+        back["cfg"].lr = 0.5
+        assert (back["cfg"].opt.lr, back["cfg"].other.lr, back["cfg"]["all"][0]) == (0.5, 0.5, 0.5)
+
+
 # -- optimizers of torchao ----------------------------------------------------------------------------
 
 
