@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +37,9 @@ from aio_ckpt.read.compounds import check_targets, stored_compounds
 from aio_ckpt.read.data_files import Files
 from aio_ckpt.read.fetch import Fetched, fetch
 from aio_ckpt.read.foreign_items import check_inside, check_zip, parse_slots
-from aio_ckpt.read.match import Match, OnMatched, WholeTarget, at_once, match_template, shard_like
+from aio_ckpt.read.match import Match, OnMatched, WholeTarget, at_once, listed, match_template, shard_like
 from aio_ckpt.read.open import Checkpoint, open_checkpoint
+from aio_ckpt.read.open_places import build_at, dcp_paths_of, nested_at, with_numbers
 from aio_ckpt.read.overlaps import check_agreement, write_shared
 from aio_ckpt.read.plan import ReadPlan, ReadRequest, is_read_by_several, wanted_bytes
 from aio_ckpt.read.rank_names import skeleton_of, wanted_names
@@ -46,6 +48,7 @@ from aio_ckpt.runtime.error_notes import tell_modified
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import settle
+from aio_ckpt.state.objects import type_name
 from aio_ckpt.state.values import OwnedShard, Shard, Target, UntrustedObject
 from aio_ckpt.storage.local import PageCache, Storage
 
@@ -60,6 +63,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_log = logging.getLogger("aio_ckpt")
 _FREED_AFTER_SECS = 0.01
 _MAX_EXPANSION = 1 << 16
 """Beyond, a size behind a stream extension is forged: zstd, DCP's own, packs 128 KiB into 4 bytes at best."""
@@ -274,7 +278,11 @@ async def _planned(
 
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
     """Names of the tensors that are set or given to ``load_state_dict``, and of the objects."""
-    below = [name for _, _, names in found.stateful for name in names]
+    below = [
+        name
+        for names in (*(names for _, _, names in found.stateful), *(place.names for place in found.open.values()))
+        for name in names
+    ]
     values = [*(name for name, *_ in found.arrays), *(name for name in below if name in catalog.shards)]
     return values, [*found.objects, *(name for name in below if name in catalog.objects)]
 
@@ -324,7 +332,7 @@ async def read_state(
     if checkpoint.has_skeleton:
         state = tree.build(skeleton_of(checkpoint, rank), values, rank=rank, only=only, trusted=trusted, plain=plain)
     else:
-        state = tree.unflatten_dcp(_dcp_paths(checkpoint), values)
+        state = tree.unflatten_dcp(dcp_paths_of(checkpoint), values)
     return ReadOutcome(
         state=state,
         step=checkpoint.step,
@@ -558,8 +566,11 @@ def _prepare_apply(
         tensor = values[name]
         assert isinstance(tensor, torch.Tensor)
         leaves[name] = tree.from_tensor(tensor.to(dtype), kind)
+    refused = {name: UntrustedObject(name, reason) for name, reason in draft.untrusted.items()}
+    known = _by_stored_name(checkpoint, values | refused)
+    leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
     skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
-    below: list[tuple[Any, object]] = []
+    below: list[tuple[str, Any, object]] = []
     for prefix, value, names in found.stateful:
         if not draft.untrusted.keys().isdisjoint(names):  # which keep what the template has
             own = tree.leaves_of(value.state_dict(), prefix, rank=rank)
@@ -572,16 +583,23 @@ def _prepare_apply(
             inner = tree.build_below(skeleton, branch, stored, rank=rank, trusted=trusted, own=parts)
         else:
             leaves_below = {checkpoint.stored_name(name): values[name] for name in names if name in values}
-            inner = _plain_below(checkpoint, branch, leaves_below, value)
-        below.append((value, _with_versions(inner, value)))
+            inner = _below(checkpoint, branch, leaves_below, value)
+        below.append((prefix, value, _with_versions(inner, value)))
 
     def put_back() -> None:
         with _target_modified():
             _write_rest(found, draft)
             if leaves:
                 tree.put_back(state, leaves, rank=rank, names=found.names)
-            for value, state_dict in below:
-                value.load_state_dict(state_dict)
+            for prefix, value, state_dict in below:
+                with _told_of(prefix, value, checkpoint):
+                    value.load_state_dict(state_dict)
+        if found.unexpected:
+            _log.warning(
+                "%s: the template lacks %s; they were not loaded (strict=True refuses them)",
+                checkpoint.path,
+                listed(found.unexpected),
+            )
 
     return put_back
 
@@ -601,6 +619,20 @@ def _by_stored_name(checkpoint: Checkpoint, values: Mapping[str, T]) -> Mapping[
     if not checkpoint.names:
         return values
     return {checkpoint.stored_name(name): value for name, value in values.items()}
+
+
+@contextmanager
+def _told_of(prefix: str, value: object, checkpoint: Checkpoint) -> Iterator[None]:
+    """Notes on what ``load_state_dict`` raises, whatever it is, which value refused which checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        which = f"step {checkpoint.step} at {checkpoint.path}" if checkpoint.root else f"{checkpoint.path}"
+        error.add_note(
+            f"aio_ckpt: load_state_dict() of {prefix or 'the template'!r}, a {type_name(value)}, refused what {which} "
+            "holds for it; the target was modified: tensors of other names were filled before"
+        )
+        raise
 
 
 def _with_versions(state_dict: Any, value: object) -> Any:
@@ -625,30 +657,9 @@ def _target_modified() -> Iterator[None]:
         raise
 
 
-# -- as DCP flattened it --------------------------------------------------------------------------------
-
-
-def _dcp_paths(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
-    """Where each name stands in the state, as stock DCP noted it; None if it did not."""
-    paths = checkpoint.metadata.planner_data
-    if not isinstance(paths, dict) or not all(isinstance(path, tuple) for path in paths.values()):
-        return None
-    return paths
-
-
-def _plain_below(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
+def _below(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
     """The ``state_dict()`` called ``prefix`` as stock DCP flattened it."""
-    paths = _dcp_paths(checkpoint) or {}
-    nested: Any = tree.unflatten_dcp(paths, leaves)
-    name = next(iter(leaves))
-    path = paths.get(name, (name,))
-    depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), None)
-    if depth is None:
-        return {name.removeprefix(f"{prefix}."): leaf for name, leaf in leaves.items()}
-    for part in path[:depth]:
-        nested = nested[part]
-    if isinstance(value, torch.optim.Optimizer):
-        # DCP makes every key a str and drops {}; an optimizer finds its state by int.
-        state = nested.get("state", {})
-        nested["state"] = {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
+    nested = nested_at(checkpoint, prefix, leaves)
+    if isinstance(value, torch.optim.Optimizer):  # DCP drops {}
+        nested["state"] = with_numbers(nested.get("state", {}))
     return nested

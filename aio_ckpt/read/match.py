@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 
+from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
@@ -18,6 +20,7 @@ from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below, 
 from aio_ckpt.read.key_match import named_as_stored
 from aio_ckpt.read.live import fillable, layouts_below, tensors_below
 from aio_ckpt.read.open import Checkpoint
+from aio_ckpt.read.open_places import OpenPlace, names_at
 from aio_ckpt.read.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
@@ -34,7 +37,7 @@ from aio_ckpt.state.tensor_memory import (
 )
 from aio_ckpt.state.values import LeafKind, Shard, Target
 
-__all__ = ["Match", "OnMatched", "WholeTarget", "at_once", "match_template", "shard_like"]
+__all__ = ["Match", "OnMatched", "WholeTarget", "at_once", "listed", "match_template", "shard_like"]
 
 _SHOWN = 5
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -65,6 +68,8 @@ class Match:
     """(name, kind, dtype) of a numpy value that is replaced: a scalar, or an array that nothing may write to."""
     objects: list[str] = field(default_factory=list)
     """Names whose value is replaced by a decoded object."""
+    open: dict[str, OpenPlace] = field(default_factory=dict)
+    """Names of Python values and empty containers -> what is stored at or below them, which they take."""
     stateful: list[tuple[str, Any, list[str]]] = field(default_factory=list)
     """(name, value, names below it) of what is given to ``load_state_dict``."""
     branches: dict[str, str | None] = field(default_factory=dict)
@@ -113,8 +118,9 @@ def match_template(
     if any("~" in name for name in template.names):
         found.names = template.names
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
+    missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
-    faults += misfits
+    faults += misfits + open_faults
     faults += ambiguous
     faults += _set_apart(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
@@ -126,7 +132,7 @@ def match_template(
         if unused := sorted(checkpoint.stored_names.keys() - {*template.names, *_names_below(found)}):
             pairs = ", ".join(f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused[:_SHOWN])
             remedy += f"; rename= gives it {pairs}{_more(unused)}"
-        raise MissingNameError(f"{checkpoint.path}: lacks {_listed(missing)}; {remedy}")
+        raise MissingNameError(f"{checkpoint.path}: lacks {listed(missing)}; {remedy}")
     if faults:
         raise TemplateMismatchError(f"{checkpoint.path}: {'; '.join(faults[:_SHOWN])}{_more(faults)}")
     found.missing = tuple(missing)
@@ -137,13 +143,14 @@ def match_template(
         beyond = {checkpoint.stored_names.get(name, name) for name in beyond}
         found.unexpected = tuple(sorted(beyond.union(name for name, new in checkpoint.names.items() if new is None)))
     if strict and found.unexpected:
-        raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {_listed(found.unexpected)}")
+        raise UnexpectedNameError(f"{checkpoint.path}: the template lacks {listed(found.unexpected)}")
     return found
 
 
 def _names_below(found: Match) -> set[str]:
-    """Names of what is given to ``load_state_dict``."""
-    return {name for _, _, names in found.stateful for name in names}
+    """Names of what is given to ``load_state_dict``, and of what open places take."""
+    groups = [*(names for _, _, names in found.stateful), *(place.names for place in found.open.values())]
+    return set().union(*groups)
 
 
 def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
@@ -189,13 +196,19 @@ def _match_leaves(
             else:
                 into.objects.append(name)
         elif kind is LeafKind.OBJECT:
-            faults.append(f"{checkpoint.label(name)} {_tensor_for_object(value)}")
+            if isinstance(value, np.ndarray):
+                faults.append(f"{checkpoint.label(name)} {_tensor_for_array(value)}")
+            else:
+                into.open[name] = OpenPlace(names=[name], branch=checkpoint.stored_name(name))
         elif kind is LeafKind.TENSOR and (address := _whole_address(cast("torch.Tensor", value), shards)):
             whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
             tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
             if fault := _tensor_fault(tensor, shards, casts):
-                faults.append(f"{checkpoint.label(name)} {fault}")
+                if kind is LeafKind.SCALAR_ARRAY:
+                    into.open[name] = OpenPlace(names=[name], branch=checkpoint.stored_name(name))
+                else:
+                    faults.append(f"{checkpoint.label(name)} {fault}")
             elif overlaps_itself(memory := memory_of(tensor)):
                 if can_be_shared(tensor):
                     into.shared.append((name, memory))
@@ -213,7 +226,7 @@ def _object_fault(checkpoint: Checkpoint, kind: LeafKind, trusted: bool) -> str 
 
     Stock DCP pickles numpy values, and what it loads takes the place of what the template has, whatever that is.
     """
-    if kind is LeafKind.OBJECT:
+    if kind is LeafKind.OBJECT or (kind is LeafKind.SCALAR_ARRAY and checkpoint.has_skeleton):
         return None
     what = {LeafKind.TENSOR: "a tensor", LeafKind.ARRAY: "an array"}.get(kind, "a numpy scalar")
     fault = f"is {what} in the template and an object in the checkpoint"
@@ -223,12 +236,42 @@ def _object_fault(checkpoint: Checkpoint, kind: LeafKind, trusted: bool) -> str 
     return None if trusted else f"{fault}, where dcp.save pickles numpy: {remedy}"
 
 
-def _tensor_for_object(value: object) -> str:
-    """Why an object leaf takes no tensor, and what would where it is an array of another kind."""
-    if isinstance(value, np.ndarray) and (native := value.dtype.newbyteorder("=")) in TORCH_ARRAY_DTYPES:
-        what = f"is a {type_name(value)} of {value.dtype.str!r} in the template and a tensor in the checkpoint"
-        return f"{what}, which fills plain arrays of native byte order: give numpy.asarray(..., {native.name!r}) of it"
-    return "is an object in the template and a tensor in the checkpoint"
+def _tensor_for_array(value: npt.NDArray[Any]) -> str:
+    """Why an array that is stored as an object takes no tensor, and what would."""
+    what = f"is a {type_name(value)} of {value.dtype.str!r} in the template and a tensor in the checkpoint"
+    native = value.dtype.newbyteorder("=")
+    remedy = f"give numpy.asarray(..., {native.name!r}) of it" if native in TORCH_ARRAY_DTYPES else "give None there"
+    return f"{what}, which fills plain arrays of native byte order: {remedy}"
+
+
+def _match_open(
+    checkpoint: Checkpoint, template: tree.Template, into: Match, missing: list[str], rank: int
+) -> tuple[list[str], list[str]]:
+    """Add to ``into.open`` what is stored below empty containers and None; what is missing then, and what cannot be."""
+    absent = set(missing)
+    rows = zip(template.names, template.values, strict=True) if absent else ()
+    places = [name for name, value in rows if name in absent and _holds_nothing(value)] + template.empty
+    if not places:
+        return missing, []
+    found, stored = names_at(checkpoint, places, rank=rank), checkpoint.catalog.names()
+    everything = wanted_names(checkpoint, rank=rank, only=None) if checkpoint.names else ()
+    faults: list[str] = []
+    for place, names in found.items():
+        branch = _stored_branch(checkpoint, place, names, everything, rank) if names else place
+        if branch is None:
+            faults.append(
+                f"{place!r} is empty, and rename= changes names inside of what is stored for it: rename the whole "
+                "branch, or give the names"
+            )
+        elif stored.issuperset(names):
+            into.open[place] = OpenPlace(names=names, branch=branch)
+    missing = [name for name in missing if name not in found]
+    return missing + sorted({name for names in found.values() for name in names if name not in stored}), faults
+
+
+def _holds_nothing(value: object) -> bool:
+    """Whether a leaf is None or an empty sequence, in whose place a container may have been saved."""
+    return value is None or (isinstance(value, (list, tuple, deque)) and not value)
 
 
 def _set_apart(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
@@ -349,7 +392,9 @@ def _match_stateful(
             tensors = [name for name in below if name in shards]
             if tensors:  # else there is no reason to call state_dict(), which is not cheap for a data loader, say
                 found = tensors_below(prefix, value, tensors, rank=rank)
-                into.layouts |= layouts_below(prefix, value, tensors, found)
+                layouts = layouts_below(prefix, value, tensors, found)
+                faults += _meta_fault(prefix, value, layouts | found)
+                into.layouts |= layouts
                 there |= found
         else:
             missing.append(prefix)
@@ -398,10 +443,24 @@ def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | No
     )
 
 
+def _meta_fault(prefix: str, value: Any, there: Mapping[str, Target]) -> list[str]:
+    """Why a ``load_state_dict`` that is torch's own would report success and load nothing: it copies to no memory."""
+    meta = [name for name, tensor in there.items() if memory_of(tensor).is_meta]
+    is_module = isinstance(value, torch.nn.Module)
+    if not meta or not is_load_of_torch(value) or (is_module and any(map(has_load_hooks, value.modules()))):
+        return []
+    of = f"{prefix or 'the template'!r}, a {type_name(value)}"
+    remedy = "materialize it" if is_module else "materialize the model before the optimizer is made"
+    return [
+        f"{listed(meta)} of {of}, on the meta device, where nothing can be loaded to: {remedy} (.to_empty(device=...))"
+    ]
+
+
 # -- messages ---------------------------------------------------------------------------------------
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """How many names there are, and the first of them."""
     return f"{len(names)} names: {', '.join(map(repr, names[:_SHOWN]))}{_more(names)}"
 
 

@@ -232,6 +232,8 @@ class Template:
     """Compound tensors by name; their parts are leaves."""
     skeleton: Skeleton
     """Containers and keys around the leaves."""
+    empty: list[str]
+    """Names of the empty mappings and lists that are no leaves; ``""`` is the state itself."""
 
 
 def flatten(state: object, *, rank: int) -> FlatState:
@@ -262,15 +264,17 @@ def read_template(state: object, *, rank: int) -> Template:
     """Like :func:`flatten`, for ``load``: Stateful values are listed, not entered.
 
     Raises:
-        UnsupportedLeafError, EmptyStateError: as :func:`flatten`.
+        UnsupportedLeafError: as :func:`flatten`.
+        EmptyStateError: neither a leaf nor an empty mapping or list, which takes all that is stored below its name.
     """
     stateful: list[tuple[str, Any]] = []
-    walk = _Walk(rank=rank, stateful=stateful)
+    empty: list[str] = []
+    walk = _Walk(rank=rank, stateful=stateful, empty=empty)
     skeleton, compounds = walk.apart(walk.root(state))
-    if not walk.names and not stateful:
+    if not walk.names and not stateful and not empty:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
     named = dict(zip(unique_names([name for name, _ in compounds]), [found for _, found in compounds], strict=True))
-    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named, skeleton)
+    return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named, skeleton, empty)
 
 
 def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
@@ -310,8 +314,9 @@ def check_leaves(flat: FlatState) -> None:
 def put_back(state: object, objects: Mapping[str, object], *, rank: int, names: Sequence[str] | None = None) -> None:
     """Set the leaves named in ``objects`` in the caller's containers; a tuple or ``PerRank`` is rebuilt in its parent.
 
-    What a Stateful value or a tensor stands in is left alone, and so is every name that ``objects`` lacks. ``names``:
-    those of all leaves, in the order of :func:`read_template`, where they are not their paths.
+    An empty mapping or list that is named is filled if the object is one, too, and else replaced. What a Stateful value
+    or a tensor stands in is left alone, and so is every name that ``objects`` lacks. ``names``: those of all leaves, in
+    the order of :func:`read_template`, where they are not their paths.
     """
     _PutBack(objects=objects, rank=rank, names=names).replaced(state, None)
 
@@ -327,6 +332,8 @@ class _Walk:
     """Rank that PerRank values are stored for."""
     stateful: list[tuple[str, Any]] | None = None
     """Collects Stateful values instead of entering them, if given."""
+    empty: list[str] | None = None
+    """Collects the names of empty mappings and lists, if given."""
     names: list[str] = field(default_factory=list)
     """Names of the leaves so far."""
     values: list[object] = field(default_factory=list)
@@ -423,7 +430,10 @@ class _Walk:
             keys, items = fields_of(value)
             children = [self.node(item, prefix + key, depth + 1) for key, item in zip(keys, items, strict=True)]
             return code, tuple(keys), tuple(children)
-        return code, (), tuple([self.node(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(parts_of(value))])
+        children = [self.node(item, f"{prefix}{i}", depth + 1) for i, item in enumerate(parts_of(value))]
+        if not children and self.empty is not None and code == Container.LIST:
+            self.empty.append(name or "")
+        return code, (), tuple(children)
 
     def leaf(self, value: Any, name: str | None, code: int) -> Skeleton:
         kind = LeafKind(code)
@@ -474,6 +484,8 @@ class _Walk:
             return self.leaf(value, name, LeafKind.OBJECT)
         if len(given) >= _MANY and (skeleton := self.leaves(given, items, code, name)) is not None:
             return skeleton
+        if not given and self.empty is not None:
+            self.empty.append(name or "")
         names, values, kinds, prefix = self.names, self.values, self.kinds, _prefix(name)
         keys: tuple[Key, ...] = given
         texts: Sequence[str] = given
@@ -713,7 +725,10 @@ class _PutBack:
         if self.names is not None:
             name = self.names[self.leaf_number]
             self.leaf_number += len(list(plain_tensors(value))) if isinstance(value, torch.Tensor) else 1
-        return value if name is None or code == LeafKind.TENSOR else self.objects.get(name, value)
+        if name is None or code == LeafKind.TENSOR:
+            return value
+        found = self.objects.get(name, value)
+        return _with_all(value, found) if isinstance(value, list) and not value else found
 
     def entered(self, value: Any, code: int, name: str | None) -> Any:
         prefix = _prefix(name)
@@ -736,9 +751,23 @@ class _PutBack:
             items = parts_of(value)
             keys = range(len(items))  # type: ignore[assignment]
             texts = list(map(str, keys))
+        if not items and (name or "") in self.objects:
+            return _with_all(value, self.objects[name or ""])
         new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]
         changed = [(key, now) for key, was, now in zip(keys, items, new, strict=True) if now is not was]
         return _with(value, code, changed, new) if changed else value
+
+
+def _with_all(value: Any, found: Any) -> Any:
+    """``value``, an empty mapping or list, filled with what ``found`` holds; or ``found`` if that is neither."""
+    if is_mapping(type(value)) and isinstance(found, Mapping):
+        if isinstance(value, OrderedDict) and "_metadata" in getattr(found, "__dict__", ()):
+            value._metadata = found._metadata  # type: ignore[attr-defined]
+        return _with(value, Container.DICT, list(found.items()), [])
+    if isinstance(value, list) and isinstance(found, list):
+        value.extend(found)
+        return value
+    return found
 
 
 def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[object]) -> Any:

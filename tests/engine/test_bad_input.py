@@ -294,12 +294,10 @@ BAD_TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, bool], type[AioCkptErro
     "more dimensions": ({"w": torch.zeros(4, 3, 1)}, {}, TemplateMismatchError, ValueError, "w"),
     "another dtype": ({"w": torch.zeros(4, 3, dtype=torch.half)}, {}, TemplateMismatchError, ValueError, "w.*float16"),
     "another dtype of array": ({"n": np.zeros(5, np.int64)}, {}, TemplateMismatchError, ValueError, "n.*int64"),
-    "an object for a tensor": ({"w": "text"}, {}, TemplateMismatchError, ValueError, "w"),
     "a tensor for an object": ({"lr": torch.zeros(1)}, {}, TemplateMismatchError, ValueError, "lr"),
     "a meta tensor": ({"w": torch.zeros(4, 3, device="meta")}, {}, TemplateMismatchError, ValueError, "w.*meta"),
     "a name that is not stored": ({"new": torch.zeros(1)}, {}, MissingNameError, KeyError, "new.*allow_missing=True"),
     "a name that it lacks": ({"lr": ...}, {"strict": True}, UnexpectedNameError, ValueError, "lacks.*lr"),
-    "an empty template": (dict.fromkeys(("w", "n", "lr", "sub"), ...), {}, EmptyStateError, ValueError, "give"),
     "names equal as text": ({"sub.b": torch.zeros(2)}, {}, MissingNameError, KeyError, "sub.b~2"),
 }  # fmt: skip
 
@@ -312,12 +310,9 @@ def test_a_template_that_does_not_match_is_refused_and_left_as_it_was(root: Path
     with SyncCheckpointEngine(root) as engine:
         engine.save(stored).result(TIMEOUT)
         target = template(**changes)
-        if case == "an empty template":
-            target = {}
         with refused(root, kind, builtin, message):
             engine.load(target, step, **options)
-        fresh = template(**changes) if case != "an empty template" else {}
-        assert str(target) == str(fresh), "the template was changed although the load was refused"
+        assert str(target) == str(template(**changes)), "the template was changed although the load was refused"
         report = engine.load(good := template())
         assert report.verified
         assert torch.equal(good["w"], stored["w"])

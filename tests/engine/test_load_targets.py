@@ -224,3 +224,42 @@ def test_ranges_that_share_no_byte_with_any_other_are_told(ranges: list[tuple[in
     ]
     starts, lengths = (np.array(column, np.int64) for column in (zip(*ranges, strict=True) if ranges else ((), ())))
     assert are_apart(starts, lengths).tolist() == alone
+
+
+def on_meta(kind: str) -> Any:
+    with torch.device("meta"):
+        net = torch.nn.Linear(2, 2)
+    return net if kind == "module" else torch.optim.AdamW(net.parameters())
+
+
+@pytest.mark.parametrize("kind", ["module", "optimizer"])
+def test_what_is_on_the_meta_device_is_refused_by_name(engine: SyncCheckpointEngine, kind: str) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    engine.save({"t": net if kind == "module" else optimizer} | MANY).result(TIMEOUT)
+    match = r"'t\.(weight|state\.0\.exp_avg)'.* of 't', a torch\..*, on the meta device.*\.to_empty\(device=\.\.\.\)"
+    check_refused(engine, {"t": on_meta(kind)}, match)
+
+
+def test_a_module_that_takes_values_on_the_meta_device_by_itself_gets_them(engine: SyncCheckpointEngine) -> None:
+    class Assigning(torch.nn.Linear):
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            return super().load_state_dict(state_dict, strict=strict, assign=True)
+
+    engine.save({"t": torch.nn.Linear(2, 2), "w": torch.ones(2)}).result(TIMEOUT)
+    net = Assigning(2, 2, device="meta")
+    engine.load({"t": net, "w": torch.zeros(2)})
+    assert not net.weight.is_meta
+
+
+def test_what_a_load_state_dict_raises_says_for_which_value_of_which_checkpoint(engine: SyncCheckpointEngine) -> None:
+    engine.save({"ema": torch.ones(1), "net": torch.nn.Linear(2, 2)}, step=7).result(TIMEOUT)
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        engine.load({"ema": torch.zeros(1), "net": torch.nn.Linear(2, 3)})
+    (note,) = [note for note in caught.value.__notes__ if note.startswith("aio_ckpt")]
+    assert "of 'net', a torch.nn.modules.linear.Linear, refused what step 7 at" in note
+    assert "step_000000007" in note
+    assert "the target was modified" in note
+    assert caught.value.target_modified  # type: ignore[attr-defined]

@@ -415,7 +415,6 @@ async def test_a_page_aligned_target_is_read_into_and_proven_in_place(storage, t
         ({"t": torch.zeros(4), "m": torch.nn.Linear(1, 1)}, MissingNameError, "'m'"),
         ({"t": torch.zeros(5)}, TemplateMismatchError, r"\(5,\).*\(4,\)"),
         ({"t": torch.zeros(4, dtype=torch.float64)}, TemplateMismatchError, "float64.*float32"),
-        ({"t": 3}, TemplateMismatchError, "object in the template"),
         ({"n": torch.zeros(4)}, TemplateMismatchError, "tensor in the template"),
         ({"t": torch.zeros(4, device="meta")}, TemplateMismatchError, "meta"),
         ({"t": torch.zeros(4).to_sparse()}, TemplateMismatchError, "sparse"),
@@ -725,6 +724,26 @@ async def test_each_rank_gets_its_own_value_and_does_not_expect_that_of_others(d
     assert outcome.unexpected == ("w",)
     with pytest.raises(MissingNameError, match="rank2"):
         await load(direct, path, {"rng": PerRank(None)}, rank=2, world_size=3)
+
+
+async def test_an_empty_template_takes_what_its_rank_saved(direct, tmp_path):
+    stages = [{f"stage{rank}": {"w": torch.full((2,), rank + 1.0)}, "rng": PerRank(rank)} for rank in range(2)]
+    path = write_checkpoint(tmp_path / "c", [content_of(stage, rank) for rank, stage in enumerate(stages)])
+    for rank in range(2):
+        state, other = {}, {f"stage{1 - rank}": {}, "rng": PerRank(None)}
+        outcome = await load(direct, path, state, rank=rank, world_size=2, strict=True)
+        assert outcome.unexpected == ()
+        assert list(state) == [f"stage{rank}", "rng"]
+        assert state["rng"] == rank
+        assert state[f"stage{rank}"]["w"].tolist() == [rank + 1.0] * 2
+        await load(direct, path, other, rank=rank, world_size=2)
+        assert other[f"stage{1 - rank}"]["w"].tolist() == [2.0 - rank] * 2, "a stage that another rank saved"
+    with pytest.raises(MissingNameError, match=r"'rng\.rank2'"):
+        await load(direct, path, {}, rank=2, world_size=3)
+    state = {"stage0": {}, "rng": None}
+    assert (await load(direct, path, state, rank=2, world_size=3, allow_missing=True)).missing == ("rng.rank2",)
+    assert state["rng"] is None
+    assert state["stage0"]["w"].tolist() == [1.0, 1.0]
 
 
 async def test_a_name_of_another_rank_is_said_to_be_so_and_a_template_gets_it(direct, tmp_path):

@@ -747,8 +747,12 @@ def test_a_key_that_no_file_holds_is_refused_by_name():
 def test_a_state_without_a_leaf_is_refused(state):
     with pytest.raises(EmptyStateError):
         tree.flatten(state, rank=0)
-    with pytest.raises(EmptyStateError):
-        tree.read_template(state, rank=0)
+    assert tree.read_template(state, rank=0).empty, "a template takes what is stored below it"
+
+
+def test_a_template_that_takes_nothing_is_refused():
+    with pytest.raises(EmptyStateError, match="give the state"):
+        tree.read_template({"n": dataclasses.make_dataclass("Empty", [])()}, rank=0)
 
 
 @pytest.mark.parametrize("state", [[torch.ones(1)], torch.ones(1), 5, None, PerRank({"a": 1})])
