@@ -19,8 +19,10 @@ from aio_ckpt.errors import (
     MismatchError,
     ReadError,
 )
+from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.error_notes import tell_modified
+from aio_ckpt.storage.local import names_in
 
 __all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "Wanted", "candidates", "newest_good", "too_many_changes"]
 
@@ -211,5 +213,17 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
         missing = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
         is_older = step is not None and bool(steps) and step < steps[-1]
         hint = " (retention, keep_last, deletes older ones: protect(step) keeps one)" if is_older else ""
+        if not steps:
+            hint = await _why_empty(ctx)
         raise CheckpointNotFoundError(f"{missing} under {ctx.root}; committed steps: {steps}{hint}")
     return sorted(chosen, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+async def _why_empty(ctx: EngineContext) -> str:
+    """What may be wrong with a root that holds no checkpoint, and the remedy; or nothing."""
+    root, storage = ctx.root, ctx.storage
+    if await storage.exists(root / METADATA_FILE):
+        return f" (the root is itself a checkpoint: give its parent {root.parent} as the root, or load it by path=)"
+    if not await storage.exists(root):
+        return " (the directory does not exist: check the path)"
+    return "" if await names_in(storage, root) else " (the directory is empty: check the path)"

@@ -58,6 +58,11 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
         raise  # this machine has no memory left: lengths beyond the data were refused before
     except _UnknownError as exc:
         raise FormatVersionError(f"{name}: {exc}; a newer torch or a newer aio_ckpt may read it") from exc
+    except pickle.UnpicklingError as exc:
+        if str(exc) != _NO_DICT:
+            raise CorruptCheckpointError(f"{name}: {exc}") from exc
+        what = "the pickle holds an object whose state is no dict of its fields, as of a dataclass with slots"
+        raise FormatVersionError(f"{name}: {what}; a newer torch or a newer aio_ckpt may read it") from exc
     except Exception as exc:  # crafted bytes can raise anything, from hash() of an odd key to AttributeError
         raise CorruptCheckpointError(f"{name}: {str(exc) or type(exc).__name__}") from exc
     if fault:
@@ -65,6 +70,10 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
     metadata: Metadata = found
     _log_unknown_fields(metadata, name)
     return metadata
+
+
+_NO_DICT = "state is not a dictionary"
+"""What pickle says of the state of an object that neither is a dict nor goes to a ``__setstate__``."""
 
 
 class _UnknownError(Exception):
@@ -154,7 +163,13 @@ class _Index(metaclass=_FrozenType):
     """
 
     def __setstate__(self, state: dict[str, object]) -> None:
+        if type(state) is not dict:
+            raise _UnknownError(f"MetadataIndex pickled as {type(state).__name__}, no dict of its fields")
         offset, number = state.get("offset"), state.get("index")
+        if type(offset) is tuple and _are_sizes(offset):
+            state["offset"] = offset = torch.Size(offset)
+        if type(offset) is list:
+            raise _UnknownError("MetadataIndex with a list as its offset")
         if type(state.get("fqn")) is not str or type(offset) not in (torch.Size, type(None)):
             raise pickle.UnpicklingError(f"an index of {state.get('fqn')!r} and {type(offset).__name__}")
         if type(number) not in (int, type(None)):
@@ -261,11 +276,14 @@ def _check_opcodes(data: bytes) -> None:
         raise pickle.UnpicklingError("the pickle does not end where the file ends")
 
 
+_DICTS = (dict, OrderedDict)
+
+
 def _metadata_fault(found: object) -> str:
     """Return what is wrong with the unpickled object, or ''."""
     if type(found) is not Metadata:
         return f"holds no Metadata but a {type(found).__name__}"
-    if type(found.state_dict_metadata) is not dict or type(found.storage_data) not in (dict, type(None)):
+    if type(found.state_dict_metadata) not in _DICTS or type(found.storage_data) not in (*_DICTS, type(None)):
         return "state_dict_metadata and storage_data are no dicts"
     if type(found.storage_meta) not in (StorageMeta, type(None)):
         return f"storage_meta is a {type(found.storage_meta).__name__}"
@@ -291,16 +309,36 @@ def _metadata_fault(found: object) -> str:
 def _is_tensor_metadata(entry: object) -> bool:
     if type(entry) is not TensorStorageMetadata or type(entry.properties) is not TensorProperties:
         return False
-    if type(entry.properties.dtype) is not torch.dtype or not _is_size(entry.size) or type(entry.chunks) is not list:
+    if (
+        type(entry.properties.dtype) is not torch.dtype
+        or not _has_size(entry, "size")
+        or type(entry.chunks) is not list
+    ):
         return False
     dims = len(entry.size)
     return all(
         type(chunk) is ChunkStorageMetadata
-        and _is_size(chunk.offsets)
-        and _is_size(chunk.sizes)
+        and _has_size(chunk, "offsets")
+        and _has_size(chunk, "sizes")
         and len(chunk.offsets) == len(chunk.sizes) == dims
         for chunk in entry.chunks
     )
+
+
+def _has_size(owner: object, field: str) -> bool:
+    """Whether a field holds sizes; a plain tuple of them becomes the ``torch.Size`` that it is equal to.
+
+    Raises:
+        _UnknownError: it is a list.
+    """
+    value = getattr(owner, field)
+    if type(value) is tuple and _are_sizes(value):
+        object.__setattr__(owner, field, torch.Size(value))
+    elif type(value) is list:
+        raise _UnknownError(f"{type(owner).__name__} with a list as its {field}")
+    else:
+        return _is_size(value)
+    return True
 
 
 def _is_size(value: object) -> bool:

@@ -104,10 +104,13 @@ def _check_call(name: str, arguments: list[Any]) -> None:
     codec = arguments[1] if len(arguments) > 1 else None
     is_sized = name == "builtins.bytearray" and isinstance(first, int)
     is_odd_codec = name == "_codecs.encode" and codec not in ("latin1", "latin-1", "utf-8")
-    if is_sized or is_odd_codec or name in _REFUSED or name.endswith("Tensor"):
+    is_mesh = name == _MESH and bool(arguments)  # its own pickles call it without
+    if is_sized or is_odd_codec or is_mesh or name in _REFUSED or name.endswith("Tensor"):
         raise UnsafeObjectError(f"the pickle calls {name}, whose arguments nothing checks")
 
 
+_MESH = "torch.distributed.device_mesh.DeviceMesh"
+"""Torch allows it once ``torch.distributed.tensor`` is imported. Making one opens a rendezvous, and waits in it."""
 _REFUSED = frozenset({"torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_qtensor"})
 
 # -- the machine ------------------------------------------------------------------------------------

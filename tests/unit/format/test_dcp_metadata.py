@@ -287,6 +287,54 @@ def test_what_a_newer_torch_may_have_added_is_named_and_is_no_corruption(data, n
         parse_metadata(data, name="m.md")
 
 
+class SlotsPickler(pickle.Pickler):
+    """Pickles one class as a dataclass with slots pickles: its state is a list, or goes by names to its slots."""
+
+    def __init__(self, file, kind, state):
+        super().__init__(file, 2)
+        self.kind, self.state = kind, state
+
+    def reducer_override(self, value):
+        return (copyreg.__newobj__, (self.kind,), self.state(value)) if type(value) is self.kind else NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (MetadataIndex, lambda value: [*vars(value).values()]),
+        (MetadataIndex, lambda value: (None, vars(value))),
+        (ChunkStorageMetadata, lambda value: [*vars(value).values()]),
+    ],
+)
+def test_a_class_that_is_pickled_by_slots_is_no_corruption(kind, state):
+    buffer = io.BytesIO()
+    SlotsPickler(buffer, kind, state).dump(make_metadata(["w"], []))
+    with pytest.raises(FormatVersionError, match=r"m\.md: .*no dict of its fields.*a newer torch"):
+        parse_metadata(buffer.getvalue(), name="m.md")
+    for stop in range(len(buffer.getvalue())):
+        with pytest.raises(CorruptCheckpointError):
+            parse_metadata(buffer.getvalue()[:stop], name="m.md")
+
+
+def test_ordered_dicts_and_plain_tuples_are_read_as_what_they_stand_for():
+    wanted = make_metadata(["w"], ["o"])
+    entry = replace(tensor_metadata(), size=(2, 3), chunks=[ChunkStorageMetadata((0, 0), (2, 3))])
+    described = collections.OrderedDict(wanted.state_dict_metadata | {"w": entry})
+    places = collections.OrderedDict(wanted.storage_data)
+    found = parse_metadata(pickle.dumps(replace(wanted, state_dict_metadata=described, storage_data=places)), name="m")
+    assert found == wanted
+    read = found.state_dict_metadata["w"]
+    (chunk,) = read.chunks
+    assert [type(size) for size in (read.size, chunk.offsets, chunk.sizes)] == [torch.Size] * 3
+    assert MetadataIndex("w", torch.Size((0, 0))) in found.storage_data
+
+
+def test_a_list_for_a_size_is_named_and_is_no_corruption():
+    entry = replace(tensor_metadata(), chunks=[ChunkStorageMetadata([0, 0], torch.Size((2, 3)))])
+    with pytest.raises(FormatVersionError, match=r"m\.md: ChunkStorageMetadata with a list as its offsets"):
+        parse_metadata(pickle.dumps(replace(make_metadata([], []), state_dict_metadata={"w": entry})), name="m.md")
+
+
 def test_a_damaged_file_with_an_unknown_class_is_corrupt():
     data = pickled_with(*FIELDS).replace(b"bfloat16", b"float4x2")
     with pytest.raises(CorruptCheckpointError):
@@ -447,7 +495,7 @@ BAD_METADATA = [
     replace(GOOD, state_dict_metadata=[]),
     replace(GOOD, state_dict_metadata={1: BytesStorageMetadata()}),
     replace(GOOD, state_dict_metadata={"w": None}),
-    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), size=(2, 3))}),
+    replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), size=(2, 3.0))}),
     replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), size=torch.Size((2, -3)))}),
     replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), chunks=None)}),
     replace(GOOD, state_dict_metadata={"w": replace(tensor_metadata(), properties=None)}),

@@ -20,7 +20,7 @@ import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
-from aio_ckpt.format.pickle_scan import ALL_OPCODES, MAX_TUPLES, scan
+from aio_ckpt.format.pickle_scan import ALL_OPCODES, MAX_TUPLES, check_calls, scan
 from aio_ckpt.read.catalog import Item
 from aio_ckpt.read.load import _new_tensor
 from aio_ckpt.state.objects import decode_object, encode_object
@@ -289,3 +289,10 @@ def test_no_memory_is_taken_for_a_shape_that_the_stored_bytes_cannot_fill() -> N
     )
     with pytest.raises(CorruptCheckpointError, match=r"'w': shape .* needs more bytes than the 4 that are stored"):
         _new_tensor("w", (item,), None)
+
+
+def test_a_device_mesh_is_not_made_by_a_pickle_and_its_own_pickle_passes() -> None:
+    made = b"\x80\x02ctorch.distributed.device_mesh\nDeviceMesh\nX\x03\x00\x00\x00cpu]K\x00a\x86R."
+    with pytest.raises(UnsafeObjectError, match=r"calls torch\.distributed\.device_mesh\.DeviceMesh"):
+        check_calls(made, lambda _: None, {})
+    check_calls(b"\x80\x02ctorch.distributed.device_mesh\nDeviceMesh\n)\x81}b.", lambda _: None, {})
