@@ -1,4 +1,4 @@
-"""Turn written files into a durable, visible checkpoint directory, and look after those directories.
+"""Turn written files into a durable, visible checkpoint directory, and maintain those directories.
 
 In: write results. Out: manifests, a published directory, the list of committed steps; also ownership of pending
 directories, cleanup of failed saves, retention and quarantine. Imports everything up to ``write``.

@@ -1,7 +1,7 @@
-"""What is left of a failed save: its buffers go back when the last thread let go, its directory is removed.
+"""Cleanup of a failed save: its memory is given back once its last thread has ended, and its directory is removed.
 
-What cannot be removed at once, for a thread still works in it or the removal fails, is removed behind a later commit
-or at the end of the engine, and else by the next writer.
+A directory cannot be removed at once if a thread still works in it, or if the removal fails. It is then removed after a
+later commit, at the end of the engine, or by the next writer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["SETTLE_SECS", "PendingCleanup", "settle_failure"]
 _log = logging.getLogger("aio_ckpt")
 _AGAIN_SECS = 0.05
 SETTLE_SECS = 5.0
-"""How long a failed save waits for its threads before it reports; the lease waits as long as it takes."""
+"""Time that a failed save waits for its threads before it settles. The lease waits as long as it takes."""
 
 
 class PendingCleanup:
-    """Directories of failed saves, and what an overwrite replaced, still to be removed. Used on the engine's loop."""
+    """Directories to remove: those of failed saves, and replaced checkpoints. Used on the engine's loop."""
 
     def __init__(self) -> None:
         self._directories: dict[Path, Callable[[], bool]] = {}
@@ -37,13 +37,13 @@ class PendingCleanup:
         return len(self._directories)
 
     def add(self, pending: Path, is_idle: Callable[[], bool]) -> None:
-        """Nothing works in ``pending`` any more once ``is_idle()``."""
+        """Add a directory. No thread works in it any more once ``is_idle()`` is True."""
         self._directories[pending] = is_idle
 
     async def clear(self, storage: Storage) -> None:
-        """Remove those in which nothing works any more, as far as it goes in ``SETTLE_SECS``.
+        """Remove the idle directories, for at most ``SETTLE_SECS``.
 
-        What cannot be removed stays for the next call.
+        A directory that cannot be removed stays for the next call.
         """
         with anyio.move_on_after(SETTLE_SECS):
             for pending, is_idle in tuple(self._directories.items()):
@@ -62,9 +62,9 @@ async def settle_failure(
     pending_cleanup: PendingCleanup,
     are_several: bool,
 ) -> None:
-    """Give the buffers back when the last thread let go; leave nothing behind that is listed.
+    """Give the memory back once the last thread has ended, and remove the directory of the save.
 
-    ``pending`` is None where it is not this rank's to remove. Of several ranks one that is late may make it anew.
+    ``pending`` is None if another rank removes it. If ``are_several``, a late rank may make the directory anew.
     """
     image.fail_slots(cause)
     lease = image.lease
@@ -81,7 +81,7 @@ async def settle_failure(
     if pending is None:
         return
     if isinstance(cause, AioCkptError) and cause.in_doubt:
-        # Its files may be those of a visible step, or those of the step that it replaced.
+        # The directory may hold the files of a visible step, or of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
     elif not is_idle() or not await _removed(storage, pending) or are_several:
         pending_cleanup.add(pending, is_idle)
@@ -104,7 +104,7 @@ async def _remove(storage: Storage, pending: Path) -> None:
         except OSError as error:
             if error.errno == errno.ENOENT:  # another rank has removed it
                 return
-            if error.errno != errno.ENOTEMPTY:  # one has just made a file in it
+            if error.errno != errno.ENOTEMPTY:  # another rank has just made a file in it
                 raise
         else:
             return

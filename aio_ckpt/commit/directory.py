@@ -1,9 +1,9 @@
 """Directory mode: a checkpoint in the caller's own directory, which may hold foreign files; those stay.
 
-The checkpoint exists from the rename of its ``.metadata`` on. Invariants: from its first byte until it is committed a
-save is named by a mark of its id; while it replaces an older checkpoint, that one's ``.metadata`` and root manifest
-stand aside under names that end with the id, its other files untouched. So what a crash leaves can be mended from the
-names alone (``recover_directory``).
+The checkpoint exists from the rename of its ``.metadata`` on. Invariants: from its first byte until its commit, a save
+has a marker file that is named by its id. While it replaces an older checkpoint, ``.metadata`` and root manifest of the
+older one are renamed to names that end with the id; its other files stay untouched. So ``recover_directory`` can mend a
+directory after a crash from the names alone.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 ASIDE = ".replaced-"
-"""Before the id of the save that replaces it, behind the name of what stands aside."""
+"""Infix of a file that was set aside: between its own name and the id of the save that replaces it."""
 PENDING = "aio_ckpt.pending-"
-"""Before the id of a save, in the name of its mark: an empty file."""
+"""Prefix of a save's marker, an empty file. The save's id follows."""
 LOCK = "aio_ckpt.lock"
-"""Of a directory; there while it is held, and after a crash."""
+"""Lock file of a directory. It exists while the lock is held, and after a crash."""
 MAX_SMALL_FILE_BYTES = 1 << 30
 _log = logging.getLogger("aio_ckpt")
 
 
 async def begin_directory(storage: Storage, directory: Path, *, save_id: str) -> None:
-    """Leader, before the first byte of a save and after ``recover_directory``: leave its mark, durably."""
+    """On the leader: make the marker of a save, durably, after ``recover_directory`` and before its first byte."""
     await storage.write_file(directory / f"{PENDING}{save_id}", b"")
     await storage.sync_dir(directory)
 
 
 async def pending_saves(storage: Storage, directory: Path) -> list[str]:
-    """Ids of the saves whose mark is there."""
+    """Return the ids of the saves that have a marker."""
     return [name.removeprefix(PENDING) for name in await storage.list_dir(directory) if name.startswith(PENDING)]
 
 
 @contextlib.contextmanager
 def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
-    """Whoever begins, commits or mends a save does it alone; writing takes place outside.
+    """Hold the lock of a directory, to begin, commit or mend a save. Data is written without the lock.
 
     Raises:
-        RootError: somebody else does, in this process or another.
+        RootError: this process or another one holds the lock.
     """
     try:
         lock = storage.lock(directory / LOCK)
@@ -76,18 +76,17 @@ def hold_directory(storage: Storage, directory: Path) -> Iterator[None]:
 
 
 async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -> tuple[str, ...]:
-    """Before anything of a save gets a name of its own: put an old ``.metadata`` and its root manifest aside.
+    """Set ``.metadata`` and root manifest of the old checkpoint aside, before the new ones get their names.
 
-    Call ``recover_directory`` first. Data may be written before, to names with the save's id: the later this is
-    called, the shorter the directory holds no checkpoint for those who look for ``.metadata``. Returns the names of
-    the files that the old checkpoint consists of, for ``commit_directory`` to remove once the new one is durable. Files
-    that no manifest of ours names are foreign.
+    Call ``recover_directory`` first. Call this late: until the commit, readers find no ``.metadata``. Data may be
+    written before, to names with the save's id. Returns the names of the old checkpoint's files, which
+    ``commit_directory`` removes once the new one is durable. Files that no manifest of ours names are foreign.
     """
     if not await storage.exists(directory / METADATA_FILE):
         return ()
     has_manifest = await storage.exists(directory / ROOT_MANIFEST)
     owned = await _files_named_by(storage, directory, ROOT_MANIFEST) if has_manifest else []
-    # The manifest only after .metadata's move is durable: without one it would pass for a checkpoint of plain DCP.
+    # .metadata first, durably: a .metadata without root manifest would look like a checkpoint of plain DCP.
     for name in (METADATA_FILE, ROOT_MANIFEST) if has_manifest else (METADATA_FILE,):
         await storage.rename(directory / name, directory / f"{name}{ASIDE}{save_id}")
         await storage.sync_dir(directory)
@@ -98,9 +97,9 @@ async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -
 async def commit_directory(
     storage: Storage, directory: Path, *, metadata: bytes, root_manifest: bytes, save_id: str, retired: Sequence[str]
 ) -> None:
-    """Leader: root manifest, then ``.metadata``, each by temporary file, fsync and rename; then remove the old one.
+    """On the leader: write root manifest, then ``.metadata``, by temporary file, fsync and rename; remove the old ones.
 
-    What cannot be removed is logged and left to the next ``recover_directory``: the new checkpoint stands.
+    A file that cannot be removed is logged and left to the next ``recover_directory``. The new checkpoint is valid.
     """
     for name, data in ((ROOT_MANIFEST, root_manifest), (METADATA_FILE, metadata)):
         temporary = directory / f"{name}.tmp-{save_id}"
@@ -115,18 +114,18 @@ async def commit_directory(
 
 
 async def is_held_by(storage: Storage, directory: Path, *, save_id: str) -> bool:
-    """Whether what a save committed is what the directory holds."""
+    """Return whether the directory holds the checkpoint of this save."""
     has_both = [await storage.exists(directory / name) for name in (METADATA_FILE, ROOT_MANIFEST)]
     return all(has_both) and await _save_id_of(storage, directory) == save_id
 
 
 async def recover_directory(storage: Storage, directory: Path) -> bool:
-    """Mend what a crash left; to be called before loading from or saving to a directory, by its only writer.
+    """Mend a directory after a crash. Its only writer calls this before a load or a save.
 
-    A save that had not committed is undone: its files go, the old checkpoint comes back. Of one that had, what it
-    replaced is removed. A crash within is mended by the next call. Returns whether an old checkpoint came back.
-    Of a save without a mark that died before it put anything aside, what it wrote stays: no name tells it from foreign
-    files.
+    A save that had not committed is undone: its files are removed and the old checkpoint is restored. If a save had
+    committed, the files that it replaced are removed. After a crash in this function, call it again. Returns whether an
+    old checkpoint was restored. If a save without a marker died before it set anything aside, its files stay, because
+    they cannot be told from foreign ones.
     """
     if not await storage.exists(directory):
         return False
@@ -147,7 +146,7 @@ async def recover_directory(storage: Storage, directory: Path) -> bool:
 
 
 async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_id: str) -> None:
-    """Of a save with a mark: remove its files unless it is what the directory holds, then the mark."""
+    """End a save with a marker: remove its files unless the directory holds its checkpoint, then the marker."""
     mark = f"{PENDING}{save_id}"
     if await is_held_by(storage, directory, save_id=save_id):
         await _remove(storage, directory, [mark])
@@ -157,14 +156,16 @@ async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_
     await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
     await storage.sync_dir(directory)
     await _remove(storage, directory, [mark])
-    late = await storage.list_dir(directory)  # of a rank that saw the mark; one that writes from now on looks for it
+    late = await storage.list_dir(
+        directory
+    )  # files of a rank that saw the marker; a rank that writes later checks for it
     await _remove(storage, directory, [name for name in late if save_id and _is_of(name, save_id)])
 
 
 async def standing_names(storage: Storage, directory: Path) -> tuple[str, str]:
-    """Names of ``.metadata`` and root manifest of the checkpoint that ``recover_directory`` would leave; no change.
+    """Return the names of ``.metadata`` and root manifest that ``recover_directory`` would restore. Changes nothing.
 
-    Neither need be there: then there is no checkpoint, or one of plain DCP.
+    Either file may be missing: there is no checkpoint then, or one of plain DCP.
     """
     names = await storage.list_dir(directory)
     aside = [name for name in names if name.startswith(METADATA_FILE + ASIDE)]
@@ -178,7 +179,7 @@ async def standing_names(storage: Storage, directory: Path) -> tuple[str, str]:
 
 
 async def _finish(storage: Storage, directory: Path, asides: Sequence[str]) -> None:
-    """The new checkpoint stands: the old one goes. Its manifest last, for it says what else is to go."""
+    """Remove the old checkpoint. Its root manifest goes last, because it names the other files."""
     for name in sorted(asides):
         if name.startswith(ROOT_MANIFEST):
             await _remove(storage, directory, await _files_named_by(storage, directory, name))
@@ -186,12 +187,12 @@ async def _finish(storage: Storage, directory: Path, asides: Sequence[str]) -> N
 
 
 async def _undo(storage: Storage, directory: Path, names: Sequence[str], *, save_id: str) -> None:
-    """The old checkpoint stands again once its ``.metadata`` has its name; before that all else must be in place."""
+    """Restore the old checkpoint. Its ``.metadata`` is renamed last, because that makes it valid."""
     manifest = f"{ROOT_MANIFEST}{ASIDE}{save_id}"
     if manifest in names:
         await storage.replace(directory / manifest, directory / ROOT_MANIFEST)
     elif ROOT_MANIFEST in names and await _save_id_of(storage, directory) == save_id:
-        await storage.remove_file(directory / ROOT_MANIFEST)  # the old one, of plain DCP, had none
+        await storage.remove_file(directory / ROOT_MANIFEST)  # the old checkpoint, of plain DCP, had none
     await _remove(storage, directory, [name for name in names if _is_of(name, save_id)])
     await storage.sync_dir(directory)
     await storage.rename(directory / f"{METADATA_FILE}{ASIDE}{save_id}", directory / METADATA_FILE)
@@ -211,13 +212,13 @@ async def _save_id_of(storage: Storage, directory: Path) -> str | None:
 
 
 async def _files_named_by(storage: Storage, directory: Path, manifest: str) -> list[str]:
-    """Rank manifests and data files of a checkpoint, those that are there; none if its manifest cannot be read."""
+    """Return the rank manifests and data files of a checkpoint that exist; none if its manifest cannot be read."""
     owned: list[str] = []
     try:
         data = await storage.read_file(directory / manifest, max_bytes=MAX_SMALL_FILE_BYTES)
         for entry in decode_root(data, name=manifest).ranks:
             if not await storage.exists(directory / entry.name):
-                continue  # a crash within a removal: data goes before the manifest that names it
+                continue  # a removal has crashed: data files are removed before the manifest that names them
             encoded = await storage.read_file(directory / entry.name, max_bytes=MAX_SMALL_FILE_BYTES)
             file = decode_rank(encoded, name=entry.name).file
             owned += [entry.name] if file is None else [file.name, entry.name]

@@ -1,4 +1,4 @@
-"""Discovery: which steps of a root are committed, and the way back to an earlier one."""
+"""Discovery: the committed steps of a root, and rollback to an earlier one."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 MAX_RETRIES = 32
-"""How often a root is listed anew because its writer deleted a step that was listed."""
+"""Most listings of a root whose writer deletes listed steps meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """A committed checkpoint."""
+    """A committed checkpoint, as a listing of the root found it."""
 
     step: int
     """-1 if it was given by its path."""
     path: Path
     identity: tuple[int, ...] = ()
-    """Identity of its ``.metadata`` when it was found; empty if ``.metadata`` was missing."""
+    """Identity of ``.metadata`` in the file system at that time; empty if ``.metadata`` was missing."""
 
     @property
     def title(self) -> str:
@@ -50,9 +50,9 @@ class CommittedCheckpoint:
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
-    """Committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
+    """Return the committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
 
-    Of a step that has two directories the one with the engine's own name counts.
+    If a step has two directories, the one with the engine's own name counts.
     """
     committed, _ = await _step_directories(storage, root, names)
     return _chosen(committed, names)
@@ -61,7 +61,7 @@ async def discover(storage: Storage, root: Path, names: StepNames) -> list[Commi
 async def discover_all(
     storage: Storage, root: Path, names: StepNames
 ) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """As :func:`discover`, and what was committed before it lost its ``.metadata``, of other steps."""
+    """Return :func:`discover`, and checkpoints of other steps that have lost their ``.metadata``."""
     committed, bare = await _step_directories(storage, root, names)
     steps = {checkpoint.step for checkpoint in committed}
     return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
@@ -76,7 +76,7 @@ def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[
 
 
 async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[CommittedCheckpoint]:
-    """Directories of steps that are ours by the root manifest, and no save into them runs."""
+    """Return the directories of steps that have a root manifest of ours and no save in progress."""
     found: list[CommittedCheckpoint] = []
     for checkpoint in bare:
         if not await storage.exists(checkpoint.path / ROOT_MANIFEST):
@@ -95,7 +95,7 @@ async def _torn(storage: Storage, bare: Iterable[CommittedCheckpoint]) -> list[C
 async def _step_directories(
     storage: Storage, root: Path, names: StepNames
 ) -> tuple[list[CommittedCheckpoint], list[CommittedCheckpoint]]:
-    """What has ``.metadata`` and so is committed, and what is named like a step and has none: it may be anybody's."""
+    """Return the step directories with ``.metadata``, and those without, which may be foreign."""
     found: list[CommittedCheckpoint] = []
     bare: list[CommittedCheckpoint] = []
     for _ in range(MAX_RETRIES):
@@ -114,7 +114,7 @@ async def _step_directories(
             else:
                 has_vanished = True
         if not has_vanished:
-            break  # else a writer deleted what was listed, maybe all of it: what it wrote instead is not listed yet
+            break  # else a writer has deleted listed steps, and newer ones may not be listed yet
     return found, bare
 
 
@@ -135,13 +135,13 @@ async def given(storage: Storage, path: Path, names: StepNames) -> CommittedChec
 
 
 async def is_unchanged(storage: Storage, found: CommittedCheckpoint) -> bool:
-    """Whether a checkpoint is still the one that :func:`discover` found: neither deleted nor replaced since."""
+    """Return whether a checkpoint was neither deleted nor replaced since :func:`discover` found it."""
     status = await storage.status(found.path / METADATA_FILE)
     return found.identity == (() if status is None else status.identity)
 
 
 async def read_save_id(storage: Storage, checkpoint: Path) -> str:
-    """Return the id of the save that wrote a checkpoint; "" if that cannot be told."""
+    """Return the id of the save that wrote a checkpoint; "" if it cannot be read."""
     try:
         data = await read_small_file(storage, checkpoint / ROOT_MANIFEST)
         return "" if data is None else decode_root(data, name=ROOT_MANIFEST).save_id
@@ -158,7 +158,7 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
         CheckpointNotFoundError: ``step`` is not committed.
     """
     step = check_step_number(step)
-    committed, _ = await _step_directories(storage, root, names)  # every one: a step may have two
+    committed, _ = await _step_directories(storage, root, names)  # all directories: a step may have two
     steps = sorted({checkpoint.step for checkpoint in committed})
     if step not in steps:
         raise CheckpointNotFoundError(f"rollback({step}): no such committed step under {root}; committed are {steps}")
@@ -167,5 +167,5 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     for checkpoint in later:
         target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
         await storage.rename(checkpoint.path, target)
-        await sync_parents(storage, checkpoint.path, target)  # each: a power loss may keep any of several renames
+        await sync_parents(storage, checkpoint.path, target)  # each rename: a power loss may keep any of several
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)

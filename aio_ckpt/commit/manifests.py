@@ -1,4 +1,4 @@
-"""What a save wrote, as manifests. Pure: from results to bytes."""
+"""Render the manifests of a save from its plan and its write results. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _VERSIONS = {
 
 
 def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
-    """One entry for each distinct object; names with equal bytes share it."""
+    """Return one entry for each distinct object. Names whose objects have equal bytes share an entry."""
     names: dict[tuple[int, int], list[str]] = {}
     for name, span in zip(plan.object_names, objects.spans, strict=True):
         names.setdefault(span, []).append(name)
@@ -58,7 +58,7 @@ def object_entries(plan: Plan, objects: ObjectBytes) -> list[ObjectEntry]:
 
 
 def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResult) -> frozenset[str]:
-    """Names of the leaves whose every byte went to the disk, from what the write stage reports."""
+    """Return the names of the leaves that were written completely, according to the write result."""
     lost = [chunk for chunk in range(result.chunks) if chunk not in result.chunks_written]
     spans = [(item.fqns, item.item_offset, item.envelope.item_bytes) for item in plan.layout.items] if lost else []
     spans += [(entry.fqns, entry.offset, entry.nbytes) for entry in entries] if lost else []
@@ -69,8 +69,8 @@ def written_names(plan: Plan, entries: Sequence[ObjectEntry], result: WriteResul
         if any(start // size <= chunk <= (start + nbytes - 1) // size for chunk in lost)
         for name in names
     }
-    unsealed = plan.stored_names if result.items_patched != len(plan.layout.items) else frozenset()
-    stored, gone = plan.stored_names, unsealed | holes
+    unpatched = plan.stored_names if result.items_patched != len(plan.layout.items) else frozenset()
+    stored, gone = plan.stored_names, unpatched | holes
     stored = stored.union(*(entry.fqns for entry in entries)) if entries else stored
     return stored - gone if gone else stored
 
@@ -85,7 +85,7 @@ def render_rank(
     rank: int,
     world_size: int,
 ) -> bytes:
-    """The rank's manifest."""
+    """Return the bytes of the rank's manifest."""
     return encode_rank(
         save_id=save_id,
         step=step,
@@ -101,20 +101,19 @@ def render_rank(
 
 @dataclass(frozen=True, slots=True)
 class MetadataFile:
-    """``.metadata`` and what the root manifest says of it."""
+    """``.metadata``, with its length and checksums for the root manifest."""
 
     parts: tuple[bytes, ...]
-    """Its bytes, one part after the other: what no save changes is copied by none."""
+    """Bytes of the file, in parts. The part that is the same for every save of a plan is never copied."""
     entry: FileEntry
-    """Name, length, CRC32."""
     blake2b: str
-    """Hex digest, 32 bytes."""
+    """BLAKE2b digest of 32 bytes, in hex."""
 
 
 def render_metadata_file(
     template: MetadataTemplate, spans: Sequence[tuple[int, int]], *, checkpoint_id: str, save_id: str
 ) -> MetadataFile:
-    """DCP's ``.metadata``: a template with the places of this save's objects, (offset in the data file, length)."""
+    """Fill a template of ``.metadata`` with the places of this save's objects: (offset in the data file, length)."""
     fixed, rest = template.fill(spans, checkpoint_id=checkpoint_id, save_id=save_id)
     entry = FileEntry(METADATA_FILE, len(fixed) + len(rest), isal_zlib.crc32(rest, template.fixed_crc32))
     digest = template.fixed_blake2b.copy()
@@ -123,13 +122,13 @@ def render_metadata_file(
 
 
 def object_spans(plan: Plan, objects: ObjectBytes) -> tuple[tuple[int, int], ...]:
-    """(offset in the data file, length) of each object."""
+    """Return (offset in the data file, length) of each object."""
     begin = plan.layout.tensor_bytes
     return tuple((begin + start, nbytes) for start, nbytes in objects.spans)
 
 
 def metadata_file(data: bytes) -> MetadataFile:
-    """What the root manifest says of a ``.metadata`` that was rendered before."""
+    """Return the :class:`MetadataFile` of a ``.metadata`` that was rendered before."""
     entry = FileEntry(METADATA_FILE, len(data), isal_zlib.crc32(data))
     return MetadataFile((data,), entry, hashlib.blake2b(data, digest_size=32).hexdigest())
 
@@ -143,7 +142,7 @@ def render_root(
     created_unix: float,
     metrics: Mapping[str, float | None],
 ) -> bytes:
-    """The root manifest over ``.metadata`` and the rank manifests, by rank."""
+    """Return the bytes of the root manifest. ``ranks`` are the rank manifests, by rank."""
     return encode_root(
         RootManifest(
             format=(FORMAT_MAJOR, FORMAT_MINOR),

@@ -1,4 +1,4 @@
-"""Whose a pending directory is, that it lives, and what may be cleared of the dead.
+"""Owners of pending directories: their records, their heartbeats, and the clearing of directories of dead owners.
 
 Invariant: a pending directory is touched only by its owner, until the owner is dead. It is dead when its own host
 proves it (same boot, same pids, and no such process), or when nothing in the directory has changed for
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _HEARTBEATS = 6
-"""Renewals in ``stale_after_secs``: several may be late or lost before anybody takes the owner for dead."""
+"""Heartbeats within ``stale_after_secs``. Several may be late or lost before the owner counts as dead."""
 _MAX_OWNER_BYTES = 1 << 20
 _MAX_PID = (1 << 31) - 1
 _NAMED = re.compile(
@@ -60,7 +60,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes a pending directory (``writer.json``). What could not be learned is empty, and proves nothing.
+    """Owner record of a pending directory (``writer.json``). An empty field is unknown, and proves nothing.
 
     The modification time of the file is the heartbeat.
     """
@@ -69,21 +69,21 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of the engine."""
     host: str
     machine_id: str
-    """Identity of the machine, across its boots: two machines may have one name."""
+    """Identity of the machine, the same after a reboot. Two machines may have one host name."""
     boot_id: str
-    """Identity of this boot: a pid means nothing after another."""
+    """Identity of this boot. After another boot, the pid means nothing."""
     pid_namespace: str
-    """Identity of what numbers the processes: a pid means nothing in another container."""
+    """Identity of the pid namespace. In another container, the pid means nothing."""
     pid: Annotated[int, msgspec.Meta(ge=1, le=_MAX_PID)]
     started_ticks: int
-    """When the process started, in clock ticks since the boot: a pid may be reused. Not by the wall clock, which may be
-    set while the process runs."""
+    """Start of the process, in clock ticks since the boot: a pid may be reused. The wall clock would not do, because it
+    may be set while the process runs."""
     heartbeat_unix: float
-    """When this was written, by the writer's clock. For people: no decision rests on it."""
+    """Time of the record by the writer's clock, in seconds since 1970. For people: no decision uses it."""
 
     @classmethod
     def of_this_process(cls, session: str) -> Owner:
-        """The owner record of the calling process."""
+        """Return the owner record of the calling process."""
         return cls(
             session=session,
             host=socket.gethostname(),
@@ -96,7 +96,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def is_proven_dead(self, here: Owner) -> bool:
-        """Whether the process ``here`` can prove that this owner is gone. An owner on another host never is."""
+        """Return whether the process ``here`` can prove that this owner is dead.
+
+        It cannot for an owner on another host.
+        """
         if (self.host, self.machine_id) != (here.host, here.machine_id) or not (self.boot_id and here.boot_id):
             return False
         if self.boot_id != here.boot_id:
@@ -107,7 +110,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tag(self) -> str:
-        """The process in a few characters that may stand in a name."""
+        """Short identity of the process, for names of files."""
         identities = (self.host + self.machine_id, self.boot_id, self.pid_namespace)
         return "-".join([*map(_short, identities), str(self.pid), str(self.started_ticks)])
 
@@ -116,10 +119,10 @@ _OWNERS = msgspec.json.Decoder(Owner)
 
 
 def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, stale_after_secs: float) -> bool:
-    """Whether a pending directory may be cleared: the decision that :func:`clear_leftovers` carries out.
+    """Return whether a pending directory may be cleared. :func:`clear_leftovers` carries that out.
 
-    ``owner`` is None where no readable record tells it; ``idle_secs`` is how long ago the file system saw the last
-    sign of life, None if that cannot be told, and negative if its clock was set back.
+    ``owner`` is None if there is no readable record. ``idle_secs`` is the time since the last heartbeat, by the file
+    system's clock: None if unknown, negative if the clock was set back.
     """
     if idle_secs is not None and idle_secs > stale_after_secs:
         return True
@@ -127,20 +130,20 @@ def is_abandoned(owner: Owner | None, here: Owner, *, idle_secs: float | None, s
 
 
 def pending_path(root: Path, owner: Owner, number: int) -> Path:
-    """Where save ``number`` of the owner's session is written.
+    """Return the pending directory of save ``number`` of the owner's session.
 
-    The name says whose it is, too: a crash may come before ``writer.json`` is there, and space is reserved by then.
+    Its name identifies the owner, too, because a crash may come before ``writer.json`` is written.
     """
     return root / PENDING_DIR / f"{owner.session}-{owner.tag}-{number}"
 
 
 def owner_by_name(name: str, here: Owner) -> Owner | None:
-    """Whose a pending directory or segment is by its name; None if it is of another host, or tells nobody."""
+    """Return the owner of a pending directory or segment by its name; None if it is of another host, or names none."""
     match = _NAMED.fullmatch(name)
     if match is None or match["machine"] != _short(here.host + here.machine_id):
         return None
     if match["boot"] == _short("") or not 1 <= int(match["pid"]) <= _MAX_PID:
-        return None  # what was not learned proves nothing
+        return None  # an unknown field proves nothing
     return msgspec.structs.replace(
         here,
         boot_id=here.boot_id if match["boot"] == _short(here.boot_id) else "another",
@@ -155,45 +158,45 @@ def _short(text: str) -> str:
 
 
 async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
-    """Say whose the pending directory is, so that it is cleared only when its writer is dead."""
+    """Write the owner record of a pending directory, which is then cleared only if its writer is dead."""
     await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
 
 
 async def read_owner(storage: Storage, pending: Path) -> bytes:
-    """The owner record of a pending directory as it was written."""
+    """Return the encoded owner record of a pending directory."""
     return await storage.read_file(pending / OWNER_FILE, max_bytes=_MAX_OWNER_BYTES)
 
 
 async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -> None:
     """Renew the heartbeat of a pending directory, several times in ``stale_after_secs``, until cancelled.
 
-    A sign of life that cannot be given fails no save: on this host the process proves that it lives, and any other
-    needs the root's lock as well.
+    A failed heartbeat fails no save: on this host the process itself is the proof of life, and a process of another
+    host needs the root's lock as well.
     """
     while True:
         await anyio.sleep(stale_after_secs / _HEARTBEATS)
         try:
             await storage.touch(pending / OWNER_FILE)
         except OSError as error:
-            if error.errno == errno.ENOENT:  # not there yet, or committed
+            if error.errno == errno.ENOENT:  # the directory is not made yet, or is committed
                 continue
             _log.warning("%s: the heartbeat could not be renewed: %s", pending, error)
 
 
 async def make_engine_dirs(storage: Storage, root: Path) -> None:
-    """Make the directories below ``.aio_ckpt/``, durably. For the lock's holder, before its first change."""
+    """Make the directories below ``.aio_ckpt/``, durably. The lock's holder calls this before its first change."""
     for name in ENGINE_DIRS:
         if not await storage.exists(root / name):
             await storage.make_dir(root / name, parents=True)
 
 
 async def put_back_protected(storage: Storage, root: Path, names: StepNames) -> frozenset[str]:
-    """Steps that became trash although they are protected stand again. For the lock's holder.
+    """Restore steps that became trash although they are protected. Only the lock's holder may call this.
 
     Protecting and deleting may race. Each side changes its file first and then checks for the other, so a protected
-    step can briefly appear as trash. A writer that dies there, or cannot rename, leaves it to the next one. Trash
-    without ``.metadata`` may be torn, and stays trash, as does what an overwrite replaced. Returns the names of what
-    could not be put back.
+    step can briefly appear as trash. If the writer dies then, or cannot rename, the next writer restores the step.
+    Trash without ``.metadata`` may be torn and stays trash, and so does a replaced checkpoint. Returns the names of the
+    steps that could not be restored.
     """
     stuck = set[str]()
     for name in await names_in(storage, root / TRASH_DIR):
@@ -215,9 +218,9 @@ async def put_back_protected(storage: Storage, root: Path, names: StepNames) -> 
 async def clear_leftovers(
     storage: Storage, root: Path, names: StepNames, *, here: Owner, stale_after_secs: float
 ) -> list[str]:
-    """Remove trash, and the pending directories whose owners are dead; returns their names. For the lock's holder.
+    """Remove trash, and the pending directories whose owners are dead; returns their names.
 
-    What cannot be removed is logged and stays: the next holder of the lock tries again.
+    Only the lock's holder may call this. A directory that cannot be removed is logged; the next holder tries again.
     """
     stuck = await put_back_protected(storage, root, names)
     pending = [PENDING_DIR + "/" + name for name in await names_in(storage, root / PENDING_DIR)]
@@ -245,7 +248,7 @@ async def _clear(
             idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
             _log.info("%s stays: owner %s, last sign of life %s", path, whose, idle)
             return False
-        # One step: an owner that lives all the same finds its directory gone, never half of it.
+        # Renamed first, in one step: an owner that lives after all finds no directory, instead of half of one.
         pending, path = path, root / TRASH_DIR / path.name
         await storage.rename(pending, path)
     await storage.remove_tree(path)
@@ -253,7 +256,7 @@ async def _clear(
 
 
 async def _now(storage: Storage, root: Path) -> float | None:
-    """The file system's clock: what it stamps on the lock file, which is ours."""
+    """Return the time of the file system's clock, from a touch of the lock file; None if that fails."""
     try:
         await storage.touch(root / LOCK_FILE)
         status = await storage.status(root / LOCK_FILE)
@@ -264,7 +267,8 @@ async def _now(storage: Storage, root: Path) -> float | None:
 
 
 async def _last_seen(storage: Storage, pending: Path) -> float | None:
-    """When the file system last saw a change: of the heartbeat, or of the names in the directory."""
+    """Return the time of the last change of the heartbeat or of the names in the directory, by the file system's
+    clock."""
     found = [await storage.status(path) for path in (pending, pending / OWNER_FILE)]
     return max((status.modified_unix for status in found if status is not None), default=None)
 
@@ -273,7 +277,7 @@ async def _owner_of(storage: Storage, pending: Path) -> Owner | None:
     try:
         return _OWNERS.decode(await read_owner(storage, pending))
     except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # missing, torn, forged, or of another version: its directory tells how old it is
+        return None  # missing, torn, forged, or of another version: the age of its directory decides
 
 
 # -- this host --------------------------------------------------------------------------------------
@@ -294,26 +298,26 @@ def _pid_namespace() -> str:
 
 
 def _is_gone(pid: int, started_ticks: int) -> bool:
-    """Whether this process, and not only its pid, is no more."""
+    """Return whether the process has ended. Its pid may belong to another process by now."""
     if not psutil.pid_exists(pid):
         return True
     started = _start_ticks(pid)
     if started is None:
-        return False  # hidden from us (hidepid), or gone since
-    if started_ticks not in (0, started):  # 0: it could not be learned
+        return False  # hidden (hidepid), or ended meanwhile
+    if started_ticks not in (0, started):  # 0: unknown
         return True
     try:
         process = psutil.Process(pid)
-        # Threads of a process whose first thread has ended may write on.
+        # If the first thread of a process has ended, its other threads may still write.
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
     except psutil.Error:
         return False
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if ``/proc`` does not tell.
+    """Return the start of a process, in clock ticks since the boot; None if ``/proc`` does not tell it.
 
-    Not by psutil, whose start time follows the wall clock: that may be set while the process runs.
+    The start time of psutil follows the wall clock, which may be set while the process runs.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])

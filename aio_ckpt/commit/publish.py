@@ -1,7 +1,7 @@
 """Publish: make a pending directory durable, then visible.
 
-Root mode: everything is written and fsynced in a directory below ``.aio_ckpt/pending/``, which is then renamed into
-place, so that a checkpoint is complete or invisible at any instant. For a directory of the caller's see ``directory``.
+In root mode, all files are written and fsynced in a directory below ``.aio_ckpt/pending/``, which is then renamed into
+place. So a checkpoint is complete or invisible at any time. For a directory of the caller, see ``directory``.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from aio_ckpt.storage.local import Storage, sync_parents
 __all__ = ["publish", "sync_pending"]
 
 _TIDY_SECS = 60.0
-"""How long a committed save waits for what it replaces to be removed."""
+"""Longest time that a committed save waits for the removal of the replaced checkpoint."""
 _log = logging.getLogger("aio_ckpt")
 
 
 async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) -> None:
-    """Leader, root mode: make a pending directory durable as a whole.
+    """On the leader, in root mode: make a pending directory durable as a whole.
 
-    All other files in it must have been fsynced, in whatever order: none counts before :func:`publish`.
+    All other files in it must have been fsynced, in any order: no reader uses them before :func:`publish`.
     """
     await storage.write_file(pending / ROOT_MANIFEST, root_manifest)
     await storage.sync_dir(pending)
 
 
 async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> tuple[Path, ...]:
-    """Leader, root mode: make a durable directory visible, durably.
+    """On the leader, in root mode: make a durable directory visible, durably.
 
-    It never replaces; with ``overwrite`` the two directories are exchanged in one step and the old one is removed
-    when the new one is durable. Where that fails it is under one of the names that are returned.
+    Without ``overwrite``, an existing directory is an error. With it, the two directories are exchanged in one step,
+    and the old one is removed once the new one is durable. If the removal fails, the names where it may be are
+    returned.
     """
-    replaces = overwrite and await _holds_checkpoint(storage, final)  # else it would go without ever being one
+    replaces = overwrite and await _holds_checkpoint(storage, final)  # only a checkpoint is replaced
     try:
         if replaces and not await storage.exists(final / OWNER_FILE):
-            # The old one takes the pending name: what a crash leaves of it must be somebody's, to be cleared.
+            # The old directory takes the pending name. After a crash it is cleared by its owner record.
             await storage.write_file(final / OWNER_FILE, await read_owner(storage, pending))
         await _make_visible(storage, pending, final, replaces=replaces)
     except Exception:
-        if replaces:  # the old one stays: it is a checkpoint again and nobody's
+        if replaces:  # the old directory stays a checkpoint, which has no owner
             with contextlib.suppress(AioCkptError, OSError):
                 await storage.remove_file(final / OWNER_FILE)
         raise
-    # Shielded, with a limit of its own: the step is committed, and no stall from here on may say that it is not.
+    # Shielded, with its own limit: the step is committed, and a stall from here on must not fail the save.
     trash = final.parent / TRASH_DIR / pending.name if replaces else None
     is_tidy = False
     with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
@@ -63,7 +64,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
 
 
 async def _holds_checkpoint(storage: Storage, path: Path) -> bool:
-    """Whether it is a checkpoint, or was one of ours before it lost its ``.metadata``."""
+    """Return whether a directory is a checkpoint, or was one of ours before it lost its ``.metadata``."""
     return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
 
 
@@ -79,8 +80,8 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
     try:
         await sync_parents(storage, pending, final)
     except Exception as error:
-        # Visible but maybe not durable: the save fails, so it must not stay listed, and not come back after a power
-        # loss without the files that are removed next.
+        # The directory is visible but maybe not durable. The save fails, so the directory must not stay listed, nor
+        # come back after a power loss without the files that are removed next.
         try:
             await move(final, pending)
             await sync_parents(storage, final, pending)
@@ -93,13 +94,13 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
 
 async def _tidied(storage: Storage, pending: Path, final: Path, trash: Path | None) -> bool:
     try:
-        # Not before: without its owner what a crash leaves would be nobody's, and stay.
+        # Only now: after a crash, a directory without an owner record would never be cleared.
         await storage.remove_file(final / OWNER_FILE)
         if trash is not None:
-            # As trash it is cleared even if a crash ends the removal.
+            # Trash is cleared even if a crash ends the removal.
             await storage.rename(pending, trash)
             await storage.remove_tree(trash)
-    except Exception as error:  # noqa: BLE001 - MemoryError too: it is committed, and nothing may say that it is not
+    except Exception as error:  # noqa: BLE001 - MemoryError, too: the step is committed, so that the save must not fail
         _log.warning("%s is committed, but what it replaces could not be removed: %s", final, error)
         return False
     return True

@@ -1,8 +1,8 @@
-"""Quarantine: checkpoints that a load proved damaged are renamed, so that they stand in nobody's way.
+"""Quarantine: checkpoints that a load proved damaged are renamed, so that later loads and saves do not meet them.
 
-Never deleted, and never by a mere reader: only the holder of the writer's lock renames. What a load proves before its
-engine saves for the first time is remembered until then. Proof is a sum, a length or a missing file that two readings
-found (``MismatchError``), in a walk that came to an older checkpoint which is good; an error of the system, a template
+They are never deleted. Only the holder of the writer's lock renames; damage that is proven before an engine's first
+save is remembered until then. Damage is proven if two readings found a wrong checksum, a wrong length or a missing file
+(``MismatchError``), and the search then came to an older checkpoint that is good. An error of the system, a template
 that does not match and a load of a given step prove nothing.
 """
 
@@ -29,16 +29,16 @@ _log = logging.getLogger("aio_ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptCandidate:
-    """A checkpoint that was read twice and did not match, either time."""
+    """A checkpoint that two readings found damaged."""
 
     checkpoint: CommittedCheckpoint
-    """Which, as it was found before the first reading."""
+    """The checkpoint as it was listed before the first reading."""
     error: CorruptCheckpointError
-    """What did not match."""
+    """Error of the reading."""
 
 
 class Quarantine:
-    """What loads of one engine condemned.
+    """Checkpoints that loads of one engine proved damaged and that are to be set aside.
 
     Invariant: a directory is renamed only while the writer's lock and :attr:`renames` are held, and only if it still is
     the checkpoint that was read.
@@ -47,22 +47,25 @@ class Quarantine:
     def __init__(self) -> None:
         self._condemned: dict[Path, CorruptCandidate] = {}
         self.is_writer = False
-        """Whether the engine holds the writer's lock; told by its holder."""
+        """Whether the engine holds the writer's lock. ``RootSession`` sets it."""
         self.times_condemned = 0
-        """What was learned of the steps before this last rose holds no more."""
+        """Number of times that checkpoints were condemned. If it rises, a list of steps read before is out of date."""
         self.renames = anyio.Lock()
-        """Held by whoever renames a step (a commit, retention, a rollback, this): between a look at a directory and its
-        rename no other may take its place."""
+        """Lock of all renames of steps (commit, retention, rollback, quarantine): between the check of a directory and
+        its rename, no other directory may take its name."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is to be set aside yet."""
+        """Whether a checkpoint is still to be set aside."""
         return bool(self._condemned)
 
     async def condemn(
         self, storage: Storage, root: Path, found: Iterable[CorruptCandidate], limit_secs: float
     ) -> dict[Path, Path]:
-        """Set these aside, now if this engine is the writer, else once it is; old -> new path of what was moved."""
+        """Set checkpoints aside, now if this engine is the writer, else later.
+
+        Returns old -> new path of the moved ones.
+        """
         new = {entry.checkpoint.path: entry for entry in found}
         if not new:
             return {}
@@ -72,9 +75,9 @@ class Quarantine:
         return moved
 
     async def enforce(self, storage: Storage, root: Path, limit_secs: float) -> dict[Path, Path]:
-        """The writer: set aside what was condemned; old -> new path.
+        """On the writer: set the condemned checkpoints aside. Returns old -> new path.
 
-        What cannot be renamed, or not within ``limit_secs``, is logged and stays condemned.
+        A checkpoint that cannot be renamed within ``limit_secs`` is logged and stays condemned.
         """
         moved: dict[Path, Path] = {}
         if not self._condemned:
@@ -91,7 +94,7 @@ class Quarantine:
         return moved
 
     async def committed(self, storage: Storage, root: Path, names: StepNames) -> Sequence[CommittedCheckpoint]:
-        """Committed checkpoints, ascending by step, less those that are to be set aside."""
+        """Return the committed checkpoints, ascending by step, without those to be set aside."""
         found = await discover(storage, root, names)
         return [checkpoint for checkpoint in found if not await self._is_condemned(storage, checkpoint.path)]
 
@@ -109,7 +112,9 @@ class Quarantine:
             await storage.rename(path, target)
             del self._condemned[path]
             await sync_parents(storage, path, target)
-            await unprotect(storage, root, entry.checkpoint.step)  # or the mark protects what comes next
+            await unprotect(
+                storage, root, entry.checkpoint.step
+            )  # else the mark would protect the next checkpoint of this step
         except OSError as error:
             _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
             return None

@@ -1,4 +1,4 @@
-"""Retention: which committed steps are deleted, and how, so that a crash leaves trash but never a torn step."""
+"""Retention: decide which committed steps expire, and delete them. A crash leaves trash, never a torn step."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _MAX_ROOT_MANIFEST_BYTES = 1 << 30
 _log = logging.getLogger("aio_ckpt")
 
 
-# -- deciding ---------------------------------------------------------------------------------------
+# -- decide -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is kept of the committed steps."""
+    """Rule that decides which committed steps are kept."""
 
     keep_last: int | None
-    """The newest so many; None: nothing is ever deleted."""
+    """Number of newest steps to keep; None: no step is ever deleted."""
     keep_every: int | None
-    """Beside them, every step that this divides."""
+    """Also keep every step that is a multiple of this; None: no others."""
     keep_best: KeepBest | None
-    """Beside them, the best by a metric."""
+    """Also keep the best steps by a metric; None: no others."""
 
 
 def expired(
@@ -60,15 +60,15 @@ def expired(
     protected: Collection[int] = (),
     metrics: Mapping[int, float | None] | None = None,
 ) -> list[CommittedCheckpoint]:
-    """Steps to delete, oldest first, of those that were listed.
+    """Return the checkpoints to delete, oldest first.
 
     Args:
-        committed: what was listed, ascending by step.
-        policy: what is kept. Without ``keep_last`` all is.
-        good: the newest step that was committed here, and so is known to be whole: only older ones go. Nothing goes
-            if it is not among the listed.
+        committed: the committed checkpoints, ascending by step.
+        policy: the rule. Without ``keep_last``, all are kept.
+        good: the newest step that this engine committed, which is known to be whole. Only older steps expire. If it is
+            not in ``committed``, none does.
         protected: steps that stay.
-        metrics: the value of ``keep_best``'s metric by step; a step that is not in it stays (its value is not known).
+        metrics: the value of ``keep_best``'s metric by step; a step without an entry stays.
     """
     if policy.keep_last is None or all(checkpoint.step != good for checkpoint in committed):
         return []
@@ -87,14 +87,14 @@ def expired(
 
 
 def best(metrics: Mapping[int, float | None], rule: KeepBest) -> list[int]:
-    """The best steps, best first; those without a finite value are never among them."""
+    """Return the best steps, best first. A step without a finite value is never among them."""
     sign = 1 if rule.mode == "min" else -1
     ranked = [(sign * value, -step) for step, value in metrics.items() if value is not None and math.isfinite(value)]
     return [-step for _, step in sorted(ranked)[: rule.count]]
 
 
 def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | None]:
-    """What is stored of ``save(metrics=)``: numbers as floats, None for those that are not finite.
+    """Return ``save(metrics=)`` as it is stored: numbers as floats, None for those that are not finite.
 
     Raises:
         ConfigError: a name that is no string or no UTF-8, or a value that is no single real number.
@@ -118,7 +118,7 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, (str, bytes, bytearray)):
         raise ConfigError(f"metrics[{name!r}]: give a number, not text")
     try:
-        item = getattr(value, "item", None)  # float() warns of a tensor that requires a gradient, as a loss does
+        item = getattr(value, "item", None)  # float() warns about a tensor that requires a gradient, such as a loss
         return float(item() if callable(item) else value)  # type: ignore[arg-type]
     except OverflowError:
         return math.inf
@@ -126,29 +126,29 @@ def _number(name: str, value: object) -> float:
         raise ConfigError(f"metrics[{name!r}]: a {type(value).__name__} is no single number ({error})") from error
 
 
-# -- doing ------------------------------------------------------------------------------------------
+# -- delete -----------------------------------------------------------------------------------------
 
 
 async def protected_steps(storage: Storage, root: Path) -> set[int]:
-    """Steps that are protected, committed or not."""
+    """Return the protected steps, committed or not."""
     names = await names_in(storage, root / PROTECTED_DIR)
     return {step for name in names if (step := protected_step(name)) is not None}
 
 
 async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> None:
-    """Mark a committed step as never to be deleted. Needs no lock.
+    """Protect a committed step from deletion. Needs no lock.
 
-    Marked first, looked for afterwards: a pass of retention looks for the mark after it has renamed a step, so that
-    one of the two sees the other.
+    The mark is set first and the step is checked afterwards. Retention renames a step first and checks for the mark
+    afterwards. So one of the two sees the other.
 
     Raises:
         CheckpointNotFoundError: ``step`` is not committed.
-        StepOrderError: it can be no step.
+        StepOrderError: ``step`` is no valid step.
     """
     step = check_step_number(step)
     mark = root / protected_name(step)
     is_new = True
-    if not await storage.exists(mark.parent):  # of a writer's root it is there
+    if not await storage.exists(mark.parent):  # in a root that had a writer it exists
         await storage.make_dir(mark.parent, parents=True)
     try:
         await storage.write_file(mark, b"")
@@ -159,18 +159,18 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     await storage.sync_dir(mark.parent)
     steps = [checkpoint.step for checkpoint in await discover(storage, root, names)]
     if step not in steps:
-        if is_new:  # else somebody was told that the step is protected: a pass that renamed it is to see the mark
+        if is_new:  # an older mark stays: a caller was told that the step is protected, and retention must see it
             await storage.remove_file(mark)
         raise CheckpointNotFoundError(f"protect({step}): no such committed step under {root}; committed are {steps}")
-    if not await storage.exists(mark):  # a rollback took it, and the step was saved anew
+    if not await storage.exists(mark):  # a rollback removed the mark, and the step was saved anew
         await protect(storage, root, names, step)
 
 
 async def unprotect(storage: Storage, root: Path, step: int) -> None:
-    """Take the mark away; nothing if there is none.
+    """End the protection of a step. Does nothing if it is not protected.
 
     Raises:
-        StepOrderError: it can be no step.
+        StepOrderError: ``step`` is no valid step.
     """
     mark = root / protected_name(check_step_number(step))
     if await storage.exists(mark):
@@ -179,9 +179,9 @@ async def unprotect(storage: Storage, root: Path, step: int) -> None:
 
 
 async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
-    """After a rollback to ``step``: later marks go, which else would protect what is saved anew under those numbers.
+    """After a rollback to ``step``: end the protection of later steps, else it would apply to new saves of those steps.
 
-    What the rollback set aside needs none: nothing deletes it.
+    Steps that the rollback set aside need no protection: they are never deleted.
     """
     later = [each for each in await protected_steps(storage, root) if each > step]
     for each in later:
@@ -191,13 +191,13 @@ async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
 
 
 class Retention:
-    """Deletes what the policy lets go, in the background, one pass at a time.
+    """Deletes expired steps in the background, one pass at a time.
 
-    Only the holder of the root's lock may run it. It never fails a save: what cannot be deleted is logged, told in
-    ``undeleted``, and tried again after the next commit.
+    Only the holder of the root's lock may run it. It never fails a save: a step that cannot be deleted is logged,
+    listed in ``undeleted``, and tried again after the next commit.
 
-    Invariant: what expires is listed, judged and renamed to trash while nobody else renames a step, so that what made
-    it superfluous stands. Trash is whole as long as it has its ``.metadata``.
+    Invariant: a pass lists, judges and renames steps to trash while it holds the lock ``renames``, so the newer steps
+    that made a step expire still exist then. Trash is whole as long as it has its ``.metadata``.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ class Retention:
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
     ) -> None:
-        """``committed`` lists the steps that count; ``renames`` is held by whoever renames one.
+        """``committed`` lists the steps that count; ``renames`` is the lock of all renames of steps.
 
-        Nothing more is deleted while ``must_wait()`` says so: the next pass deletes it.
+        While ``must_wait()`` is True, no step is deleted: the next pass deletes it.
         """
         self._storage = storage
         self._root = root
@@ -228,22 +228,22 @@ class Retention:
         self._good: set[int] = set()
         self._last = -1
         self.undeleted: Mapping[int, str] = {}
-        """Steps that the last pass could not delete, and why."""
+        """Steps that the last pass could not delete, with the reason."""
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is ever deleted."""
+        """Whether the policy deletes any step."""
         return self._policy.keep_last is not None
 
     async def enforce(self, good: int) -> list[int]:
-        """Delete what has expired now that step ``good`` is committed; returns the steps.
+        """Delete the steps that expire by the commit of step ``good``; return them.
 
-        Each is renamed to trash first, durably: no half-deleted step is ever listed.
+        Each step is first renamed to trash, durably, so that no half-deleted step is ever listed.
         """
         self._good.add(good)
         self._last = good
         if self._one_at_a_time.statistics().tasks_waiting:
-            return []  # the pass that waits will see this commit too
+            return []  # the pass that waits will see this commit, too
         async with self._one_at_a_time:
             undeleted: dict[int, str] = {}
             removed: list[int] = []

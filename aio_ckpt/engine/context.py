@@ -1,4 +1,4 @@
-"""What every call of one engine knows: where the checkpoints are, who saves, and by which settings."""
+"""Context of an engine: its root, its ranks, its settings and its I/O threads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["EngineContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What all calls of one engine share and none of them changes."""
+    """Values that all calls of one engine share. No call changes them."""
 
     root: Path
-    """Checkpoint root, absolute."""
+    """Directory of the checkpoints, absolute."""
     names: StepNames
     """Directory names of steps."""
     owner: Owner
     """Owner record of this process."""
     config: EngineConfig
     members: Membership
-    """All ranks, this one included."""
+    """All ranks of the engine, with this one."""
     storage: Storage
     """File system of the checkpoints."""
     executor: Executor
@@ -44,13 +44,13 @@ class EngineContext:
         return self.members.coordinator.world_size
 
     def final_path(self, step: int) -> Path:
-        """Directory of a committed ``step``."""
+        """Return the directory of ``step`` once it is committed."""
         return self.root / self.names.name(step)
 
     def pending_path(self, number: int) -> Path:
-        """Directory of call ``number`` of ``save()`` until it is committed; the same on every rank."""
+        """Return the directory of call ``number`` of ``save()`` until the commit. It is the same on every rank."""
         return pending_path(self.root, self.members.owner, number)
 
     def save_id(self, number: int) -> str:
-        """Name of call ``number``, which no other save ever had; the same on every rank."""
+        """Return a unique name of the save of call ``number``. It is the same on every rank."""
         return f"{self.members.owner.session}-{number}"

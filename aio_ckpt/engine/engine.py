@@ -1,4 +1,4 @@
-"""The engine: the state machine that wires capture, pipeline and restore, and the async face."""
+"""The engine: wires save, load and shutdown together, and gives them an async interface."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = ["BaseEngine", "CheckpointEngine"]
 
 
 class BaseEngine:
-    """Parts of an engine, and the calls that its async and its sync face have in common."""
+    """Parts of an engine, and the calls that the async and the sync engine have in common."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class BaseEngine:
         )
 
     def _make_parts(self) -> None:
-        """Make the parts of the engine, each from those above it."""
+        """Make the parts of the engine. Each part uses only the parts made before it."""
         ctx, portal = self._ctx, self._portal
         self._preemption = AgreedPreemption(ctx.members, portal)
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
@@ -158,16 +158,16 @@ class BaseEngine:
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
 
-        When this returns, the caller may change all it passed. ``await`` the ticket for a durable, visible checkpoint.
+        When this returns, the caller may change ``state``. ``await`` the ticket for a durable, visible checkpoint.
         A state larger than ``budget_bytes`` is captured and written in waves: this returns when the last is captured.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays, plain Python values and Stateful objects.
             step: whole number, numpy's too; must exceed every committed and pending step; default one more than the
                 newest.
-            overwrite: replace the committed checkpoint of this very step, in one exchange.
-            deadline_secs: fail this save if it is not committed so many seconds after this call; nothing becomes
-                visible then. Only the last rename and its fsync, once begun, are waited for.
+            overwrite: replace the committed checkpoint of the same step, in one exchange.
+            deadline_secs: fail this save if it is not committed this many seconds after the call; nothing becomes
+                visible then. A last rename and fsync that have begun are completed.
             metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
                 is stored as such and is never the best.
             trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
@@ -181,7 +181,7 @@ class BaseEngine:
             RootError: the root is not writable, or another writer holds it.
             StallError: ``deadline_secs`` passed before everything was captured, or the disk stalled meanwhile.
             WriteError: the disk failed before everything was captured.
-            PeerFailedError: another rank failed, and all had to agree before this one captured.
+            PeerFailedError: another rank failed, and all ranks had to agree before the capture.
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
         step = step_numbers.whole_number(step)
@@ -189,30 +189,30 @@ class BaseEngine:
         return self._frontend.save(state, step, call)
 
     def prepare(self, state: object) -> Milestone[None]:
-        """Do ahead what makes a first save slow: take the root's lock, plan, map and register staging memory.
+        """Do the slow parts of a first save ahead: take the root's lock, plan, map and register staging memory.
 
-        The state is walked now, by this thread, and nothing of it is captured or kept; memory is mapped in the
-        background. A save of the same names, types and shapes is a plan hit; one that comes before the memory is there
-        waits for it. ``await`` what is returned, or call its ``result()``, to know when. It waits for no save.
+        This thread walks the state now; no value of it is captured or kept. Memory is mapped in the background. A later
+        save of the same names, types and shapes is a plan hit, and waits until the memory is mapped. ``await`` the
+        returned milestone, or call its ``result()``, to wait for the memory. It waits for no save.
 
         Raises:
-            Exception: what :meth:`save` would raise of this state or root. Memory that cannot be had
-                (BudgetExceededError) is raised by what is returned, and again by the save.
+            Exception: any error that :meth:`save` would raise for this state or root. The milestone, and again the
+                save, raises BudgetExceededError if the system refuses the memory.
         """
         return self._frontend.prepare(state)
 
     def guard(self, guarded: object) -> None:
-        """Let the device go on while tensors of ``guarded``, an optimizer, are copied: its ``step()`` waits for them.
+        """Let the device compute while the tensors of an optimizer are copied: its ``step()`` waits for the copies.
 
-        Covers its parameters and state on devices, which nothing but its ``step`` may change.
+        The guard covers parameters and state on devices. Only ``step()`` may change them.
 
         Raises:
-            ConfigError: no ``step()`` or ``param_groups``; raised by a step inside a captured CUDA graph, too.
+            ConfigError: ``guarded`` has no ``step()`` or ``param_groups``. So does a step inside a CUDA graph.
         """
         self._frontend.in_flight.guards.add(guarded)
 
     def clear_cache(self) -> None:
-        """Forget the cached plan and give its gather buffers back: the next save plans anew."""
+        """Forget the cached plan and free its gather buffers: the next save plans anew."""
         self._frontend.clear_cache()
 
     @property
@@ -233,17 +233,17 @@ class BaseEngine:
     # -- steps --------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending, less those that a load of this engine proved damaged and passed by."""
+        """Return the committed steps, ascending, without those that a load of this engine proved damaged."""
         return self._root_session.steps()
 
     def latest_step(self) -> int | None:
-        """Newest committed step, or None."""
+        """Return the newest committed step, or None."""
         return max(self.steps(), default=None)
 
     def rollback(self, step: int) -> list[int]:
-        """Make ``step`` the newest: later steps move below ``.aio_ckpt/abandoned/``, never deleted; returns them.
+        """Make ``step`` the newest; return the later steps, which move below ``.aio_ckpt/abandoned/`` for good.
 
-        With several ranks every rank calls it, as it calls ``save()``.
+        If there are several ranks, every rank calls this, as it calls ``save()``.
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
@@ -254,7 +254,7 @@ class BaseEngine:
         return self._frontend.rollback(step)
 
     def protect(self, step: int) -> None:
-        """Never delete ``step``, durably. Any process may ask for it, also beside a writer.
+        """Never delete ``step``. The protection is durable. Any process may set it, also beside a writer.
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed (any more).
@@ -262,29 +262,32 @@ class BaseEngine:
         self._root_session.protect(step)
 
     def unprotect(self, step: int) -> None:
-        """Let ``step`` expire again, at the next commit; nothing if it was not protected."""
+        """Let ``step`` expire again, from the next commit on. Does nothing if the step is not protected."""
         self._root_session.unprotect(step)
 
     def protected_steps(self) -> list[int]:
-        """Steps that are protected, ascending."""
+        """Return the protected steps, ascending."""
         return self._root_session.protected_steps()
 
     @property
     def undeleted_steps(self) -> Mapping[int, str]:
-        """Expired steps that could not be deleted after the last commit, and why; tried again after the next."""
+        """Expired steps that could not be deleted after the last commit, with the reason.
+
+        The next commit tries again.
+        """
         return self._root_session.undeleted
 
     # -- ending ---------------------------------------------------------------------------------------
 
     def on_preemption(self, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
-        """From now on ``signals`` set :attr:`preempted`, until the engine is closed.
+        """Set :attr:`preempted` when one of ``signals`` comes, until the engine is closed.
 
-        The process goes on: a loop has to look at ``preempted``, save and end. Handlers that were Python functions
-        are called too, after the flag was set; what the system does by default (to end the process) no longer
-        happens. Closing the engine, and a fork in the child, restores what was there before.
+        The process goes on: the training loop polls ``preempted``, saves and ends. A previous handler that is a Python
+        function is called too, after the flag is set. The default action of the system, which ends the process, no
+        longer happens. The previous handlers are restored when the engine is closed, and in a forked child.
 
         Raises:
-            WrongThreadError: not called on the main thread.
+            WrongThreadError: the caller is not the main thread.
             ConfigError: a signal cannot be handled.
             EngineClosedError: the engine was closed.
         """
@@ -295,16 +298,16 @@ class BaseEngine:
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal of :meth:`on_preemption` came; stays True.
+        """Whether a signal of :meth:`on_preemption` came. Once True, it stays True.
 
-        From then on the disk belongs to the saves: retention deletes nothing more (the next run's does), and
-        ``save()`` waits for room even where ``when_busy`` would skip or raise. With many ranks a signal to one of them
-        turns it true on all, at the same look: each has to look as often as the others (a ``save()`` is a look too).
+        From then on, retention deletes nothing in this run, and ``save()`` waits for room even if ``when_busy`` says to
+        skip or raise. If there are several ranks, a signal to one rank turns this True on all ranks at the same poll.
+        Reading this is a poll, and so is a ``save()``: every rank has to poll as often as the others.
         """
         return self._preemption.poll()
 
     def terminate(self) -> None:
-        """Abandon pending saves and release everything; nothing of them becomes visible."""
+        """Cancel pending saves and release all resources. No cancelled save becomes visible."""
         self._shutdown.abandon(self.config.stall_timeout_secs)
 
     def _wait_ready(self) -> None:
@@ -316,7 +319,7 @@ class BaseEngine:
     def _submit_load(
         self, state: object, step: int | None, given_up: Future[None] | None = None, **options: Any
     ) -> Future[LoadReport]:
-        """Future of a load. Once ``given_up`` is done it ends early."""
+        """Start a load and return its future. Once ``given_up`` is done, the load ends early."""
         self._portal.check_thread("load()")
         return self._portal.submit(self._loader.load, state, step, options, given_up or Future())
 
@@ -329,7 +332,7 @@ class BaseEngine:
         skip_untrusted: bool = False,
         with_report: bool = False,
     ) -> Future[Any]:
-        """Future of the state that is read; ``with_report``: and of its report."""
+        """Start a read and return the future of the state; with ``with_report``, of the state and its report."""
         self._portal.check_thread("read()")
         check_flag("skip_untrusted", skip_untrusted)
         check_flag("with_report", with_report)
@@ -337,22 +340,24 @@ class BaseEngine:
         return self._portal.submit(self._loader.read, wanted, selection(only), skip_untrusted, with_report)
 
     def _close_blocking(self) -> None:
-        """Finish pending saves, then release everything."""
+        """Finish pending saves, then release all resources."""
         self._shutdown.finish_blocking()
 
     def _expire(self, step: int) -> None:
-        """``step`` was committed: older ones may expire."""
+        """After the commit of ``step``: let retention delete expired steps."""
         if not self._preemption.is_on:
             self._root_session.delete_expired(step)
 
     def _drain(self) -> None:
-        """At interpreter exit: nothing trains any more."""
+        """At interpreter exit, when training has ended: finish pending saves, for a limited time."""
         self._throttle.lift()
         self._shutdown.drain(self.config.drain_timeout_secs)
 
     def _shut_down(self) -> None:
         coordinator = self._ctx.members.coordinator
-        with contextlib.ExitStack() as steps:  # the last comes first; each, whatever the others raise
+        with (
+            contextlib.ExitStack() as steps
+        ):  # runs from the last to the first; each step runs whatever the others raise
             steps.callback(self._preemption.local.restore)
             steps.callback(self._root_session.release)
             steps.callback(self._frontend.lifetime.close)
@@ -367,25 +372,25 @@ class CheckpointEngine(BaseEngine):
     """Saves and loads the checkpoints of one root. Usable from any thread and any event loop.
 
     The engine owns one event loop on one thread of its own; saves run there, in the order of the calls, while
-    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled, at most
-    ``max_in_flight`` are, and its step exceeds every committed and pending one. Any call may raise EngineClosedError
-    once it is closed, and WrongThreadError on the engine's own threads.
+    the caller goes on. Invariant: a save is pending from ``save()`` until its ticket is settled. At most
+    ``max_in_flight`` saves are pending, and the step of a new save exceeds every committed and pending one. Any call
+    may raise EngineClosedError once the engine is closed, and WrongThreadError on the engine's own threads.
 
     Args:
         root: directory of the checkpoints; made if it is missing.
         config: settings; the defaults suit a trainer on a local disk.
         coordinator: the ranks that save together; all of torch.distributed's default group if it is initialised. Give
             ``SoloCoordinator()`` for an engine of this process alone.
-        storage: where the bytes go; the local file system unless given.
+        storage: file system of the checkpoints; by default the local one.
 
     Raises:
         RootError: ``root`` is a file or cannot be made.
-        ConfigError: a setting that this machine or this number of ranks cannot have, an argument of another type.
-        OSError, RuntimeError: no more threads or descriptors; those that it had are given back.
+        ConfigError: a setting does not suit this machine or this number of ranks, or an argument has a wrong type.
+        OSError, RuntimeError: the system has no more threads or descriptors. The engine keeps none.
     """
 
     async def ready(self) -> None:
-        """Return when ``save()`` would not have to wait for an earlier save."""
+        """Wait until ``save()`` would not have to wait for an earlier save."""
         while (settled := self._frontend.in_flight.settled_before_room) is not None:
             await asyncio.wrap_future(follow(settled))
 
@@ -402,14 +407,14 @@ class CheckpointEngine(BaseEngine):
         cast: bool = False,
         rename: Rename | None = None,
     ) -> LoadReport:
-        """Fill ``state`` in place from a checkpoint; a cancelled load returns when nothing is filled any more.
+        """Fill ``state`` in place from a checkpoint. A cancelled load returns once no thread fills ``state`` any more.
 
         Tensors are filled as they are read, once the templates of all ranks match: after an error with
         ``target_modified`` they may hold anything. Objects and Stateful values are set once everything was verified.
 
         Args:
-            state: the template: same names, shapes and dtypes as what was saved.
-            step: which one; None takes the newest that verifies.
+            state: the template, with the names, shapes and dtypes of the saved state.
+            step: step of the checkpoint; None takes the newest that verifies.
             path: the directory of a checkpoint, which may lie anywhere, in the place of a step.
             strict: refuse names of the checkpoint that the template lacks.
             allow_missing: leave template names that the checkpoint lacks as they are.
@@ -422,14 +427,15 @@ class CheckpointEngine(BaseEngine):
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint, or not this step.
-            CorruptCheckpointError: it does not verify (with ``step=None``: none does; names each, moves none).
+            CorruptCheckpointError: the checkpoint does not verify; with ``step=None``, none does, and none is moved.
             MissingNameError, UnexpectedNameError, TemplateMismatchError: the template does not match.
-            ConfigError, StepOrderError: an argument that cannot be; nothing was touched.
+            ConfigError, StepOrderError: a bad argument; nothing was touched.
             UnsafeObjectError: only running code reads an object; see ``trusted_objects`` and ``skip_untrusted``.
-            UnsupportedLeafError: a leaf that nothing can fill.
-            FormatVersionError, ReadError: a newer version wrote it; the operating system could not read it.
-            PeerFailedError, StallError: another rank failed, or gave no sign of life.
-            Exception: of a ``load_state_dict``, with ``target_modified``: all tensors are filled by then.
+            UnsupportedLeafError: a leaf of the template that cannot be filled.
+            FormatVersionError: a newer version wrote the checkpoint.
+            ReadError: the operating system could not read the checkpoint.
+            PeerFailedError, StallError: another rank failed, or gave no heartbeat.
+            Exception: any error of a ``load_state_dict``, with ``target_modified``: all tensors are filled by then.
         """
         given_up: Future[None] = Future()
         options = {
@@ -452,17 +458,17 @@ class CheckpointEngine(BaseEngine):
         skip_untrusted: bool = False,
         with_report: bool = False,
     ) -> Any:
-        """The nested state of a checkpoint without a template: what this rank saved, or rank 0 if it did not.
+        """Return the nested state of a checkpoint, without a template: this rank's, or that of rank 0 if it saved none.
 
         Args:
-            step: which one; None takes the newest that verifies.
+            step: step of the checkpoint; None takes the newest that verifies.
             path: the directory of a checkpoint, which may lie anywhere, in the place of a step.
             only: names of leaves, or of branches above them.
             skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
             with_report: return a tuple of the state and a :class:`ReadReport`.
 
         Raises:
-            MissingNameError: one of ``only`` selects nothing of this rank's; tells whose it is.
+            MissingNameError: a name of ``only`` selects no leaf of this rank; tells which rank has it.
             CheckpointNotFoundError, CorruptCheckpointError and others: as :meth:`load`.
         """
         reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
@@ -478,7 +484,7 @@ class CheckpointEngine(BaseEngine):
         return False
 
     async def close(self) -> None:
-        """Finish pending saves, then release everything. Raises once what an unawaited save failed with."""
+        """Finish pending saves, then release all resources. Raises the failure of a save that nobody awaited, once."""
         await self._shutdown.finish()
 
     # For a caller without a loop.

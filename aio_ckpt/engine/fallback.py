@@ -1,4 +1,4 @@
-"""The search for a checkpoint that verifies: from the newest back, each read twice before it is passed by."""
+"""Search for a checkpoint that verifies, from the newest back. A checkpoint is read twice before it is passed by."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which checkpoint is asked for: the newest that verifies, one step, or one directory."""
+    """The checkpoint that a call asks for: the newest that verifies, one step, or one directory."""
 
     step: int | None = None
     path: Path | None = None
-    """Of a checkpoint anywhere, absolute."""
+    """Directory of a checkpoint, absolute, which may lie outside of the root; None if none is given."""
 
     @property
     def is_newest(self) -> bool:
-        """Whether an older one may stand in."""
+        """Whether an older checkpoint may be used if the newest does not verify."""
         return self.step is None and self.path is None
 
 
 Use: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool], Awaitable[T]]
-"""Reads a checkpoint; the second time (True) to memory that nobody else has: what does not match then is damage."""
+"""Reads a checkpoint. In the second reading (True) it goes past the page cache: a mismatch then is damage on the
+disk."""
 _log = logging.getLogger("aio_ckpt")
 
 
 async def newest_good(
     ctx: EngineContext, quarantine: Quarantine, wanted: Wanted, use: Use[T], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], T]:
-    """Use the checkpoint that is ``wanted``; if that is the newest, walk back while ``use`` finds it corrupt.
+    """Call ``use`` with the checkpoint ``wanted``. If that is the newest, go back while ``use`` finds damage.
 
-    Only damage and a format that is not known here falls back: an I/O error or a template that does not match is raised
-    as it is. What a writer deleted or
-    replaced meanwhile proves nothing: then the root is looked at anew. What was proven damaged is set aside once an
-    older checkpoint was read whole; if none can be, nothing is moved: the fault may lie elsewhere, and a restart must
-    not take the root for an empty one.
+    Only damage and an unknown format make the search go back. An I/O error or a template that does not match is raised.
+    If a writer deletes or replaces a checkpoint meanwhile, the search begins anew. Checkpoints that were proven damaged
+    are set aside once an older one was read whole. If none can be read, nothing is moved: the fault may lie elsewhere,
+    and a restart must not take the root for an empty one.
     """
     search = FallbackSearch(ctx=ctx, quarantine=quarantine)
     for _ in range(discovery.MAX_RETRIES):
@@ -84,7 +84,7 @@ async def newest_good(
 
 
 def too_many_changes(root: Path) -> CheckpointNotFoundError:
-    """What to raise when a writer deletes faster than this reads."""
+    """Return the error to raise if a writer deletes checkpoints faster than this search reads them."""
     return CheckpointNotFoundError(
         f"each of {discovery.MAX_RETRIES} checkpoints under {root} was deleted or replaced by its writer while it "
         "was read: keep more of them (keep_last), or protect(step) one before it is read"
@@ -97,36 +97,34 @@ class ChangedError(AioCkptError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """What two readings of a checkpoint found."""
+    """Result of reading a damaged checkpoint twice."""
 
     checkpoint: discovery.CommittedCheckpoint
-    """Which."""
     error: CorruptCheckpointError | FormatVersionError
-    """Error of the second reading, or of the only one if the format is not known here."""
+    """Error of the second reading, or of the only one if the format is unknown."""
     is_proven: bool
-    """Whether both found a mismatch."""
+    """Whether both readings found a mismatch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FallbackSearch:
-    """A search from the newest checkpoint back."""
+    """State of a search from the newest checkpoint back."""
 
     ctx: EngineContext
-    """Where."""
     quarantine: Quarantine
-    """Told of checkpoints that were proven damaged."""
+    """Gets the checkpoints that were proven damaged."""
     damaged: list[Damage] = field(default_factory=list)
-    """Passed by so far, newest first."""
+    """Checkpoints passed by so far, newest first."""
     is_modified: bool = False
-    """Whether any reading began to fill the template."""
+    """Whether any reading has begun to fill the template."""
 
     async def use(self, candidate: discovery.CommittedCheckpoint, use: Use[T]) -> T:
-        """``use`` of a checkpoint, a second time if it does not match: a bad transfer is no damage on the disk.
+        """Call ``use`` with a checkpoint, and once more if it does not verify: a bad transfer is no damage on the disk.
 
         Raises:
-            CorruptCheckpointError: neither time; noted in ``damaged``.
+            CorruptCheckpointError: it verified neither time; noted in ``damaged``.
             FormatVersionError: a newer torch or aio_ckpt wrote it; noted in ``damaged``, never as proven.
-            ChangedError: it is no longer the one that was found.
+            ChangedError: a writer has deleted or replaced it.
         """
         try:
             return await self._read(candidate, use, again=False)
@@ -151,14 +149,14 @@ class FallbackSearch:
             if not await discovery.is_unchanged(self.ctx.storage, candidate):
                 raise ChangedError(str(candidate.path)) from error
             raise
-        # Without sums nothing else tells the manifest of one save from the data of the one that replaced it.
+        # If checksums are not verified, only this check finds a save that was replaced after its manifest was read.
         if self.ctx.config.verify == "never" and not await discovery.is_unchanged(self.ctx.storage, candidate):
             self.is_modified = True
             raise ChangedError(str(candidate.path))
         return value
 
     async def settle(self) -> tuple[SkippedCheckpoint, ...]:
-        """An older one was good: condemn what was proven; what was passed by, for the report."""
+        """After an older checkpoint was good: set aside the proven ones. Returns those passed by, for the report."""
         ctx = self.ctx
         proven = (
             CorruptCandidate(checkpoint=found.checkpoint, error=found.error)
@@ -180,15 +178,16 @@ class FallbackSearch:
         )
 
     def complete(self, error: Exception) -> None:
-        """``error`` ends the search: let it say whether the template was touched, and what was passed by before it."""
+        """Add to ``error``, which ends the search, whether the template was touched and what was passed by."""
         if self.is_modified:
             tell_modified(error)
-        if not isinstance(error, CorruptCheckpointError | FormatVersionError):  # which tells itself what it is about
+        # An error about a checkpoint names it itself.
+        if not isinstance(error, CorruptCheckpointError | FormatVersionError):
             for found in self.damaged:
                 error.add_note(f"step {found.checkpoint.step} was tried before and does not verify: {found.error}")
 
     def failure(self) -> CorruptCheckpointError | FormatVersionError:
-        """None is good: FormatVersionError if the only fault of all is that their format is not known here."""
+        """Return the error if no checkpoint is good: FormatVersionError if all of them have an unknown format."""
         each = "; ".join(f"step {found.checkpoint.step}: {found.error}" for found in self.damaged)
         text = f"no checkpoint under {self.ctx.root} verifies, and nothing was moved: {each}"
         is_unknown = all(isinstance(found.error, FormatVersionError) for found in self.damaged)
@@ -198,7 +197,9 @@ class FallbackSearch:
 
 
 async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.CommittedCheckpoint]:
-    """Newest first: what is committed, and what was before it lost its ``.metadata``; or the directory that is given.
+    """Return the directory that is given, or the committed checkpoints, newest first.
+
+    Checkpoints that have lost their ``.metadata`` are among them.
 
     Raises:
         CheckpointNotFoundError: there is none.

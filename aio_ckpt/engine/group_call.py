@@ -1,4 +1,4 @@
-"""Group calls: what a call of ``save()`` agrees on with the other ranks before it is a pending save."""
+"""Group calls: the agreement of the ranks on a call of ``save()``, before it is a pending save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aio_ckpt.runtime.portal import Portal
 __all__ = ["GroupCall", "await_counted", "await_met", "told_of"]
 
 Room: TypeAlias = tuple[bool, int]
-"""Whether the leader has room at a call, and the last call before the oldest that is pending there."""
+"""(whether the leader has room, number of the last call before the oldest that is pending on the leader)."""
 
 _ROOM: Exchange[None, Room] = Exchange(None, Room, stage="agree")
 _NOT_SKIPPED: Room = (True, 0)
@@ -43,12 +43,12 @@ class GroupCall:
         claim: Callable[[], object],
         pending_cleanup: PendingCleanup,
     ) -> None:
-        """``claim`` takes the step of a call that is not skipped; ``pending_cleanup`` gets directories that must go."""
+        """``claim`` takes the step of a call that is not skipped; ``pending_cleanup`` gets directories to delete."""
         self._pending_cleanup = pending_cleanup
         self._ctx = ctx
         self._number = number
         self.agreement = SaveRound(ctx.members, ctx.executor, topic=f"save {number}")
-        """What is agreed on once it is a pending save."""
+        """Agreement on the save once it is pending."""
         self._members = ctx.members
         self._portal = portal
         self._topic = f"room {number}"
@@ -57,15 +57,15 @@ class GroupCall:
         self._room: Room | None = _NOT_SKIPPED
 
     def expect_room(self) -> None:
-        """The leader will say whether it has room."""
+        """Note that the leader decides whether there is room."""
         self._room = None
 
     def room(self, own: Room, deadline: Deadline) -> Room:
-        """The leader's room at this call, which is ``own`` there.
+        """Return the leader's room at this call. On the leader it is ``own``.
 
         Raises:
-            StallError: it does not say by the deadline.
-            PeerFailedError: it refused the call, or is gone.
+            StallError: the leader does not answer by the deadline.
+            PeerFailedError: the leader refused the call, or is gone.
         """
         limit_secs = deadline.left_secs(2 * self._members.stall_secs)
         self._own = own
@@ -81,25 +81,25 @@ class GroupCall:
             self._room = await _ROOM.broadcast(coordinator, self._topic, self._own)
         finally:
             coordinator.end_call(self._topic)
-        if not self._room[0]:  # on no rank anything comes of it
+        if not self._room[0]:  # the call is skipped on every rank
             coordinator.end_call(f"save {self._number}")
         return self._room
 
     # -- the call ends here ---------------------------------------------------------------------------
 
     def refuse(self, error: BaseException) -> Future[None]:
-        """``save()`` is about to raise: the other ranks must not wait for this one.
+        """Tell the other ranks that ``save()`` is about to raise, so that they do not wait for this rank.
 
-        The next call builds on whether this one has taken its step, which is known once what is returned is done.
+        The returned future is done once it is known whether this call has taken its step. The next call needs that.
         """
         counted: Future[None] = Future()
-        if not self._members.are_several:  # nobody waits, and a step that was refused is free
+        if not self._members.are_several:  # no rank waits, and the step of a refused call is free
             counted.set_result(None)
             return counted
         told = told_of(self._members, error)
         with contextlib.suppress(EngineClosedError):
             if self._room is None:
-                self._portal.submit(self._refuse_unheard, told, counted, on_done=lambda _: _settle(counted))
+                self._portal.submit(self._refuse_later, told, counted, on_done=lambda _: _settle(counted))
                 return counted
             if self._room[0]:
                 self._take_step()
@@ -107,31 +107,33 @@ class GroupCall:
         _settle(counted)
         return counted
 
-    async def _refuse_unheard(self, told: PeerFailedError, counted: Future[None]) -> None:
-        await self._hear_late(told)
+    async def _refuse_later(self, told: PeerFailedError, counted: Future[None]) -> None:
+        await self._learn_room(told)
         if self._room is not None and self._room[0]:
             self._take_step()
             _settle(counted)
             await self._end(told)
 
     async def _end(self, told: PeerFailedError) -> None:
-        """The call is over on this rank; the others may have begun to write."""
-        if self.agreement.state is not SaveState.CALLED:  # its pipeline, if it has begun, ends and clears up itself
+        """End the call on this rank. The others may have begun to write."""
+        if self.agreement.state is not SaveState.CALLED:  # the pipeline of the save cleans up itself
             await self.agreement.abort(told, stage=CALL_STAGE)
             return
         end = await self.agreement.end(told, stage=CALL_STAGE)
         if self._members.is_leader and end.may_clear:
             self._pending_cleanup.add(self._ctx.pending_path(self._number), lambda: True)
 
-    async def _hear_late(self, told: PeerFailedError) -> None:
-        """What became of the call on the leader; there, say it."""
+    async def _learn_room(self, told: PeerFailedError) -> None:
+        """Learn the leader's decision on this call; on the leader, abort the call."""
         members = self._members
         self._room = _NOT_SKIPPED
-        with contextlib.suppress(AioCkptError):  # the leader refused it, too, or they never meet
+        with contextlib.suppress(AioCkptError):  # the leader has refused the call, too, or the ranks never meet
             await members.met()
             if not members.is_leader:
                 await self._announce()
-            elif await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None:  # its reply was out
+            elif (
+                await members.coordinator.abort(self._topic, told, stage=CALL_STAGE) is None
+            ):  # its reply was sent before
                 self._room = self._own
 
     def _take_step(self) -> None:
@@ -140,7 +142,7 @@ class GroupCall:
 
 
 def await_counted(refused: Future[None], members: Membership, deadline: Deadline) -> None:
-    """Block until it is known whether the call before, which was refused, has taken its step."""
+    """Block until it is known whether the previous call, which was refused, has taken its step."""
     wait([refused], deadline.left_secs(min(2 * members.stall_secs, MAX_SECS)))
     if not refused.done():
         deadline.check(None, "waiting to hear of the call before")
@@ -152,8 +154,8 @@ def _settle(counted: Future[None]) -> None:
 
 
 def told_of(members: Membership, error: BaseException) -> PeerFailedError:
-    """What the other ranks are told of ``error``, with which a call fails here."""
-    if isinstance(error, PeerFailedError):  # handed on: the first to fail is named
+    """Return the error to tell the other ranks, of ``error`` with which a call fails here."""
+    if isinstance(error, PeerFailedError):  # the first rank that failed is named
         return PeerFailedError(str(error), rank=error.rank, stage=CALL_STAGE, cause=error.cause)
     return PeerFailedError(f"{type(error).__name__}: {error}", rank=members.coordinator.rank, stage=CALL_STAGE)
 
@@ -162,7 +164,7 @@ def await_met(members: Membership, deadline: Deadline) -> None:
     """Block until all ranks have opened their engines.
 
     Raises:
-        StallError: they did not in time.
+        StallError: a rank did not come in time.
         PeerFailedError, RootError: see :meth:`Membership.meet`.
     """
     try:

@@ -1,4 +1,4 @@
-"""Joint loads: all ranks load the same checkpoint, and fall back together past one that any of them found bad."""
+"""Group loads: all ranks load the same checkpoint. If it is damaged on any rank, all fall back together."""
 
 from __future__ import annotations
 
@@ -35,59 +35,59 @@ T = TypeVar("T")
 
 
 class Loaded(Protocol):
-    """A checkpoint that one rank has read and proved."""
+    """A checkpoint that one rank has read and verified."""
 
     @property
     def identity(self) -> str:
-        """The same on every rank that read the same save."""
+        """Identity of the save, the same on every rank that read it."""
         ...
 
     async def put_back(self) -> None:
-        """Set what is set only when all ranks have read it."""
+        """Set objects and Stateful values. Called once all ranks have read the checkpoint."""
         ...
 
 
 L = TypeVar("L", bound=Loaded)
 GroupUse: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool, OnMatched], Awaitable[L]]
-"""As :data:`aio_ckpt.engine.fallback.Use`; what it reads fits all ranks once the third argument has returned."""
+"""Like :data:`aio_ckpt.engine.fallback.Use`. It awaits the third argument before it fills the template."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has done of what all were told."""
+    """Message of a rank: the result of the last order."""
 
     kind: Literal["none yet", "matched", "read", "put back", "damaged", "changed"]
-    """``matched``: all is known that can be before the template is touched; ``changed``: deleted or replaced
-    meanwhile."""
+    """``none yet``: the first message; ``matched``: the template matches and is not yet touched; ``changed``: a writer
+    has deleted or replaced the checkpoint."""
     text: str = ""
-    """``matched`` and ``read``: the identity of what was; ``damaged``: of what."""
+    """``matched`` and ``read``: identity of the save; ``damaged`` and ``changed``: text of the error."""
     is_proven: bool = False
-    """Whether it is a mismatch that was read twice."""
+    """``damaged``: whether two readings found a mismatch."""
     is_unknown: bool = False
-    """Whether it is no damage: a newer torch or aio_ckpt wrote the checkpoint."""
+    """``damaged``: whether the format is unknown, because a newer torch or aio_ckpt wrote the checkpoint."""
     asked: tuple[int | None, str, bool] | None = None
     """``none yet``: step, path (empty if none was given) and ``fallback`` of the call."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader tells all."""
+    """Reply of the leader: what all ranks do next."""
 
     kind: Literal["load", "fill", "put back", "done", "not found", "damaged", "unknown"]
-    """``load``: read this step; ``fill``: the templates of all match the same save; ``put back``: all have read it;
-    ``done``: all have put it back; else none can be loaded, and why."""
+    """``load``: read this step; ``fill``: fill the templates, which all match; ``put back``: set the objects, as all
+    have read the step; ``done``: the load has ended well. The others end the load with an error."""
     step: int = 0
-    """Which."""
+    """``load``: the step to read."""
     text: str = ""
-    """For errors."""
+    """Text of the error that ends the load; else empty."""
     blame: _Outcome | None = None
-    """What some rank found wrong with the checkpoint before."""
+    """Damage that a rank found in the checkpoint before; None if there is none."""
     newest: int | None = None
-    """``done``: the newest committed step, less what was proven damaged."""
+    """``done``: the newest committed step, without those proven damaged; None if there is none."""
     is_new_look: bool = False
-    """The root was looked at anew: what was found before counts no more."""
+    """Whether the search begins anew, with a new list of checkpoints: damage found before does not count."""
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing more is to be told."""
+        """Whether this order ends the load."""
         return self.kind not in ("load", "fill", "put back")
 
 
@@ -96,17 +96,17 @@ _ERRORS: dict[str, type[AioCkptError]] = {
     "damaged": CorruptCheckpointError,
     "unknown": FormatVersionError,
 }
-"""What each rank raises, by the kind of the last order."""
+"""By kind of the last order, the type of the error that each rank raises."""
 _TURN: Exchange[_Outcome, _Order] = Exchange(_Outcome, _Order, stage="load")
 
 
 async def newest_good_for_all(
     ctx: EngineContext, quarantine: Quarantine, name: str, wanted: Wanted, use: GroupUse[L], *, fallback: bool
 ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
-    """As :func:`aio_ckpt.engine.fallback.newest_good`, for the same call on every rank, which all call ``name``.
+    """Do :func:`aio_ckpt.engine.fallback.newest_good` on all ranks; ``name`` is the same on every rank for this call.
 
-    No template is touched before those of all match the same save, and what was read is put back only once all have
-    read it. A rank that leaves tells the others.
+    No template is touched before the templates of all ranks match the same save. Objects are set only once all ranks
+    have read it. A rank that leaves tells the others.
 
     Raises:
         PeerFailedError: another rank could not load for a reason that is no damage, was called with another step, path
@@ -133,11 +133,11 @@ async def newest_good_for_all(
             own.search.complete(error)
         raise
     finally:
-        coordinator.end_call(name)  # whoever still waits for this rank hears that it is elsewhere
+        coordinator.end_call(name)  # a rank that still waits for this one learns that it has left
 
 
 async def refuse_for_all(ctx: EngineContext, name: str, error: BaseException) -> None:
-    """This rank takes no part in the load called ``name``, so that none does."""
+    """Tell the other ranks that this rank takes no part in the load ``name``: it fails on all ranks."""
     await _tell(ctx.members.coordinator, (_topic(name, 1),), error, ctx.config.stall_timeout_secs)
 
 
@@ -146,7 +146,7 @@ def _topic(name: str, turn: int) -> str:
 
 
 class _OtherOrderError(Exception):
-    """What this rank has begun is not to be ended."""
+    """The leader's next order tells this rank not to end the reading that it has begun."""
 
     def __init__(self, order: _Order) -> None:
         super().__init__(order.kind)
@@ -154,7 +154,7 @@ class _OtherOrderError(Exception):
 
 
 class LoadRound:
-    """What the ranks of one load tell each other: turn by turn each its outcome, and the leader what comes next."""
+    """Exchanges of one load. In each, every rank sends its outcome and the leader replies with the next order."""
 
     def __init__(self, coordinator: Coordinator, name: str, leading: LoadLeader) -> None:
         self._coordinator = coordinator
@@ -162,10 +162,10 @@ class LoadRound:
         self._leading = leading
         self._turn = 1
         self.unheard = [_topic(name, 1), _topic(name, 2)]
-        """Topics in which the others may wait for this rank, should it go no further."""
+        """Topics in which the other ranks may wait for this one. If this rank fails, it aborts them."""
 
     async def tell(self, outcome: _Outcome) -> _Order:
-        """The next order."""
+        """Send this rank's outcome and return the next order."""
         topic, following = _topic(self._name, self._turn), _topic(self._name, self._turn + 1)
         self.unheard = [topic, following]
         order = await _TURN.run(self._coordinator, topic, outcome, self._leading.decide)
@@ -175,7 +175,7 @@ class LoadRound:
 
 
 class LoadMember(Generic[L]):
-    """This rank's side: it does what all are told."""
+    """This rank's part of a load: it follows the orders of the leader."""
 
     def __init__(self, search: FallbackSearch, use: GroupUse[L], turns: LoadRound, wanted: Wanted) -> None:
         self.search = search
@@ -189,10 +189,10 @@ class LoadMember(Generic[L]):
         self._error: CorruptCheckpointError | FormatVersionError | None = None
 
     async def follow(self, order: _Order) -> _Outcome:
-        """Read what is ordered, or put back what was read.
+        """Read the ordered step, or set the objects that were read.
 
         Raises:
-            _OtherOrderError: the templates of all do not match it.
+            _OtherOrderError: the templates of the ranks do not all match the same save.
         """
         self._error = None
         try:
@@ -213,7 +213,7 @@ class LoadMember(Generic[L]):
         try:
             ordered = Wanted(step=step) if self._wanted.path is None else self._wanted
             self._candidate = (await candidates(self.search.ctx, ordered))[0]
-        except CheckpointNotFoundError as error:  # retention was faster
+        except CheckpointNotFoundError as error:  # retention has deleted it meanwhile
             raise ChangedError(str(error)) from error
         self._loaded = await self.search.use(
             self._candidate, lambda candidate, again: self._use(candidate, again, self._matched)
@@ -222,7 +222,7 @@ class LoadMember(Generic[L]):
         return _Outcome("read", self._loaded.identity)
 
     async def _matched(self, identity: str) -> None:
-        """Return once all may fill their templates. By the second reading of a checkpoint all know it."""
+        """Return once all ranks may fill their templates. In the second reading of a checkpoint they may already."""
         if self._outcome.kind == "matched":
             return
         self._outcome = _Outcome("matched", identity)
@@ -231,12 +231,12 @@ class LoadMember(Generic[L]):
             raise _OtherOrderError(order)
 
     async def _put_back(self) -> _Outcome:
-        assert self._loaded is not None, "the leader has this rank's word that it read it"
+        assert self._loaded is not None, "the leader knows that this rank has read it"
         await self._loaded.put_back()
         return _Outcome("put back")
 
     def take_blame(self, order: _Order) -> None:
-        """What another rank found wrong is wrong for this one, too."""
+        """Note the damage that another rank found: the checkpoint is damaged for this rank, too."""
         if order.is_new_look:
             self.search.damaged.clear()
         elif order.blame is not None and self._outcome.kind != "damaged" and self._candidate is not None:
@@ -246,21 +246,21 @@ class LoadMember(Generic[L]):
             self.search.damaged.append(found)
 
     async def end(self, order: _Order) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
-        """What was loaded; raises why nothing was."""
+        """Return the loaded checkpoint; raise the error if none was loaded."""
         if order.kind == "done" and self._candidate is not None and self._loaded is not None:
             self._learn_newest(order)
             return self._candidate, await self.search.settle(), self._loaded
         raise _ERRORS[order.kind](order.text) from self._error
 
     def _learn_newest(self, order: _Order) -> None:
-        """As the leader saw it; a save that was committed beside this load may be newer than its look."""
+        """Take over the newest step that the leader found, or that of a save committed meanwhile if it is newer."""
         members = self.search.ctx.members
         beside = members.newest if members.newest != self._newest_before else None
         members.newest = max((step for step in (order.newest, beside) if step is not None), default=None)
 
 
 class LoadLeader:
-    """The leader's side: which checkpoint next."""
+    """The leader's part of a load: it chooses the next checkpoint."""
 
     def __init__(self, ctx: EngineContext, quarantine: Quarantine, wanted: Wanted, *, fallback: bool) -> None:
         self._ctx = ctx
@@ -273,10 +273,10 @@ class LoadLeader:
         self._found: list[str] = []
         self._proven: set[int] = set()
         self._all_unknown = True
-        """Whether no candidate was found damaged: those passed by were written by a newer torch or aio_ckpt."""
+        """Whether all candidates so far have an unknown format, and none is damaged."""
 
     async def decide(self, outcomes: Sequence[_Outcome]) -> _Order:
-        """From what became of the last one on every rank."""
+        """Return the next order, from the outcomes of all ranks."""
         kinds = {outcome.kind for outcome in outcomes}
         if kinds == {"none yet"}:
             _check_asked(outcomes)
@@ -284,7 +284,7 @@ class LoadLeader:
             return _Order("fill" if kinds == {"matched"} else "put back")
         if kinds == {"put back"}:
             return _Order("done", newest=await self._newest())
-        if "damaged" not in kinds or "changed" in kinds:  # else matched or read, but not the same save by all
+        if "damaged" not in kinds or "changed" in kinds:  # or matched or read, but not the same save on all ranks
             return await self._look()
         rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
         blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven, bad.is_unknown)
@@ -302,11 +302,14 @@ class LoadLeader:
         return self._next(_Order("load", blame=blame))
 
     async def _newest(self) -> int | None:
-        """The newest committed step, less what was proven damaged; what was known before if the root can't be read."""
+        """Return the newest committed step, without those proven damaged.
+
+        If the root cannot be read, return the last known one.
+        """
         ctx = self._ctx
         try:
             committed = await self._quarantine.committed(ctx.storage, ctx.root, ctx.names)
-        except AioCkptError as error:  # all have what they wanted
+        except AioCkptError as error:  # the load itself has succeeded
             _log.warning("%s could not be looked at behind a load: %s", ctx.root, error)
             return None if ctx.members.newest in self._proven else ctx.members.newest
         return max({checkpoint.step for checkpoint in committed} - self._proven, default=None)
@@ -349,7 +352,7 @@ def _called(asked: tuple[int | None, str, bool] | None) -> str:
 
 
 async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Callable[[], Awaitable[T]]) -> T:
-    """What ``work`` gives; meanwhile the other ranks hear that this one reads."""
+    """Return the result of ``work``; meanwhile send heartbeats to the other ranks."""
 
     async def beat() -> None:
         while True:
@@ -368,18 +371,18 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
 
 
 async def _tell(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:
-    """Abandon what the others wait for, or will: the second of ``topics`` if the word of the first was out already."""
+    """Abort the topics in which the other ranks wait: the second of ``topics`` if the first has a reply already."""
     cause = error if isinstance(error, Exception) else SaveCancelledError("the load was given up")
     is_leader = coordinator.rank == coordinator.leader
     with anyio.CancelScope(shield=True):
         try:
             for topic in topics:
                 if await coordinator.failure(topic) is not None:
-                    return  # all hear of it there
-                # It is told at once. Whether it was heard in time spares the second topic, and nothing else.
+                    return  # all ranks learn of it by this topic
+                # The failure is sent at once. The second topic is needed only if no answer comes in time.
                 with anyio.move_on_after(stall_secs / HEARTBEATS_A_STALL):
                     is_heard = await coordinator.abort(topic, cause, stage="load")
-                    if is_heard and not is_leader:  # the leader's own may have come after a word that some have heard
+                    if is_heard and not is_leader:  # some ranks may have the leader's earlier reply
                         return
-        except AioCkptError as untold:  # the others learn it by their deadlines
+        except AioCkptError as untold:  # the other ranks fail by their deadlines
             error.add_note(f"the other ranks could not be told: {untold}")

@@ -1,5 +1,4 @@
-"""The saves in flight of one engine: which may enter, with which step, how each is started and settled, which failures
-nobody saw."""
+"""The saves in flight of one engine: room, step numbers, start, settlement, and failures that nobody awaited."""
 
 from __future__ import annotations
 
@@ -44,27 +43,27 @@ __all__ = ["MAX_CALLS", "InFlight", "KnownSteps"]
 
 _log = logging.getLogger("aio_ckpt")
 MAX_CALLS = sys.maxsize
-"""Beyond the number of any call."""
+"""Larger than the number of any call."""
 
 
 class KnownSteps:
-    """The committed steps as one rank knows them, and the step of a call of ``save()`` that gives none.
+    """Committed steps as this rank knows them, and the default step of ``save()``.
 
-    Invariant: the step of such a call is computed only from what every rank knows at that call. Of several ranks that
-    is the newest step when all met, loaded or went back, and the steps of all calls since that were not skipped,
-    whatever became of them: another rank may not have heard of a failure yet. One rank alone counts only what is
-    committed or pending, so that a step that failed is free again.
+    Invariant: the default step is computed only from information that every rank has at that call. If there are several
+    ranks, that is the newest step when all met, loaded or rolled back, and the steps of all later calls that were not
+    skipped. Failed calls count, because another rank may not know of the failure yet. If there is one rank, only
+    committed and pending steps count, so the step of a failed save is free again.
     """
 
     def __init__(self, quarantine: Quarantine, *, counts_calls: bool) -> None:
-        """``counts_calls``: there are other ranks."""
+        """``counts_calls``: whether there are several ranks."""
         self._quarantine = quarantine
         self._counts_calls = counts_calls
         self._lock = Lock()
         self._last_call: tuple[int, int] | None = None
         """Number and step of the last call that was not skipped."""
         self._highest: int | None = None
-        """Highest step of all such calls since a rollback."""
+        """Highest step of the calls since a rollback that were not skipped."""
         self._newest: int | None = None
         self._newest_since_read: int | None = None
         self._are_read = False
@@ -78,11 +77,11 @@ class KnownSteps:
         return self._are_read and self._times_condemned == self._quarantine.times_condemned
 
     def forget(self) -> None:
-        """The steps on the disk are about to change: the next save reads them anew."""
+        """Note that the steps on the disk are about to change: the next save reads them anew."""
         self._are_read = False
 
     def learn(self, read_steps: Callable[[], Iterable[int]]) -> None:
-        """Take over the newest step on the disk, or what is committed while the disk is read."""
+        """Take over the newest step on the disk, or one that is committed while the disk is read."""
         try:
             with self._lock:
                 self._newest_since_read = None
@@ -96,25 +95,25 @@ class KnownSteps:
             self._newest = _later(self._newest_since_read, found)
 
     def settle(self, step: int, *, is_committed: bool) -> None:
-        """The save of ``step`` has ended."""
+        """Note that the save of ``step`` has ended."""
         with self._lock:
             if is_committed:
                 self._newest = _later(self._newest, step)
                 self._newest_since_read = _later(self._newest_since_read, step)
             else:
-                self._are_read = False  # a commit that stalled may have become visible: look again
+                self._are_read = False  # a stalled commit may have become visible: read again
 
     # -- the next one ---------------------------------------------------------------------------------
 
     def newest(self, pending: Iterable[int]) -> int | None:
-        """Newest step committed or ``pending`` here."""
+        """Return the newest step that is committed, or in ``pending``."""
         return _later(self._newest, max(pending, default=None))
 
     def claim(self, number: int, step: object, pending: Iterable[int], *, agreed: int | None) -> int:
-        """The step of call ``number`` on every rank: ``step``, or the next one if it is no step that could be given.
+        """Take and return the step of call ``number``: ``step``, or the next one if ``step`` is no valid step.
 
-        Every call that is not skipped claims its step, one that is refused here, too. ``agreed`` is the newest step
-        as all ranks know it.
+        Every call that is not skipped claims its step, even if this rank refuses the call. ``agreed`` is the newest
+        step that all ranks know.
         """
         with self._lock:
             if self._last_call is not None and self._last_call[0] == number:
@@ -128,13 +127,13 @@ class KnownSteps:
             return step
 
     def roll_back(self, step: int) -> None:
-        """All ranks have gone back to ``step``."""
+        """Note that all ranks have rolled back to ``step``."""
         with self._lock:
             self._are_read = False
             self._highest = step
 
     def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
-        """A step that the caller gave. Only the newest is remembered: an older one is looked up on the disk.
+        """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.
 
         Raises:
             StepOrderError: see :func:`aio_ckpt.commit.step_numbers.check_step`.
@@ -148,8 +147,8 @@ class KnownSteps:
 class InFlight:
     """The table of pending saves.
 
-    Invariant: a save is in the table from :meth:`start` until it is settled, and at most ``max_in_flight`` are. A
-    failure that no waiter has seen stays here until it was raised once.
+    Invariant: a save is in the table from :meth:`start` until it is settled. The table holds at most ``max_in_flight``
+    saves. A failure that no waiter has seen stays here until it is raised once.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class InFlight:
         *,
         on_settled: Callable[[int, BaseException | None], None],
     ) -> None:
-        """``on_settled`` is told of each outcome before the save leaves the table."""
+        """``on_settled`` gets step and error of each save before the save leaves the table."""
         self._ctx = ctx
         self._pipeline = pipeline
         self._portal = portal
@@ -183,14 +182,14 @@ class InFlight:
     # -- room -----------------------------------------------------------------------------------------
 
     def wait_for_room(self, step: object, when_busy: BusyPolicy, deadline: Deadline) -> float | None:
-        """Seconds waited for room; None if the save is to be skipped.
+        """Wait for room. Returns the seconds waited; None if the save is to be skipped.
 
-        Without a deadline for as long as it takes: each pending save settles by its own.
+        Without a deadline, this waits as long as it takes: each pending save has its own limits.
 
         Raises:
-            BusyError: there is none and ``when_busy="raise"``.
-            StallError: there was none by the deadline of this save, which is to be ``step`` (or the next).
-            EngineClosedError: the engine was closed, maybe meanwhile.
+            BusyError: there is no room and ``when_busy="raise"``.
+            StallError: there was no room by the deadline of this save, which names ``step`` if it is given.
+            EngineClosedError: the engine is closed, or was closed meanwhile.
         """
         began = time.perf_counter()
         with self._lock:
@@ -213,10 +212,10 @@ class InFlight:
             raise EngineClosedError("the engine was closed: open a new one")
 
     def close(self) -> None:
-        """No save may enter from now on; those that wait get EngineClosedError.
+        """Let no save enter from now on. Calls that wait get EngineClosedError.
 
         Raises:
-            WrongThreadError: on the engine's own thread, where what is pending could never end.
+            WrongThreadError: the caller is the engine's own thread, on which pending saves run.
         """
         self._portal.check_thread("close()")
         with self._lock:
@@ -224,27 +223,27 @@ class InFlight:
             self._changed.notify_all()
 
     def prepare_buffers(self, plan: Plan) -> None:
-        """Make side streams and gather buffers now that the first save of ``plan`` would make."""
+        """Make the side streams and gather buffers of ``plan`` now, ahead of its first save."""
         self._copy_engines.prepare(plan)
 
     def clear_buffers(self) -> None:
-        """Let go of the gather buffers: 64 MiB of each device."""
+        """Free the gather buffers, ``EngineConfig.gather_bytes`` on each device."""
         self._copy_engines.clear()
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
-        """Saves not settled, oldest first."""
+        """Saves that are not settled, oldest first."""
         with self._lock:
             return tuple(self._pending)
 
     def room(self) -> tuple[bool, int]:
-        """Whether another save may enter now, and the last call before the oldest that is pending."""
+        """Return whether another save may enter now, and the number of the last call before the oldest pending one."""
         with self._lock:
             through = self._pending[0].number - 1 if self._pending else self._calls
             return len(self._pending) < self._max, through
 
     def wait_settled(self, through: int, deadline: Deadline) -> None:
-        """Until no save of a call up to ``through`` is pending."""
+        """Wait until no save of a call up to number ``through`` is pending."""
         with self._lock:
             while self._pending and self._pending[0].number <= through:
                 deadline.check(None, f"waiting for the save of step {self._pending[0].step} to end")
@@ -252,7 +251,7 @@ class InFlight:
 
     @property
     def settled_before_room(self) -> Future[None] | None:
-        """Settlement of the oldest save, if another would have to wait for it."""
+        """Return the settlement of the oldest save if the table is full, else None."""
         with self._lock:
             return self._pending[0].settled if len(self._pending) >= self._max else None
 
@@ -272,7 +271,7 @@ class InFlight:
         waited_secs: float,
         plan_secs: float,
     ) -> PendingSave:
-        """Make a pending save, which has the lease from now on; :meth:`start` enters it in the table and runs it."""
+        """Make a pending save, which owns the lease from now on. :meth:`start` puts it into the table and runs it."""
 
         def cancel() -> bool:
             return self._portal.call(save.cancel, timeout=self._ctx.config.stall_timeout_secs, what="cancel()")
@@ -315,15 +314,15 @@ class InFlight:
         return save
 
     def next_number(self) -> int:
-        """The number of a call of ``save()``: the same on every rank for the same call."""
+        """Return the number of a new call of ``save()``, the same on every rank for the same call."""
         self._calls += 1
         self._ctx.members.coordinator.begin_call(f"save {self._calls}")
         return self._calls
 
     def start(self, save: PendingSave, planned: PlannedSave) -> None:
-        """Start the pipeline and copy: the first chunks are written while later ones are copied.
+        """Start the pipeline and the copies. The first chunks are written while later ones are copied.
 
-        When it raises, the save is settled: nothing is visible and the ticket holds the error.
+        If this raises, the save is settled: nothing is visible and the ticket holds the error.
         """
         work: Capture | None = None
         image = save.captured.image
@@ -338,7 +337,7 @@ class InFlight:
             if is_running:
                 self._portal.post(save.progress.tell, runs)
             else:
-                save.progress.tell(runs)  # nobody waits for it yet, and the loop is woken once
+                save.progress.tell(runs)  # nothing waits for it yet, so that the loop is woken once
                 begin()
 
         def issued(work: Capture) -> None:
@@ -346,14 +345,16 @@ class InFlight:
             save.events = work.source_events
             self.guards.wait_for(work.source_events)
             is_staged = work.is_done
-            save.timer.reached("blocked")  # now: the loop, woken next, may be done before this goes on
+            save.timer.reached(
+                "blocked"
+            )  # first: the loop wakes next and may settle the save before this thread goes on
 
         try:
             image.lease.hold(save.ticket.staged)
-            with self._lock:  # in here: a save in the table that nobody settles would keep all later ones waiting
-                self.check_open()  # since there was room; whoever closes awaits what is in the table then
+            with self._lock:  # inside the try: a save in the table that is never settled would block all later ones
+                self.check_open()  # again: close() waits only for saves that are in the table then
                 self._pending.append(save)
-            if not plan.uses_cuda:  # else once all is issued: see capture()
+            if not plan.uses_cuda:  # with CUDA, once all copies are issued: see capture()
                 begin()
             work = capture(
                 planned,
@@ -368,13 +369,13 @@ class InFlight:
             self._finish(save, work, is_staged=is_staged)
         except BaseException as error:
             if work is not None:
-                work.finish()  # the arena goes back: no copy may still be under way
+                work.finish()  # no copy may still use the arena when it is given back
             image.lease.let_go(save.ticket.staged)
             self._give_up(save, error)
             raise
 
     def _finish(self, save: PendingSave, work: Capture, *, is_staged: bool) -> None:
-        """Every copy is issued: ``staged`` is reached once they are done, or now if ``is_staged``."""
+        """Reach ``staged`` once all issued copies are done, or now if ``is_staged``."""
 
         def finish() -> None:
             work.finish()
@@ -389,9 +390,9 @@ class InFlight:
             self._portal.executor.submit(finish).add_done_callback(lambda _: lease.let_go(staged))
 
     def _give_up(self, save: PendingSave, error: BaseException) -> None:
-        """``save()`` is about to raise ``error``: the save ends with it first, however far it has come."""
+        """End a save whose ``save()`` is about to raise ``error``, at whatever stage it is."""
         timeout_secs = self._ctx.config.stall_timeout_secs
-        # Ctrl-C is raised by save() and only there: the pipeline and later saves hear of a cancelled save.
+        # Only save() raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
         interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
         cause = error if isinstance(error, Exception) else interrupted
         tell_stage(cause, CALL_STAGE)
@@ -401,11 +402,14 @@ class InFlight:
             self._settle(save, failed(cause))
         with contextlib.suppress(StallError):
             save.ticket.exception(timeout_secs)
-        with self._lock:  # raised by save(); kept, its traceback would keep the caller's state alive
+        with self._lock:  # save() raises it; a kept traceback would keep the caller's state alive
             self._unreported = [entry for entry in self._unreported if entry[1] is not save.ticket]
 
     async def _stop(self, save: PendingSave, cause: Exception) -> None:
-        """On the loop, where alone it is certain whether the pipeline has begun; it settles the save if it has."""
+        """Stop a save, on the loop: only there it is certain whether the pipeline has begun.
+
+        If so, that settles the save.
+        """
         save.progress.fail(cause)
         if save.scope is None:  # the pipeline has not begun
             save.captured.image.lease.close()
@@ -413,7 +417,10 @@ class InFlight:
             self._settle(save, failed(cause))
 
     def _settle(self, save: PendingSave, done: Future[SaveReport]) -> None:
-        """The pipeline ended or will never begin: leave the table, then tell the ticket. The first call counts."""
+        """Settle a save whose pipeline has ended or will never begin: first the table, then the ticket.
+
+        The first call counts.
+        """
         if save.settled.done():
             return
         error = SaveCancelledError("the engine was closed") if done.cancelled() else done.exception()
@@ -421,10 +428,10 @@ class InFlight:
         if save.round.is_committing and isinstance(error, (EngineClosedError, SaveCancelledError)):
             save.round.lose(error)
         if error is not None and not is_cancelled:
-            # As text: a handler that keeps records would keep the error's traceback and with it the caller's state.
+            # Logged as text: a handler that keeps records would keep the traceback and so the caller's state.
             _log.error("the save of step %d failed: %s: %s", save.step, type(error).__name__, str(error))
         if error is not None:
-            save.captured.image.fail_slots(error)  # a pipeline that never began has not
+            save.captured.image.fail_slots(error)  # a pipeline that never began has not done it
         self._on_settled(save.step, error)
         with self._lock:
             self._pending = [other for other in self._pending if other is not save]
@@ -443,7 +450,7 @@ class InFlight:
 
     @property
     def pending_steps(self) -> list[int]:
-        """Steps of the saves not settled."""
+        """Steps of the saves that are not settled."""
         return [save.step for save in self.pending]
 
     @property
@@ -452,19 +459,19 @@ class InFlight:
         return self.steps.newest(self.pending_steps)
 
     def claim_step(self, number: int, step: object) -> int:
-        """The step of call ``number``: see :meth:`KnownSteps.claim`."""
+        """Take the step of call ``number``; see :meth:`KnownSteps.claim`."""
         return self.steps.claim(number, step, self.pending_steps, agreed=self._ctx.members.newest)
 
     def check_step(self, step: int, *, overwrite: bool, read_steps: Callable[[], Collection[int]]) -> int:
-        """``step`` if a save of it may enter now, else StepOrderError."""
+        """Return ``step`` if a save of it may enter now, else raise StepOrderError."""
         return self.steps.check(step, self.pending_steps, overwrite=overwrite, read=read_steps)
 
     # -- failures -------------------------------------------------------------------------------------
 
     def raise_unreported(self, through: int) -> None:
-        """Raise the oldest failure that nobody has seen, once; with ``on_failure="log"`` they were only logged.
+        """Raise the oldest failure that nobody has awaited, once. With ``on_failure="log"``, raise none.
 
-        Of calls up to number ``through``: later ones are raised by a later call, as on the other ranks.
+        Only calls up to number ``through`` count: a later call raises the others, as on the other ranks.
         """
         raises = self._on_failure == "raise"
         with self._lock:
@@ -479,12 +486,12 @@ class InFlight:
 
 
 def _was_raised_elsewhere(error: BaseException) -> bool:
-    """Whether ``save()`` raised it on another rank: raised once more, here, it would be news again there, and so on."""
+    """Return whether ``save()`` raised ``error`` on another rank. Raised here again, it would be told there again."""
     return isinstance(error, PeerFailedError) and error.stage == CALL_STAGE
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """A future that holds ``error``."""
+    """Return a future that holds ``error``."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future

@@ -1,13 +1,13 @@
-"""The way of a load, which :meth:`Loader._load` shows.
+"""The stages of a load, which :meth:`Loader._load` shows.
 
     load(template)
-       |  loop thread: accept the call, choose a checkpoint, the newest first; the next older one if it is damaged
+       |  loop thread: accept the call, choose the newest checkpoint, or the next older one if it is damaged
        v
     open ------> match ------> fetch ------> decode ------> apply
     (manifests)  (nothing      (each block   (objects)      (objects set,
                   touched)      proven)                      load_state_dict called)
 
-Several ranks wait for each other behind *match* and behind *decode*: all fill the same checkpoint, or none does.
+Several ranks wait for each other after *match* and after *decode*: all load the same checkpoint, or none does.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class LoadCall:
     """One accepted call of ``load()``."""
 
     name: str
-    """The same on every rank for the same call."""
+    """Name of the call, the same on every rank."""
     state: object
     """The template."""
     wanted: Wanted
-    """Which checkpoint."""
+    """The checkpoint that the call asks for."""
     strict: bool
-    """Refuse names of the checkpoint that the template lacks."""
+    """Whether names of the checkpoint that the template lacks are refused."""
     allow_missing: bool
-    """Leave template names that the checkpoint lacks."""
+    """Whether template names that the checkpoint lacks are left as they are."""
     fallback: bool
-    """Without a step: fall back past what does not verify."""
+    """Whether a load without a step passes by checkpoints that do not verify."""
     skip_untrusted: bool = False
-    """Leave objects that only running code reads as they are."""
+    """Whether objects that only running code reads are left as they are."""
     cast: bool = False
-    """Read tensors of another dtype into that of the template."""
+    """Whether tensors of another dtype are converted to that of the template."""
     rename: Rename | None = None
-    """Makes the template's names of those that are stored."""
+    """Makes the template's names of those that are stored; None if they are the same."""
 
     def __post_init__(self) -> None:
         check_rename(self.rename)
@@ -70,20 +70,20 @@ class LoadCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """The way of a load from the call to a filled template. :meth:`_load` shows all of it.
+    """Runs a load, from the call to a filled template. :meth:`_load` shows all of it.
 
     :func:`aio_ckpt.read.load.load_checkpoint` reads one checkpoint: open, match, plan, fetch, decode.
     """
 
     ctx: EngineContext
     quarantine: Quarantine
-    """Told of checkpoints that were proven damaged."""
+    """Gets the checkpoints that were proven damaged."""
 
     async def load(self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None]) -> LoadReport:
         """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
 
-        ``options``: ``path`` and the flags of :class:`LoadCall`. However the load ends, no thread touches ``state`` any
-        more: the caller may fill it by other means.
+        ``options``: ``path`` and the flags of :class:`LoadCall`. However the load ends, no thread touches ``state``
+        afterwards.
 
         Raises:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
@@ -92,9 +92,9 @@ class Loader:
         return await unless_given_up(given_up, lambda: self._load(state, step, options))
 
     async def _load(self, state: object, step: object, options: Mapping[str, Any]) -> LoadReport:
-        """Accept, search, read, apply."""
+        """Accept the call, search a checkpoint, read it, apply it."""
         ctx, quarantine = self.ctx, self.quarantine
-        call = await self._accept(state, step, options)  # on every rank, or no rank loads
+        call = await self._accept(state, step, options)  # on all ranks, or on none
         if ctx.members.are_several:  # no rank fetches before all have matched, nor applies before all have decoded
             use_jointly = functools.partial(self._read, call)
             found = await newest_good_for_all(
@@ -109,7 +109,7 @@ class Loader:
     async def read(
         self, wanted: Wanted, only: Collection[str] | None, skip_untrusted: bool = False, with_report: bool = False
     ) -> Any:
-        """The nested state of the checkpoint that is ``wanted``; ``with_report``: and a ReadReport."""
+        """Return the state of the checkpoint ``wanted``; with ``with_report``, (state, ReadReport)."""
         ctx = self.ctx
 
         async def read(candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
@@ -135,7 +135,7 @@ class Loader:
 
     async def _accept(self, state: object, step: object, options: Mapping[str, Any]) -> LoadCall:
         members = self.ctx.members
-        name = members.next_load()  # first: a call that is refused on this rank alone still counts, as on the others
+        name = members.next_load()  # first: a call that only this rank refuses counts on all ranks
         try:
             flags = dict(options)
             wanted = wanted_checkpoint(step, flags.pop("path", None))
@@ -147,7 +147,7 @@ class Loader:
         return call
 
     async def _refuse(self, name: str, error: BaseException) -> None:
-        """Tell the other ranks, which meet this one first; if they never do, there is nobody to tell."""
+        """Tell the other ranks, once they have met this one. If they never meet, no rank waits."""
         with anyio.CancelScope(shield=True):
             with contextlib.suppress(AioCkptError):
                 await self.ctx.members.met()
@@ -193,7 +193,7 @@ class _Loaded:
 
     outcome: LoadOutcome
     executor: Executor
-    """Runs the setting of objects."""
+    """Sets the objects, in one of its threads."""
 
     @property
     def identity(self) -> str:
@@ -208,7 +208,7 @@ class _Loaded:
 def load_report(
     chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome
 ) -> LoadReport:
-    """What a load did."""
+    """Return the report of a load from the checkpoint ``chosen``."""
     return LoadReport(
         step=_step_of(chosen, outcome),
         path=chosen.path,
@@ -224,7 +224,7 @@ def load_report(
 def read_report(
     chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: ReadOutcome
 ) -> ReadReport:
-    """What a read did."""
+    """Return the report of a read of the checkpoint ``chosen``."""
     return ReadReport(
         step=_step_of(chosen, outcome),
         path=chosen.path,
@@ -241,10 +241,10 @@ def _step_of(chosen: CommittedCheckpoint, outcome: LoadOutcome | ReadOutcome) ->
 
 
 def wanted_checkpoint(step: object, path: object) -> Wanted:
-    """What the arguments of a load ask for.
+    """Return the checkpoint that the arguments of a load ask for.
 
     Raises:
-        ConfigError, StepOrderError: an argument that cannot be, or both.
+        ConfigError, StepOrderError: an argument is invalid, or both are given.
     """
     if path is None:
         return Wanted(step=None if step is None else check_step_number(step))
@@ -254,20 +254,20 @@ def wanted_checkpoint(step: object, path: object) -> Wanted:
 
 
 def selection(only: Any) -> list[str] | None:
-    """The names given to ``read(only=)``, one or several; None: all.
+    """Return the names given to ``read(only=)``, one or several; None for all.
 
     Raises:
-        ConfigError: no names.
+        ConfigError: ``only`` holds a value that is no name.
     """
     if only is None:
         return None
     try:
         given = iter(only if isinstance(only, Iterable) and not isinstance(only, str) else [only])
-    except TypeError:  # of an array of no dimension, which says that it is iterable
+    except TypeError:  # an array without dimensions counts as iterable and is not
         given = iter([only])
     names: list[str] = []
     for name in given:
-        if not isinstance(name, str):  # at the first: there may be no last one
+        if not isinstance(name, str):  # checked one by one: the iterable may be endless
             raise ConfigError(f"only={shown(only)}: give the name of a leaf or branch, or several")
         names.append(name)
     return names

@@ -1,4 +1,4 @@
-"""One save on the engine's loop: write, vote, commit; and what happens when any of it fails."""
+"""One save on the engine's loop: write, vote, commit; and its cleanup if a stage fails."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import anyio.lowlevel
 from isal import isal_zlib
 
 from aio_ckpt.checks import MAX_SECS
-from aio_ckpt.commit import cleanup as undo
-from aio_ckpt.commit import owner, publish
+from aio_ckpt.commit import cleanup, owner, publish
 from aio_ckpt.commit.manifests import (
     MetadataFile,
     object_entries,
@@ -50,35 +49,35 @@ __all__ = ["SavePipeline", "keep_trace"]
 
 _log = logging.getLogger("aio_ckpt")
 _TELL_SECS = 1.0
-"""How much later than its deadline a save may end: a leader that lives answers in milliseconds."""
+"""Time after its deadline within which a save ends: a living leader answers in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePipeline:
-    """The way of a save from its captured image to a visible checkpoint. :meth:`_save` shows all of it."""
+    """Runs a save, from its captured image to a visible checkpoint. :meth:`_save` shows all of it."""
 
     ctx: EngineContext
     throttle: WriteThrottle
-    """The rate of writing."""
+    """Limits the rate of writing."""
     quarantine: Quarantine
-    """Whose lock orders all renames under the root."""
-    pending_cleanup: undo.PendingCleanup
-    """Directories that are still to be removed."""
+    """Its lock ``renames`` orders all renames under the root."""
+    pending_cleanup: cleanup.PendingCleanup
+    """Gets the directories of failed saves, which are deleted later."""
     rescue: Rescue = field(default_factory=Rescue)
-    """Records each snapshot, so that it can be committed after a crash."""
+    """Records each snapshot, which can then be committed after a crash."""
 
     def slot_timeout_secs(self, nbytes: int) -> float:
-        """How long ``nbytes`` of memory may take to become free: none were written for too long, throttled or not."""
+        """Return the longest time in which ``nbytes`` of staging memory become free, if the disk does not stall."""
         return self.ctx.config.stall_timeout_secs + self.throttle.longest_wait_secs(nbytes)
 
     async def run(self, save: PendingSave) -> SaveReport:
-        """Take a captured (or still being captured) save to the disk.
+        """Write and commit a save whose capture has begun.
 
         Raises:
             SaveCancelledError: ``cancel`` was accepted.
             StallError: no progress for ``stall_timeout_secs``, or ``deadline_secs`` passed.
-            Exception: the first error of any stage. Nothing is visible then, and the arena returns when the last
-                thread has let go of it.
+            Exception: the first error of any stage. Nothing is visible then. The arena is free again once the last
+                thread that uses it has ended.
         """
         if save.settled.done():
             raise SaveCancelledError(f"the save of step {save.step} ended before its pipeline began")
@@ -105,12 +104,12 @@ class SavePipeline:
         written = await self._write_rank(save, pending)  # data file and rank manifest, durable
         vote = self._vote(save, written)
         with progress.paused():
-            votes = await group.gather(vote)  # the leader: every rank's; the others: ()
+            votes = await group.gather(vote)  # on the leader: of every rank; elsewhere ()
         if group.is_leader:
             await self._publish(save, pending, written.metadata, votes)  # .metadata, root manifest, one rename
         with progress.paused():
-            reply = await group.finish(votes)  # every rank knows
-        await _earlier(save)
+            reply = await group.finish(votes)  # every rank knows of the commit
+        await _await_earlier(save)
         self._confirm(save)
         save.begin("ending")
         return self._report(save, written, reply)
@@ -123,12 +122,12 @@ class SavePipeline:
         try:
             await self.ctx.storage.make_dir(pending)
         except WriteError as error:
-            if error.errno != errno.EEXIST or self.ctx.world_size == 1:  # another rank was first
+            if error.errno != errno.EEXIST or self.ctx.world_size == 1:  # another rank has made the directory
                 raise
         return pending
 
     async def _write_rank(self, save: PendingSave, pending: Path) -> WrittenRank:
-        """The data file and this rank's manifest, durable; ``.metadata`` beside them where no other rank is needed."""
+        """Write the data file and this rank's manifest, durable; ``.metadata``, too, if it depends on no other rank."""
         ctx, captured, storage = self.ctx, save.captured, self.ctx.storage
         plan, objects = captured.plan, captured.objects
         metadata = self._own_metadata(save)
@@ -171,7 +170,7 @@ class SavePipeline:
 
         workers = ctx.config.workers
         file = new_file(
-            ctx.storage, path, image.chunks[-1].stop, writers=workers, settle_secs=undo.SETTLE_SECS, begin=save.begin
+            ctx.storage, path, image.chunks[-1].stop, writers=workers, settle_secs=cleanup.SETTLE_SECS, begin=save.begin
         )
         result = await write_image(
             image,
@@ -190,7 +189,7 @@ class SavePipeline:
         return result
 
     def _own_metadata(self, save: PendingSave) -> MetadataFile | None:
-        """``.metadata``, where it depends on no other rank."""
+        """Render ``.metadata``; None if it depends on other ranks."""
         captured = save.captured
         if captured.plan.metadata is None:
             return None
@@ -217,7 +216,7 @@ class SavePipeline:
     # -- vote -----------------------------------------------------------------------------------------
 
     def _vote(self, save: PendingSave, written: WrittenRank) -> Vote:
-        """This rank's vote to commit: what it has written."""
+        """Return this rank's vote to commit, which describes the files that it has written."""
         plan, sent, timer = save.captured.plan, self.ctx.members.sent, save.timer
         spans = object_spans(plan, save.captured.objects)
         is_alone, is_first = all(settled.done() for settled in save.earlier), sent.is_new(plan.share_id)
@@ -233,7 +232,7 @@ class SavePipeline:
         )
 
     def _confirm(self, save: PendingSave) -> None:
-        """The leader knows now where the objects stand."""
+        """Note that the leader knows the places of this save's objects."""
         plan = save.captured.plan
         self.ctx.members.sent.confirm(plan.share_id, object_spans(plan, save.captured.objects))
 
@@ -242,10 +241,10 @@ class SavePipeline:
     async def _publish(
         self, save: PendingSave, pending: Path, metadata: MetadataFile | None, votes: Sequence[Vote]
     ) -> None:
-        """The leader: everything is durable but the names; make it one checkpoint, visible."""
+        """On the leader: make the pending directory durable, then visible as a checkpoint, by one rename."""
         ctx = self.ctx
         save.begin("waiting for the commit of the save before")
-        await _earlier(save)
+        await _await_earlier(save)
         if metadata is None:
             metadata = await self._metadata_of_all(save, pending, votes)
         save.progress.touch()
@@ -263,18 +262,18 @@ class SavePipeline:
         save.timer.reached("dir_synced")
         save.begin("waiting while other checkpoints are renamed")
         async with self.quarantine.renames:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation that was accepted since the last wait
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a cancellation may have been accepted since the last wait
             save.round.advance(SaveState.COMMITTING)
             save.begin("making it visible (rename, fsync)")
             await self._rename(save, pending)
         save.round.advance(SaveState.VISIBLE)
 
     async def _metadata_of_all(self, save: PendingSave, pending: Path, votes: Sequence[Vote]) -> MetadataFile:
-        """Render and write ``.metadata`` of what all ranks have written."""
+        """Render and write ``.metadata`` of the shares of all ranks."""
         ctx, ledger = self.ctx, self.ctx.members.ledger
         save.begin("rendering .metadata")
         spans = ledger.learn(votes)
-        with save.progress.paused():  # seconds for 10,000 ranks, in which no storage is asked for anything
+        with save.progress.paused():  # takes seconds for 10,000 ranks, without any request to the storage
             template = await run_blocking(ctx.executor, ledger.template, votes)
         final, save_id = ctx.final_path(save.step), ctx.save_id(save.number)
         metadata = render_metadata_file(template, spans, checkpoint_id=str(final), save_id=save_id)
@@ -283,7 +282,7 @@ class SavePipeline:
 
     async def _rename(self, save: PendingSave, pending: Path) -> None:
         ctx, limit_secs, final = self.ctx, self.ctx.config.stall_timeout_secs, self.ctx.final_path(save.step)
-        # Shielded: a rename that was begun is finished or undone.
+        # Shielded, because a rename that has begun must be completed or undone.
         with anyio.move_on_after(limit_secs, shield=True) as scope:
             left = await publish.publish(ctx.storage, pending=pending, final=final, overwrite=save.call.overwrite)
             for directory in left:
@@ -309,10 +308,10 @@ class SavePipeline:
             slowest_rank=reply.slowest,
         )
 
-    # -- beside all of it, and behind it --------------------------------------------------------------
+    # -- watch and clean up ---------------------------------------------------------------------------
 
     async def _watched(self, save: PendingSave) -> SaveReport:
-        """:meth:`_save`, ended by its deadline, by a stall, or by ``cancel()``; and heartbeats meanwhile."""
+        """Run :meth:`_save`, with heartbeats. Its deadline, a stall or ``cancel()`` ends it."""
         ctx, report = self.ctx, None
         with anyio.CancelScope() as scope:
             save.scope = scope
@@ -330,21 +329,21 @@ class SavePipeline:
                     try:
                         report = await self._save(save)
                     finally:
-                        save.captured.image.lease.let_go(save.settled)  # visible or failed: nobody has to rescue it
+                        save.captured.image.lease.let_go(save.settled)  # visible or failed: no rescue needs the image
                     group.cancel_scope.cancel()
             except Exception as error:
                 if report is None:
                     raise
-                # The deadline, say, in the same turn of the loop as the leader's reply: it is committed all the same.
+                # The deadline may pass in the same turn of the loop as the leader's reply. The step is committed then.
                 _log.warning("step %d was committed before this came: %s", save.step, first_cause(error))
         if report is None:
             raise SaveCancelledError(f"the save of step {save.step} was cancelled; nothing became visible")
         return report
 
     async def _clean_up(self, save: PendingSave, cause: BaseException, stage: str) -> BaseException:
-        """The save has failed: tell the other ranks, then leave nothing behind. What it failed with first."""
+        """After a failure: tell the other ranks, then delete what the save has made. Returns the first error."""
         end = await save.round.end(cause, stage=stage, limit_secs=_tell_secs(save.call.deadline))
-        await undo.settle_failure(
+        await cleanup.settle_failure(
             self.ctx.storage,
             self.ctx.pending_path(save.number) if end.may_clear else None,
             save.captured.image,
@@ -358,28 +357,28 @@ class SavePipeline:
 
 
 async def keep_trace(ctx: EngineContext, save: PendingSave, error: BaseException | None) -> None:
-    """The save has ended, with ``error`` or well: write the trace that its caller asked for."""
+    """Write the trace that the caller asked for, once the save has ended. ``error``: its failure, or None."""
     captured = save.captured
     about = {"step": save.step, "plan_hit": captured.plan_hit, "image_bytes": captured.image.chunks[-1].stop}
     await save.call.trace.keep(ctx.executor, origin=save.call.started, rank=ctx.rank, about=about, error=error)
 
 
 def _tell_secs(deadline: Deadline) -> float | None:
-    """How long a save that failed may wait for the leader's reply; None: as long as the leader lives."""
+    """Return how long a failed save may wait for the leader's reply; None: as long as the leader lives."""
     return None if deadline.secs is None else deadline.left_secs(MAX_SECS) + _TELL_SECS
 
 
-async def _earlier(save: PendingSave) -> None:
-    """Commits keep the order of the calls."""
+async def _await_earlier(save: PendingSave) -> None:
+    """Wait until earlier saves have settled: commits keep the order of the calls."""
     with save.progress.paused():
         for settled in save.earlier:
             await asyncio.wrap_future(follow(settled))
 
 
 async def _watch(ctx: EngineContext, save: PendingSave) -> None:
-    """Raise what ended the capture early; StallError when nothing moves for too long or the deadline passes."""
+    """Raise the failure of the capture; StallError if nothing moves for too long or the deadline passes."""
     limit = ctx.config.stall_timeout_secs
-    while not save.round.is_committing:  # which has a limit of its own: to give it up would not take it back
+    while not save.round.is_committing:  # the commit has its own limit, and is not undone
         save.call.deadline.check(save.step, save.activity)
         idle_left = save.progress.idle_left_secs(limit)
         if idle_left <= 0:
@@ -392,7 +391,7 @@ async def _watch(ctx: EngineContext, save: PendingSave) -> None:
 
 
 async def _send_heartbeats(ctx: EngineContext, save: PendingSave) -> None:
-    """Let the other ranks wait for a rank that is slow but moves."""
+    """Send heartbeats while the save moves, so that the other ranks wait for a slow rank."""
     last = save.progress.last
     while True:
         await anyio.sleep(ctx.config.stall_timeout_secs / HEARTBEATS_A_STALL)
@@ -401,5 +400,5 @@ async def _send_heartbeats(ctx: EngineContext, save: PendingSave) -> None:
             try:
                 await ctx.members.coordinator.beat()
             except AioCkptError:
-                if not save.round.is_committing:  # else the others cannot be told, which undoes nothing
+                if not save.round.is_committing:  # a commit goes on without the store
                     raise

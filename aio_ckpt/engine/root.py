@@ -1,4 +1,4 @@
-"""What an engine holds of its root: the writer's lock, the committed steps, what is deleted and what is protected."""
+"""The root of an engine: the writer's lock, the committed steps, retention and protection."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _log = logging.getLogger("aio_ckpt")
 
 
 def make_root(root: str | os.PathLike[str]) -> Path:
-    """Make the directory of the checkpoints and its parents, durably; it may be there. Its absolute path.
+    """Make the directory of the checkpoints and its parents, durably, if missing. Returns its absolute path.
 
     Raises:
-        RootError: as :func:`checked_path`; it is a file, or cannot be made.
+        RootError: the path is no path, is a file, or cannot be made; see :func:`checked_path`.
     """
     path = checked_path(root).absolute()
     try:
@@ -54,9 +54,9 @@ def make_root(root: str | os.PathLike[str]) -> Path:
 class RootSession:
     """The root of one engine. Every call blocks its caller, for ``stall_timeout_secs`` at most.
 
-    Invariant: nothing under the root is renamed, cleared or deleted without its lock, which is held from the first
-    :meth:`become_writer` until :meth:`release`, but the directory of a save of its own that failed. A mark of
-    protection is no such change: any process may set it.
+    Invariant: without its lock, the engine renames and deletes nothing under the root but the directories of its own
+    failed saves. It holds the lock from the first :meth:`become_writer` until :meth:`release`. Any process may
+    protect a step without the lock.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RootSession:
         rescue: Rescue,
         must_wait: Callable[[], bool],
     ) -> None:
-        """Nothing is deleted while ``must_wait()`` says so."""
+        """While ``must_wait()`` is True, nothing is deleted."""
         self._ctx = ctx
         self._quarantine = quarantine
         self._pending_cleanup = pending_cleanup
@@ -93,17 +93,18 @@ class RootSession:
     # -- the lock -------------------------------------------------------------------------------------
 
     def become_writer(self, learn: Callable[[Callable[[], list[int]]], None], deadline: Deadline) -> None:
-        """Before the first change under the root: take its lock, set aside what loads proved damaged, clear leftovers,
-        let ``learn`` read the steps.
+        """Take the root's lock, before the first change under the root.
+
+        Then set aside the checkpoints that loads proved damaged, clear leftovers, and let ``learn`` read the steps.
 
         Raises:
             RootError: another writer holds it, or the root is not writable.
             EngineClosedError: the engine was closed.
-            StallError: the deadline of the save passed; the next one begins anew.
+            StallError: the deadline of the save passed. The next save begins anew.
         """
         if self._lock is not None:
             self._lock.renew()
-            if self._quarantine.is_waiting:  # in the place of what is to be saved
+            if self._quarantine.is_waiting:  # a damaged checkpoint may be in the way of this save
                 self._set_aside(deadline)
             return
         self._check_open()
@@ -118,7 +119,7 @@ class RootSession:
             self._call(self._rescue.reclaim, what="clearing segments of dead writers", deadline=deadline)
             learn(functools.partial(self.steps, deadline))
             self._lock = lock
-            self._check_open()  # since then: whoever closed it found no lock to release
+            self._check_open()  # again: if the engine was closed meanwhile, nothing releases this lock
         except BaseException as error:
             tell_stage(error, "open")
             self._lock = None
@@ -130,7 +131,7 @@ class RootSession:
             _log.info("cleared leftovers of dead writers: %s", ", ".join(cleared))
 
     def release(self) -> None:
-        """Let the lock go. Idempotent."""
+        """Release the lock. Idempotent."""
         lock, self._lock = self._lock, None
         self._quarantine.is_writer = False
         if lock is not None:
@@ -138,7 +139,7 @@ class RootSession:
             lock.release()
 
     def _check_open(self) -> None:
-        if self._portal.is_closed:  # nobody would let go of the lock
+        if self._portal.is_closed:  # nothing would release the lock
             raise EngineClosedError("the engine was closed: open a new one")
 
     def _set_aside(self, deadline: Deadline) -> None:
@@ -155,7 +156,7 @@ class RootSession:
     # -- steps ----------------------------------------------------------------------------------------
 
     def steps(self, deadline: Deadline = NO_DEADLINE) -> list[int]:
-        """Committed steps, ascending, less those that are to be set aside; read by the deadline of a save."""
+        """Return the committed steps, ascending, without those to be set aside. Raises StallError at ``deadline``."""
         ctx = self._ctx
         arguments = ctx.storage, ctx.root, ctx.names
         try:
@@ -172,7 +173,7 @@ class RootSession:
             CheckpointNotFoundError: ``step`` is not committed.
             StallError: steps are still being deleted.
         """
-        # What a pass has listed as expired may be ``step``: gone after all later ones were abandoned.
+        # A deletion in progress may have listed ``step`` as expired. It ends first, else no step might be left.
         if wait(self._passes, self._ctx.config.stall_timeout_secs).not_done:
             raise StallError(f"rollback({step}): the deletion of expired steps under {self._ctx.root} does not end")
         return self._call(self._abandon_after, step, what="rollback()")
@@ -187,7 +188,7 @@ class RootSession:
     # -- retention ------------------------------------------------------------------------------------
 
     def protect(self, step: int) -> None:
-        """Mark a step, durably, as never to be deleted.
+        """Protect a step from deletion, durably.
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
@@ -196,23 +197,24 @@ class RootSession:
         self._call(retention.protect, ctx.storage, ctx.root, ctx.names, step, what="protect()")
 
     def unprotect(self, step: int) -> None:
-        """Take the mark away."""
+        """End the protection of a step."""
         self._call(retention.unprotect, self._ctx.storage, self._ctx.root, step, what="unprotect()")
 
     def protected_steps(self) -> list[int]:
-        """Marked steps, ascending."""
+        """Return the protected steps, ascending."""
         ctx = self._ctx
         return sorted(self._call(retention.protected_steps, ctx.storage, ctx.root, what="protected_steps()"))
 
     @property
     def undeleted(self) -> Mapping[int, str]:
-        """Steps that retention could not delete at last, and why."""
+        """Steps that the last retention pass could not delete, with the reason."""
         return self._retention.undeleted
 
     def delete_expired(self, good: int) -> None:
-        """Step ``good`` is committed: begin to delete what expires by it and what failed saves left, in the background.
+        """After the commit of step ``good``: begin to delete expired steps and directories of failed saves.
 
-        Without the lock nothing expires: so of several ranks the leader alone deletes, by its own settings.
+        The deletion runs in the background. Without the lock no step expires, so only the leader of several ranks
+        deletes steps, by its own settings.
         """
         self._passes = [done for done in self._passes if not done.done()]
         expires = self._retention.is_enabled and self._lock is not None
@@ -221,17 +223,17 @@ class RootSession:
 
     @property
     def passes(self) -> tuple[Future[None], ...]:
-        """Deletions in the background."""
+        """Futures of the deletions in the background."""
         return tuple(self._passes)
 
     def last_passes(self) -> tuple[Future[None], ...]:
-        """The same, with one more for what failed saves left: the engine is closing."""
+        """Return :attr:`passes` and, as the engine is closing, one more for directories of failed saves."""
         if len(self._pending_cleanup) and not self._must_wait():
             self._begin_pass(None)
         return self.passes
 
     def _begin_pass(self, good: int | None) -> None:
-        with contextlib.suppress(EngineClosedError):  # the save must settle all the same; the next run deletes
+        with contextlib.suppress(EngineClosedError):  # the engine is closed; the next run deletes
             self._passes.append(self._portal.submit(self._delete, good))
 
     async def _delete(self, good: int | None) -> None:

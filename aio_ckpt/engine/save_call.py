@@ -1,6 +1,6 @@
 """The caller's half of a save: room, step, plan, lease, capture.
 
-What it starts goes on in :mod:`aio_ckpt.engine.pipeline`.
+The second half runs on the loop: :mod:`aio_ckpt.engine.pipeline`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _log = logging.getLogger("aio_ckpt")
 
 
 class SaveFrontend:
-    """What the saves of one engine share on the caller's side.
+    """Caller's half of all saves of one engine.
 
-    Invariant: one call at a time plans, leases and captures; who waits for it waits for the lock.
+    Invariant: one call at a time plans, leases and captures. Other calls wait for the lock.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SaveFrontend:
         is_urgent: Callable[[], bool],
         on_committed: Callable[[int], None],
     ) -> None:
-        """``is_urgent``: there may be no other save to make up for one that is skipped."""
+        """``is_urgent``: whether the process is to end soon. A save is not skipped then, as there may be no other."""
         config = ctx.config
         self._ctx = ctx
         self._portal = portal
@@ -81,7 +81,6 @@ class SaveFrontend:
             debug=config.debug,
             segments=rescue.shared_memory,
         )
-        """Arenas."""
         self.cache = PlanCache(
             world_size=ctx.members.coordinator.world_size,
             gather_bytes=config.gather_bytes,
@@ -89,14 +88,13 @@ class SaveFrontend:
         )
         """The plan of the last save."""
         self.in_flight = InFlight(ctx, portal, pipeline, on_settled=self._after)
-        """Pending saves."""
         self._encoder = ObjectEncoder(trusted=config.trusted_objects)
         self._staging = StagingChoice(config.staging, is_named=config.shm_path is not None)
         self._has_told_waves = False
         self.dropping: list[Future[None]] = []
-        """Given-up snapshots of dead trainers, on their way out."""
+        """Future of the deletion of dead trainers' snapshots."""
         self._refused: Future[None] | None = None
-        """Done once it is known whether the last call that was refused has taken its step."""
+        """Done once it is known whether the last refused call has taken its step; None if no call was refused."""
         self._lock = Lock()
 
     def meet(self) -> None:
@@ -110,10 +108,10 @@ class SaveFrontend:
         async def meet() -> None:
             await members.meet(ctx.storage, ctx.root, read_steps)
 
-        if not members.opened.done():  # alone all have met
+        if not members.opened.done():  # one rank has met itself
             try:
                 members.coordinator.register(str(ctx.root), stall_secs=members.stall_secs)
-            except RuntimeError as error:  # no thread could be had
+            except RuntimeError as error:  # the system has no more threads
                 members.opened.set_exception(error)
             else:
                 members.opened = self._portal.submit(meet)
@@ -129,7 +127,7 @@ class SaveFrontend:
                 self._ctx, self._portal, number=number, claim=claim, pending_cleanup=self._pipeline.pending_cleanup
             )
             try:
-                if call.refuse is not None and not self._ctx.members.are_several:  # at once: no rank has to be told
+                if call.refuse is not None and not self._ctx.members.are_several:  # at once: there is no rank to tell
                     call = call.refuse()
                 when_busy = "wait" if self._is_urgent() else self._ctx.config.when_busy
                 if when_busy != "wait":
@@ -147,14 +145,14 @@ class SaveFrontend:
         self, state: object, step: int | None, call: SaveCall, number: int, when_busy: BusyPolicy, joint: GroupCall
     ) -> SaveTicket:
         in_flight, deadline, trace = self.in_flight, call.deadline, call.trace
-        # In here nobody else leases: a lease that no pending save has was lost by Ctrl-C.
+        # Under the lock no other call leases: a lease that no pending save owns was lost by Ctrl-C.
         self.lifetime.close_lost([save.captured.image.lease for save in in_flight.pending])
         with trace.span("wait for room", CALLER):
             waited_secs = self._make_room(step, number, when_busy, joint, deadline)
         with trace.span("read the steps", CALLER):
             if not in_flight.steps.are_known:
                 in_flight.steps.learn(functools.partial(self._known_steps, deadline))
-        if call.refuse is not None:  # behind the wait, which ends alike on all ranks: this call is refused on all
+        if call.refuse is not None:  # after the wait, which ends alike on all ranks: the call is refused on all
             call = call.refuse()
         read_steps = functools.partial(self._root_session.steps, deadline)
         if step is not None:
@@ -194,27 +192,30 @@ class SaveFrontend:
                 waited_secs=waited_secs + image.lease.waited_secs,
                 plan_secs=plan_secs,
             )
-            self._map_next(planned.plan, objects)  # before the start: behind it a save that goes on would raise
+            self._map_next(
+                planned.plan, objects
+            )  # first: an error after the start would be raised while the save goes on
             with trace.span("capture", CALLER):
                 in_flight.start(save, planned)
         except Exception:
-            image.lease.close()  # a second time, unless no memory was left to call who would have closed it
+            image.lease.close()  # again: without memory, start() may have failed to close it
             raise
         return save.ticket
 
     def _make_room(
         self, step: int | None, number: int, when_busy: BusyPolicy, joint: GroupCall, deadline: Deadline
     ) -> float | None:
-        """Seconds waited for room; None if the save is to be skipped. Raises once what a save before failed with.
+        """Wait for room. Returns the seconds waited; None if the save is to be skipped.
 
-        Of many ranks each comes to the same end at the same call: it looks at nothing that another may not know yet.
+        Raises the failure of an earlier save that nobody awaited, once. All ranks decide alike at the same call,
+        because the decision uses only information that every rank has at that call.
         """
         in_flight = self.in_flight
         if not self._ctx.members.are_several:
             in_flight.raise_unreported(MAX_CALLS)
             return in_flight.wait_for_room(step, when_busy, deadline)
         began, has_room, through = time.perf_counter(), True, number - self._ctx.config.max_in_flight
-        if when_busy != "wait":  # if the leader has room, all have, or will have within the time of a message
+        if when_busy != "wait":  # if the leader has room, every rank has, or will have once a message has arrived
             in_flight.check_open()
             has_room, through = joint.room(in_flight.room(), deadline)
         in_flight.wait_settled(through, deadline)
@@ -227,16 +228,16 @@ class SaveFrontend:
         return time.perf_counter() - began
 
     def _known_steps(self, deadline: Deadline) -> list[int]:
-        """Committed steps: those on the disk, as the leader sees it."""
+        """Return the committed steps on the disk, as the leader sees them."""
         members = self._ctx.members
         if members.is_leader:
             return self._root_session.steps(deadline)
-        # Elsewhere the disk may be seen late (NFS). What this rank lacks, the leader knows: it refuses such a step.
+        # Another rank may see the disk late (NFS). The leader knows all steps and refuses one that this rank lacks.
         return [] if members.newest is None else [members.newest]
 
     def _check_not_inside(self, what: str) -> None:
-        """Raise WrongThreadError inside another call on the same thread, which a wait could never outlast."""
-        frame = sys._getframe(2) if self._lock.locked() else None  # behind the call that asks
+        """Raise WrongThreadError inside another call on the same thread: the inner call would wait for ever."""
+        frame = sys._getframe(2) if self._lock.locked() else None  # the caller of the calling method
         while frame is not None:
             if frame.f_code in _LOCKING and frame.f_locals.get("self") is self:
                 raise WrongThreadError(
@@ -272,11 +273,11 @@ class SaveFrontend:
 
     def _roll_back(self, step: int) -> list[int]:
         self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
-        self.in_flight.steps.forget()  # one that fails midway has renamed some
+        self.in_flight.steps.forget()  # a rollback that fails midway has renamed some steps
         return self._root_session.rollback(step)
 
     def _roll_back_on_all(self, step: int, number: int) -> list[int]:
-        """All ask, the leader goes back if no rank has a save pending, and the others wait for it."""
+        """Roll back on all ranks: the leader does it if no rank has a pending save, and the others wait."""
         members, topic = self._ctx.members, f"rollback {number}"
         coordinator, timeout_secs = members.coordinator, 2 * members.stall_secs
         try:
@@ -312,7 +313,7 @@ class SaveFrontend:
             self.in_flight.clear_buffers()
 
     def let_go(self) -> None:
-        """Forget guarded optimizers and the memory of gathers; arenas go later, behind the last thread."""
+        """Forget guarded optimizers and free the gather buffers. Arenas are freed once their last thread has ended."""
         self.in_flight.guards.close()
         self.in_flight.clear_buffers()
 
@@ -326,7 +327,10 @@ class SaveFrontend:
     def _assign(
         self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
     ) -> tuple[PlannedSave, ObjectBytes]:
-        """A miss: agree who writes what while the caller waits for the other ranks to call save(); keep the share."""
+        """After a plan miss: agree which rank writes what, and keep this rank's share.
+
+        Blocks until all ranks call save().
+        """
         whole = planned.plan
         limit_secs, told = deadline.left_secs(2 * self._ctx.members.stall_secs), _plan_message(planned, objects, step)
         try:
@@ -334,7 +338,7 @@ class SaveFrontend:
         except StallError:
             deadline.check(step, "waiting for the plans of the other ranks")
             raise
-        assert reply.share is not None  # a rank that planned anew has nothing to keep
+        assert reply.share is not None  # a rank that planned anew has no older share
         plan = narrow(whole, reply.share, reply.share_id)
         self.cache.adopt(plan)
         kept = frozenset(plan.object_names)
@@ -353,7 +357,7 @@ class SaveFrontend:
         return self._staging.take(planned.plan.source, lease)
 
     def _tell_waves(self, image: Image, step: int) -> None:
-        """Log, once, why ``save()`` takes as long as the disk."""
+        """Log once that the state is saved in waves, so that ``save()`` takes as long as the disk."""
         if image.is_whole or self._has_told_waves:
             return
         self._has_told_waves = True
@@ -369,7 +373,7 @@ class SaveFrontend:
         )
 
     def _map_next(self, plan: Plan, objects: ObjectBytes) -> None:
-        """In the background of this save: the arena that the next one would have to map."""
+        """Map the arena of the next save ahead, in the background."""
         arenas = self._ctx.config.max_in_flight
         if arenas == 1:
             return
@@ -378,27 +382,27 @@ class SaveFrontend:
             if mapped is not None:
                 mapped.add_done_callback(_log_failure)
 
-    def _give_up_kept(self) -> None:
-        """A snapshot of a dead trainer is history that this run did not go on from: its own step is committed now."""
+    def _drop_orphans(self) -> None:
+        """Delete the snapshots of dead trainers: this run has committed a step and does not go on from them."""
         if self._rescue.has_orphans:
             with contextlib.suppress(EngineClosedError):
                 self.dropping = [self._ctx.executor.submit(self._rescue.give_up, "a later run has committed a step")]
 
     def _after(self, step: int, error: BaseException | None) -> None:
-        """A save is about to settle: what a failed one planned is not trusted."""
+        """Handle the outcome of a save that is about to settle. After a failure, the cached plan is not trusted."""
         if error is not None:
             self.cache.clear()
         else:
             self._ctx.members.newest = max(step, self._ctx.members.newest or 0)
-            self._give_up_kept()
+            self._drop_orphans()
             self._on_committed(step)
 
 
 _ROLLBACK: Exchange[tuple[int, bool], tuple[str, list[int]]] = Exchange(
     tuple[int, bool], tuple[str, list[int]], stage="agree"
 )
-"""The step to go back to, and whether saves are pending on the rank; the ranks that have any, and the steps set aside.
-"""
+"""A rank sends the step and whether it has pending saves; the leader replies with the busy ranks and the moved
+steps."""
 _LOCKING = frozenset(
     call.__code__ for call in (SaveFrontend.save, SaveFrontend.prepare, SaveFrontend.rollback, SaveFrontend.clear_cache)
 )
@@ -428,7 +432,7 @@ def _log_failure(done: Future[None]) -> None:
 
 
 def _busy_ranks(asked: Sequence[tuple[int, bool]], step: int) -> str:
-    """Names of the ranks that have saves pending: none may go back then."""
+    """Describe the ranks that have pending saves, which forbid a rollback; '' if there is none."""
     for rank, (other, _) in enumerate(asked):
         if other != step:
             text = f"rank {rank} calls rollback({other}) where rank 0 calls rollback({step})"
@@ -437,16 +441,16 @@ def _busy_ranks(asked: Sequence[tuple[int, bool]], step: int) -> str:
 
 
 def _plan_message(planned: PlannedSave, objects: ObjectBytes, step: int) -> PlanMsg:
-    """All that this rank holds, with the sums by which the leader compares replicas."""
+    """Return all that this rank holds, with the checksums by which the leader compares replicas."""
     plan = planned.plan
-    assert plan.local is not None  # several ranks
+    assert plan.local is not None  # there are several ranks
     tensors = content_sums([planned.tensors[item.leaf] for item in plan.layout.items])
     crc32s = [isal_zlib.crc32(objects.region[start : start + nbytes]) for start, nbytes in objects.spans]
     return PlanMsg(step, plan.local, ContentSums(tensors, struct.pack(f"<{len(crc32s)}I", *crc32s)))
 
 
 def _own_objects(objects: ObjectBytes, names: Sequence[str], kept: Collection[str]) -> ObjectBytes:
-    """The encoded objects called ``kept`` out of all ``names``."""
+    """Return the encoded objects whose names are in ``kept``; ``names`` are those of all ``objects``."""
     parts: dict[tuple[int, int], int] = {}
     spans: list[tuple[int, int]] = []
     end = 0

@@ -1,4 +1,4 @@
-"""How an engine ends: what is pending is finished, abandoned or reported, then everything is released."""
+"""Shutdown of an engine: pending saves are finished, cancelled or reported, then all resources are released."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("aio_ckpt")
 
 @contextlib.contextmanager
 def second_to(error: BaseException | None) -> Iterator[None]:
-    """What the block raises is only logged if the trainer's own ``error`` came first."""
+    """Only log an error of the block if ``error`` of the training loop came first; else raise it."""
     try:
         yield
     except Exception:
@@ -35,20 +35,20 @@ def second_to(error: BaseException | None) -> Iterator[None]:
 class Shutdown:
     """The ways to end an engine.
 
-    Each begins with no save entering any more and ends with the release of everything, which is idempotent. A
-    wait that Ctrl-C ends releases nothing: what is pending goes on and is drained at interpreter exit.
+    Each first lets no more save enter, and at the end releases all resources, which is idempotent. If Ctrl-C ends the
+    wait, nothing is released: pending saves go on and are drained at interpreter exit.
     """
 
     def __init__(
         self, in_flight: InFlight, *, background: Callable[[], Iterable[Future[Any]]], release: Callable[[], None]
     ) -> None:
-        """``background`` is what must end beside the saves; begun, if at all, before its save settles."""
+        """``background`` returns the other work that must end. It begins before its save settles."""
         self._in_flight = in_flight
         self._background = background
         self._release = release
 
     async def finish(self) -> None:
-        """Wait for what is pending, release, raise once what an unawaited save failed with."""
+        """Wait for pending saves and release. Raises the failure of a save that nobody awaited, once."""
         for work in self._begin():
             await asyncio.wrap_future(follow(work))
         for work in self._background():
@@ -57,7 +57,7 @@ class Shutdown:
         self._in_flight.raise_unreported(MAX_CALLS)
 
     async def leave(self, error: BaseException | None) -> None:
-        """:meth:`finish` at the end of an ``async with`` that ``error`` left, however often the task is cancelled.
+        """Do :meth:`finish` at the end of an ``async with``, even if the task is cancelled. ``error`` ended the block.
 
         An engine that stayed open would hold its root until the process ends.
         """
@@ -73,14 +73,17 @@ class Shutdown:
             raise cancelled
 
     def finish_blocking(self) -> None:
-        """:meth:`finish` for a caller without a loop."""
+        """Do :meth:`finish` for a caller without a loop."""
         wait(self._begin())
         wait(self._background())
         self._release()
         self._in_flight.raise_unreported(MAX_CALLS)
 
     def abandon(self, timeout_secs: float) -> None:
-        """Cancel what is pending, release; what does not end in time is left behind, and logged."""
+        """Cancel pending saves and release.
+
+        A save that does not end within ``timeout_secs`` is logged and left behind.
+        """
         self._begin()
         for save in self._in_flight.pending:
             try:
@@ -91,13 +94,13 @@ class Shutdown:
         self._release()
 
     def drain(self, timeout_secs: float) -> None:
-        """At interpreter exit: wait at most so long, say which steps are lost, release."""
+        """At interpreter exit: wait at most ``timeout_secs``, log the steps that are lost, release."""
         deadline = time.monotonic() + timeout_secs
         pending = self._in_flight.pending
         try:
             wait(self._begin(), timeout_secs)
             wait(self._background(), max(0.0, deadline - time.monotonic()))
-        finally:  # Ctrl-C included: whoever is in a hurry must still hear what is lost
+        finally:  # also after Ctrl-C: the lost steps are logged in any case
             late = [save.step for save in pending if not save.settled.done()]
             if late:
                 _log.error("interpreter exit: steps %s were not committed in drain_timeout_secs", late)

@@ -1,4 +1,4 @@
-"""The values that one save passes from stage to stage, and the save while it is pending."""
+"""Values that one save passes from stage to stage, and the pending save."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ __all__ = ["CALL_STAGE", "CapturedSave", "PendingSave", "SaveCall", "SaveTimer",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCall:
-    """What one call of ``save()`` asks for, beside the state and its step."""
+    """Arguments of one call of ``save()``, without the state and the step."""
 
     overwrite: bool
-    """Whether a committed step is replaced."""
+    """Whether a committed checkpoint of the same step is replaced."""
     metrics: Mapping[str, float | None]
-    """What the caller measured."""
+    """Metrics of the step by name; None for a value that is not finite."""
     deadline: Deadline
-    """When it must be committed."""
+    """Time by which the save must be committed."""
     started: float
     """``time.perf_counter`` at the call."""
     trace: SaveTrace = NO_TRACE
-    """Told where the time goes."""
+    """Records the time of each stage."""
     refuse: Callable[[], SaveCall] | None = None
-    """Raises why the call is refused, if it is: the other ranks are told first, under the number of the call."""
+    """Raises the error of a refused call, after the other ranks were told; None if the call is accepted."""
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class SaveCall:
         metrics: Mapping[str, object] | None,
         trace: str | os.PathLike[str] | None,
     ) -> SaveCall:
-        """What ``save()`` was called with just now. Raises nothing: a refusal is kept, without its traceback."""
+        """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
         started, began = time.perf_counter(), time.monotonic()
 
         def checked() -> SaveCall:
@@ -76,40 +76,40 @@ class SaveCall:
 
         try:
             return checked()
-        except Exception:  # noqa: BLE001 - it is raised by ``refuse``
+        except Exception:  # noqa: BLE001 - ``refuse`` raises it again
             return cls(overwrite=False, metrics={}, deadline=NO_DEADLINE, started=started, refuse=checked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedSave:
-    """One save whose copies are issued, and whose bytes are in the image as they end."""
+    """One save whose copies are issued. The image holds its bytes once the copies end."""
 
     step: int
     number: int
     """Number of the call of ``save()``, the same on every rank."""
     requested: Sequence[str]
-    """Names of the leaves of the state that was given to this very call, not of the cached plan."""
+    """Names of the leaves of this call's state, not of the cached plan."""
     plan: Plan
-    """What this rank writes, and where."""
+    """Items that this rank writes, and their places."""
     plan_hit: bool
     """Whether the plan was reused."""
     fingerprint_hit: bool
     """Whether the copy descriptors were reused."""
     objects: ObjectBytes
     image: Image
-    """The bytes of the data file."""
+    """Bytes of the data file."""
     progress: CaptureProgress
-    """Which chunks are captured, and when something moved last."""
+    """The captured chunks, and the time of the last progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenRank:
-    """What one rank has written, durably."""
+    """Files that one rank has written, durable."""
 
     result: WriteResult
-    """Of the data file."""
+    """Result of writing the data file."""
     metadata: MetadataFile | None
-    """``.metadata``, where it depends on no other rank; else the leader renders it."""
+    """``.metadata`` as written by this rank; None if the leader renders it for all ranks."""
     manifest_bytes: int
     """Length of the rank's manifest."""
     manifest_crc32: int
@@ -117,12 +117,12 @@ class WrittenRank:
 
 
 CALL_STAGE = "capture"
-"""Stage of what ``save()`` itself raises."""
+"""Stage of the errors that ``save()`` itself raises."""
 Reached: TypeAlias = Literal["blocked", "staged", "written", "synced", "agreed", "dir_synced"]
 
 
 class SaveTimer:
-    """When one save reached what, in seconds from its call."""
+    """Times at which one save reached its stages, in seconds from its call."""
 
     def __init__(self, started: float, *, waited_secs: float, plan_secs: float) -> None:
         """``started`` is ``time.perf_counter`` at the call."""
@@ -136,15 +136,15 @@ class SaveTimer:
         return time.perf_counter() - self._started
 
     def reached(self, what: Reached) -> None:
-        """It is reached now; the last call counts."""
+        """Note that ``what`` is reached now. The last call counts."""
         self._secs[what] = self.elapsed()
 
     def secs(self, what: Reached) -> float:
-        """When it was reached; 0 if it was not."""
+        """Return the time at which ``what`` was reached; 0 if it was not."""
         return self._secs.get(what, 0.0)
 
     def timings(self) -> StageTimings:
-        """All of it, for the report of a save that is committed now."""
+        """Return all times, for the report of a save that is committed now."""
         return StageTimings(
             blocked_secs=self.secs("blocked"),
             waited_secs=self._waited_secs,
@@ -162,38 +162,35 @@ class SaveTimer:
 class PendingSave:
     """One save between ``save()`` and its settlement: its ticket, its state, its deadline and its progress.
 
-    Written by the caller's thread until it is submitted, then by the loop's.
+    The caller's thread changes it until the pipeline is submitted, then the loop's thread.
     """
 
     call: SaveCall
-    """What was asked for, the deadline included."""
     captured: CapturedSave
-    """Captured bytes, their plan and their image."""
     round: SaveRound
-    """Its state, and its agreement with the other ranks."""
+    """State of the save, and its agreement with the other ranks."""
     ticket: SaveTicket
-    """What the caller holds."""
+    """The ticket that ``save()`` returns."""
     earlier: tuple[Future[None], ...]
     """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
     alone would not do: it may fail while one before it goes on."""
     timer: SaveTimer
-    """When it reached what."""
     threads: Threads = field(default_factory=Threads)
     """Threads that work for this save."""
     settled: Future[None] = field(default_factory=Future)
-    """Committed or failed, everything cleaned up."""
+    """Done once the save is committed or has failed and is cleaned up."""
     events: tuple[CopyEvent, ...] = ()
-    """Behind every copy from a device."""
+    """Events after the copies from devices; done once all of them are."""
     activity: str = "beginning"
-    """What it does now, for messages."""
+    """Current activity, for messages."""
     stage: str = "write"
-    """Where it is, for errors: ``write``, ``agree`` or ``commit``."""
+    """Current stage, for errors: ``write``, ``agree`` or ``commit``."""
     scope: anyio.CancelScope | None = None
     """Cancels the pipeline; None until the pipeline has begun."""
 
     @property
     def failing_stage(self) -> str:
-        """Where an error of now comes: in waves, ``save()`` itself raises it while there is more to capture."""
+        """Stage of an error that comes now. In waves, ``save()`` itself raises it while there is more to capture."""
         is_waiting = not self.captured.image.is_whole and self.progress.is_capturing
         return CALL_STAGE if is_waiting else self.stage
 
@@ -209,17 +206,17 @@ class PendingSave:
 
     @property
     def progress(self) -> CaptureProgress:
-        """When something moved last."""
+        """Progress of the capture and the write."""
         return self.captured.progress
 
     def begin(self, activity: str, *, stage: str | None = None) -> None:
-        """On the loop: from now on it does this, in this stage if another one begins."""
+        """Note, on the loop, the activity that begins now, and its stage if that changes."""
         self.activity = activity
         self.stage = stage or self.stage
         self.call.trace.stage(activity)
 
     async def cancel(self) -> bool:
-        """On the loop: cancel unless it is too late."""
+        """Cancel the save, on the loop; False if it is too late."""
         if self.settled.done() or not self.round.cancel():
             return False
         if self.scope is not None:
