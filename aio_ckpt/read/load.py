@@ -594,7 +594,7 @@ def _prepare_apply(
             for prefix, value, state_dict in below:
                 with _told_of(prefix, value, checkpoint):
                     value.load_state_dict(state_dict)
-        if found.unexpected:
+        if found.unexpected and rank == 0:  # the others would say the same
             _log.warning(
                 "%s: the template lacks %s; they were not loaded (strict=True refuses them)",
                 checkpoint.path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import signal
@@ -96,7 +97,7 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
         {"None", "text"},
         "trace=",
     ),
-    "load(state)": (lambda engine, odd: engine.load(odd), set(), "state|'w' is an object"),
+    "load(state)": (lambda engine, odd: engine.load(copy.copy(odd)), {"a dict", "an empty dict"}, "state"),
     "load(step)": (lambda engine, odd: engine.load(STATE, odd), {"None", "1", "a numpy int"}, "step"),
     "load(strict)": (lambda engine, odd: engine.load(STATE, strict=odd), FLAG, "strict="),
     "load(allow_missing)": (lambda engine, odd: engine.load(STATE, allow_missing=odd), FLAG, "allow_missing="),

@@ -341,7 +341,7 @@ def save_unequal(rank: int, count: int, root: Path) -> tuple[set[float], list[st
         engine.load(loaded, strict=False)
     assert loaded["note"] == [0]
     logging.getLogger("aio_ckpt").removeHandler(handler)
-    return {float(loaded[name][0]) for name in names}, [text for text in heard if "differ" in text]
+    return {float(loaded[name][0]) for name in names}, [text for text in heard if "values differ" in text]
 
 
 def test_of_replicas_that_differ_the_lowest_ranks_are_saved_and_named(two: Ranks, tmp_path: Path) -> None:
