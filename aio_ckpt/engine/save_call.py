@@ -165,7 +165,7 @@ class SaveFrontend:
             planned = self.cache.resolve(flat)
         plan_secs = time.perf_counter() - call.started - waited_secs
         with trace.span("encode objects", CALLER):
-            objects = self._encoder.encode(planned.objects)
+            objects = self._encoder.encode(planned.objects, flat.versions)
         with trace.span("open the root", CALLER):
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(in_flight.steps.learn, deadline)
@@ -254,7 +254,7 @@ class SaveFrontend:
             self.in_flight.check_open()
             flat = self._flatten(state)
             planned = self.cache.resolve(flat)
-            objects = self._encoder.encode(planned.objects)
+            objects = self._encoder.encode(planned.objects, flat.versions)
             spec = self._spec(planned.plan, objects)
             if self._ctx.members.is_leader:
                 self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)

@@ -64,6 +64,8 @@ __all__ = [
 
 T = TypeVar("T")
 _log = logging.getLogger("aio_ckpt")
+_SHOWN = 5
+"""Objects that a message names."""
 _FREED_AFTER_SECS = 0.01
 _MAX_EXPANSION = 1 << 16
 """Beyond, a size behind a stream extension is forged: zstd, DCP's own, packs 128 KiB into 4 bytes at best."""
@@ -330,7 +332,15 @@ async def read_state(
     values = draft.values | {name: UntrustedObject(name, reason) for name, reason in draft.untrusted.items()}
     plain: list[str] = []
     if checkpoint.has_skeleton:
-        state = tree.build(skeleton_of(checkpoint, rank), values, rank=rank, only=only, trusted=trusted, plain=plain)
+        state = tree.build(
+            skeleton_of(checkpoint, rank),
+            values,
+            rank=rank,
+            only=only,
+            trusted=trusted,
+            plain=plain,
+            untrusted=draft.skipped,
+        )
     else:
         state = tree.unflatten_dcp(dcp_paths_of(checkpoint), values)
     return ReadOutcome(
@@ -429,20 +439,28 @@ class _LoadPlan:
             elif trusted:
                 self.by_dcp[name] = None
             else:
-                self.refuse(
-                    name,
-                    UnsafeObjectError(
-                        f"{name}: written through an extension of DCP, whose reader runs code; set "
-                        "trusted_objects=True if you trust whoever wrote the checkpoint"
-                    ),
+                self.untrusted[name] = (
+                    f"{name}: written through an extension of DCP, whose reader runs code; set trusted_objects=True if "
+                    "you trust whoever wrote the checkpoint"
                 )
+        self.check_trusted()
         synchronize(self.devices)
 
-    def refuse(self, name: str, error: UnsafeObjectError) -> None:
-        """Note an object that needs trust, or raise ``error``."""
-        if not self.skip_untrusted:
-            raise error
-        self.untrusted[name] = str(error)
+    @property
+    def skipped(self) -> dict[str, str] | None:
+        """``untrusted`` where such objects are left out, else None."""
+        return self.untrusted if self.skip_untrusted else None
+
+    def check_trusted(self) -> None:
+        """Raise UnsafeObjectError, which names the objects that need trust, unless they are left out."""
+        if not self.untrusted or self.skip_untrusted:
+            return
+        (_, why), *more = self.untrusted.items()
+        names = [repr(name) for name, _ in more]
+        if names:
+            further = f" and {len(names) - _SHOWN + 1} others" if len(names) >= _SHOWN else ""
+            why += f" (and so it is with {len(names)} more: {', '.join(names[: _SHOWN - 1])}{further})"
+        raise UnsafeObjectError(why)
 
     def _add_values(self, names: Iterable[str]) -> None:
         made: dict[tuple[int, ...], Target] = {}
@@ -533,7 +551,8 @@ def _settle(draft: _LoadPlan, checkpoint: Checkpoint, trusted: bool) -> None:
         try:
             draft.values[name] = tree.decode_object(data, name=name, trusted=trusted)
         except UnsafeObjectError as error:
-            draft.refuse(name, error)
+            draft.untrusted[name] = str(error)
+    draft.check_trusted()
 
 
 def _load_by_dcp(checkpoint: Checkpoint, draft: _LoadPlan) -> None:
@@ -580,7 +599,9 @@ def _prepare_apply(
             inner: object = {name.removeprefix(f"{prefix}."): values[name] for name in names}
         elif skeleton is not None:
             stored, parts = _by_stored_name(checkpoint, values), _by_stored_name(checkpoint, found.own)
-            inner = tree.build_below(skeleton, branch, stored, rank=rank, trusted=trusted, own=parts)
+            inner = tree.build_below(
+                skeleton, branch, stored, rank=rank, trusted=trusted, own=parts, untrusted=draft.skipped
+            )
         else:
             leaves_below = {checkpoint.stored_name(name): values[name] for name in names if name in values}
             inner = _below(checkpoint, branch, leaves_below, value)

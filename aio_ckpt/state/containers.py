@@ -41,6 +41,7 @@ __all__ = [
     "items_of",
     "named_type",
     "notes_of",
+    "objects_of",
     "open_container",
     "parts_of",
     "remade",
@@ -181,6 +182,15 @@ def notes_of(value: Any, name: str) -> Notes:
     return tuple(notes)
 
 
+def objects_of(notes: Notes) -> list[bytes]:
+    """Versions of a ``state_dict()`` that are stored as an object."""
+    return [data for note, data in notes if note == "metadata" and _is_object(data)]
+
+
+def _is_object(data: bytes) -> bool:
+    return data[:1] == b"P"  # of a zip
+
+
 def _factory_note(factory: Any, name: str) -> list[tuple[str, Any]]:
     """A factory that pickle cannot store is left out, as a defaultdict without it holds the same."""
     if isinstance(factory, type) and factory in _FACTORY_NAMES:
@@ -214,7 +224,7 @@ def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
         UnsafeObjectError, CorruptCheckpointError: as :func:`aio_ckpt.state.objects.decode_object`.
     """
     name = f"{name}._metadata"
-    if data[:1] == b"P":  # of a zip
+    if _is_object(data):
         found: Any = decode_object(data, name=name, trusted=trusted)
     else:
         found = _decoded(data, name)

@@ -36,6 +36,7 @@ from aio_ckpt.state.containers import (
     is_transparent,
     items_of,
     notes_of,
+    objects_of,
     parts_of,
     remade,
 )
@@ -214,6 +215,8 @@ class FlatState:
     """What each leaf is stored as."""
     skeleton: Skeleton
     """Containers and keys around them."""
+    versions: list[tuple[str, bytes]] = field(default_factory=list)
+    """(name, bytes) of each ``_metadata`` of a ``state_dict()`` that the skeleton holds as an object."""
 
 
 @dataclass(slots=True)
@@ -257,7 +260,7 @@ def flatten(state: object, *, rank: int) -> FlatState:
         names = [*names, *walk.copies]
         walk.values += map(StockCopy, walk.copies.values())
         walk.kinds += [LeafKind.OBJECT] * len(walk.copies)
-    return FlatState(names, walk.values, walk.kinds, skeleton)
+    return FlatState(names, walk.values, walk.kinds, skeleton, walk.versions)
 
 
 def read_template(state: object, *, rank: int) -> Template:
@@ -356,6 +359,8 @@ class _Walk:
     """Whether the walk is inside such a container."""
     barred: int = 0
     """How often the walk met what no copy can hold."""
+    versions: list[tuple[str, bytes]] = field(default_factory=list)
+    """As :attr:`FlatState.versions`."""
     has_shards: bool = False
     """Whether a leaf is a :class:`Shard`."""
 
@@ -402,7 +407,9 @@ class _Walk:
             return LeafKind.OBJECT
         notes = skeleton[3] if len(skeleton) > 3 else ()
         if type(value) not in _UNNOTED:
-            notes = (*notes, *notes_of(value, name or "the state"))
+            own = notes_of(value, name or "the state")
+            self.versions += [(f"{name}._metadata", data) for data in objects_of(own)]
+            notes = (*notes, *own)
         if known != number:
             notes = (*notes, ("same", known))
         return (*skeleton[:3], notes) if notes else skeleton

@@ -149,6 +149,11 @@ def _decode_bytes_io(fields: Fields, _: Recurse) -> io.BytesIO:
 _BIT_GENERATORS: dict[str, Any] = {
     name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 }
+_POSITIONS: dict[str, tuple[str | None, str, int]] = {
+    "MT19937": ("state", "pos", 624),
+    "Philox": (None, "buffer_pos", 4),
+}
+"""Fields that index a buffer of the generator, unchecked by numpy: the dict that has it, its name, and the largest."""
 _MAX_POOL = 1 << 10
 """Words of a seed's pool, at most; numpy's own size is 4."""
 
@@ -173,8 +178,18 @@ def _decode_bit_generator(fields: Fields, recurse: Recurse) -> Any:
         words: Any = {word: seed[word] for word in ("entropy", "spawn_key", "pool_size")}
         seed = np.random.SeedSequence(**words, n_children_spawned=_typed(seed["n_children_spawned"], int))
     generator = _BIT_GENERATORS[fields["generator"]](0 if seed is None else seed)
-    generator.state = recurse(fields["state"])
+    generator.state = _checked_state(fields["generator"], recurse(fields["state"]))
     return generator
+
+
+def _checked_state(generator: str, state: Any) -> Any:
+    """The state of a bit generator, whose first number reads no memory but its own."""
+    if generator in _POSITIONS:
+        held, name, largest = _POSITIONS[generator]
+        position = _typed((state if held is None else state[held])[name], int)
+        if not 0 <= position <= largest:
+            raise ValueError(f"the position {position} of {generator}, at most {largest}")
+    return state
 
 
 def _encode_random_state(value: np.random.RandomState, recurse: Recurse) -> Fields:
@@ -187,7 +202,7 @@ def _encode_random_state(value: np.random.RandomState, recurse: Recurse) -> Fiel
 def _decode_random_state(fields: Fields, recurse: Recurse) -> np.random.RandomState:
     state = _typed(recurse(fields["state"]), dict)
     made = np.random.RandomState(_BIT_GENERATORS[state["bit_generator"]](0))
-    made.set_state(state)
+    made.set_state(_checked_state(state["bit_generator"], state))
     return made
 
 

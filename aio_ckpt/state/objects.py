@@ -401,18 +401,22 @@ class ObjectBytes:
 class ObjectEncoder:
     """Encodes the object leaves of a save; the bytes of the last save's immutable values are used again.
 
-    A leaf that only running code can read back is told once, in a warning.
+    Of a type that only running code can read back a warning tells once.
     Borrowed fact: ``torch.save(1e-3)`` costs 39 us (FACTS), 4,000 hyperparameters 150 ms.
     """
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
         self._known: dict[tuple[object, ...], bytes] = {}
-        self._judged: set[str] = set()
-        """Leaves of which it is known, and told, whether reading them needs trust."""
+        self._readable: set[str] = set()
+        """Leaves of types that nothing here knows, which can be read without trust."""
+        self._told: set[str] = set()
+        """Types that the user was told of."""
 
-    def encode(self, leaves: Sequence[tuple[str, object]]) -> ObjectBytes:
+    def encode(self, leaves: Sequence[tuple[str, object]], noted: Sequence[tuple[str, bytes]] = ()) -> ObjectBytes:
         """Encode leaves given as (name, value); mutable values are captured by it.
+
+        ``noted``: (name, bytes) of objects that the skeleton holds, of which a warning is told alike.
 
         Raises:
             UnsafeObjectError, UnsupportedLeafError: names a leaf that cannot be stored.
@@ -420,7 +424,7 @@ class ObjectEncoder:
         seen: dict[tuple[object, ...], bytes] = {}
         parts: dict[bytes, int] = {}
         spans: list[tuple[int, int]] = []
-        unsafe: list[str] = []
+        unsafe: dict[str, list[str]] = {}
         end = 0
         for name, value in leaves:
             data = self._bytes(name, value, seen, unsafe)
@@ -429,17 +433,19 @@ class ObjectEncoder:
                 end += len(data)
             spans.append((start, len(data)))
         self._known = seen
+        for name, data in noted:
+            self._judge(name, data, [name], unsafe)
         if unsafe:
-            _warn(unsafe)
+            self._told.update(*unsafe.values())
+            _warn([f"{name!r} (a {types[0]})" if types != [name] else repr(name) for name, types in unsafe.items()])
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
 
-    def _bytes(self, name: str, value: object, seen: dict[tuple[object, ...], bytes], unsafe: list[str]) -> bytes:
+    def _bytes(
+        self, name: str, value: object, seen: dict[tuple[object, ...], bytes], unsafe: dict[str, list[str]]
+    ) -> bytes:
         if not is_immutable(value):
             data, unknown = _encoded(name, value)
-            if unknown and not self._trusted and name not in self._judged:
-                self._judged.add(name)
-                if not _is_readable(name, data):
-                    unsafe.append(f"{name!r} (a {unknown[0]})")
+            self._judge(name, data, unknown, unsafe)
             return data
         key = _identity(value)
         known = seen.get(key)
@@ -447,6 +453,15 @@ class ObjectEncoder:
             known = self._known.get(key)
             seen[key] = known = encode_object(name, value) if known is None else known
         return known
+
+    def _judge(self, name: str, data: bytes, unknown: list[str], unsafe: dict[str, list[str]]) -> None:
+        """Note an object with values of ``unknown`` types in ``unsafe`` if it is to be told that it needs trust."""
+        if not unknown or self._trusted or name in self._readable or self._told.issuperset(unknown):
+            return
+        if _is_readable(name, data):
+            self._readable.add(name)
+        else:
+            unsafe[name] = unknown
 
 
 def _is_readable(name: str, data: bytes) -> bool:
@@ -462,7 +477,7 @@ def _warn(unsafe: list[str]) -> None:
     more = f" and {len(unsafe) - _SHOWN} more" if len(unsafe) > _SHOWN else ""
     _log.warning(
         "stored, but only running code can read it back: %s%s; to load it %s. Everything else of the checkpoint needs "
-        "no trust; told once",
+        "no trust; told once for each type",
         ", ".join(unsafe[:_SHOWN]),
         more,
         _REMEDY,

@@ -515,6 +515,8 @@ class _Builder:
     """Leaves that were wanted and not given."""
     plain: list[str] = field(default_factory=list)
     """Containers that are of another type than they were."""
+    untrusted: dict[str, str] | None = None
+    """Collects what is left out as only running code reads it, with the reason, if given."""
 
     def value(self, node: Skeleton, prefix: str, is_kept: bool) -> Any:
         """The value at ``node``, or ``_MISSING`` if it was not selected; its name is ``prefix`` less the last dot."""
@@ -608,7 +610,12 @@ class _Builder:
             except Exception:  # noqa: BLE001 - whatever a type's own code raises
                 self.note_plain(notes, name)
         if "metadata" in notes and isinstance(made, OrderedDict):
-            made._metadata = decode_metadata(notes["metadata"], name=name, trusted=self.trusted)  # type: ignore[attr-defined]
+            try:
+                made._metadata = decode_metadata(notes["metadata"], name=name, trusted=self.trusted)  # type: ignore[attr-defined]
+            except UnsafeObjectError as error:
+                if self.untrusted is None:
+                    raise
+                self.untrusted[f"{name}._metadata"] = str(error)
         return made
 
     def key(self, key: Key) -> Any:
@@ -682,17 +689,26 @@ def build(
     only: Collection[str] | None = None,
     trusted: bool = False,
     plain: list[str] | None = None,
+    untrusted: dict[str, str] | None = None,
 ) -> object:
     """The nested state from leaf values by name; arrays and numpy scalars arrive as tensors. PerRank is unwrapped.
 
     With ``only``, what is neither one of these names nor below one is left out; list and tuple elements become None.
-    ``plain`` gets a line for each container that is of another type than it was.
+    ``plain`` gets a line for each container that is of another type than it was. ``untrusted``, if given, gets the
+    versions of modules that only running code reads, with the reason, and they are left out.
 
     Raises:
         MissingNameError: ``only`` selects nothing, or a selected leaf is not in ``leaves``.
     """
     kept = None if only is None else frozenset(only)
-    builder = _Builder(leaves=leaves, rank=rank, only=kept, trusted=trusted, marked=_marked(skeleton, rank))
+    builder = _Builder(
+        leaves=leaves,
+        rank=rank,
+        only=kept,
+        trusted=trusted,
+        marked=_marked(skeleton, rank),
+        untrusted=untrusted,
+    )
     value: object = builder.value(skeleton, "", False)
     if value is _MISSING:
         raise MissingNameError(f"the checkpoint holds nothing named or below {sorted(only or ())[:5]}")
@@ -747,10 +763,12 @@ def build_below(
     rank: int,
     trusted: bool = False,
     own: Mapping[str, CompoundTensor] | None = None,
+    untrusted: dict[str, str] | None = None,
 ) -> object:
     """The value called ``name`` (a module's or optimizer's ``state_dict()``), from leaves by their full names.
 
     ``own``: compound tensors of the value that takes it, by full name. Their types are made without trust.
+    ``untrusted``: as in :func:`build`.
 
     Raises:
         MissingNameError: nothing is called so, or one of its leaves is not in ``leaves``.
@@ -763,6 +781,7 @@ def build_below(
         trusted=trusted,
         marked=_marked(skeleton, rank),
         own=own or {},
+        untrusted=untrusted,
         number=number,
         leaf_number=leaf_number,
     )

@@ -115,3 +115,33 @@ def test_trust_of_all_or_of_the_type_brings_everything_back(saved: Path) -> None
         check()
     with torch.serialization.safe_globals([Schedule]), SyncCheckpointEngine(saved) as engine:
         check()
+
+
+class Epoch:
+    """An object that only running code brings back."""
+
+
+def test_a_type_is_told_of_once_and_a_load_names_all_its_leaves(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with SyncCheckpointEngine(root) as engine:
+        history: dict[str, object] = {}
+        for number in range(8):
+            history[f"epoch{number}"] = Epoch()
+            engine.save({"w": torch.ones(1), "history": history}).result(TIMEOUT)
+        assert caplog.text.count("only running code can read it back") == 1
+        with pytest.raises(UnsafeObjectError, match=r"history\.epoch0.*7 more: 'history\.epoch1'.*and 3 others"):
+            engine.read()
+
+
+def test_versions_of_a_module_that_need_trust_are_told_of_and_can_be_left_out(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    model._register_state_dict_hook(lambda _, state, *rest: state._metadata.update(config=Epoch()))
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"model": model}).result(TIMEOUT)
+        assert "'model._metadata'" in caplog.text
+        with pytest.raises(UnsafeObjectError, match=r"model\._metadata"):
+            engine.load({"model": model})
+        other = torch.nn.Linear(2, 2)
+        engine.load({"model": other}, skip_untrusted=True)
+        assert torch.equal(other.weight, model.weight)

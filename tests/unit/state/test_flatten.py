@@ -892,7 +892,7 @@ def test_put_back_reaches_every_object_that_flatten_named(state, mark):
     except EmptyStateError:
         return
     objects = {n: (mark, n) for n, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.TENSOR}
-    tree.put_back(state, objects, rank=0)
+    tree.put_back(state, objects, rank=0, names=tree.read_template(state, rank=0).names)
     after = dict(zip(*(lambda f: (f.names, f.values))(tree.flatten(state, rank=0)), strict=True))
     assert {name: after[name] for name in objects} == objects
     assert list(after) == flat.names

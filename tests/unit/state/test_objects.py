@@ -35,6 +35,7 @@ from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
 from aio_ckpt.state import flatten as tree
+from aio_ckpt.state import harmless
 from aio_ckpt.state.objects import ObjectEncoder
 from aio_ckpt.state.values import LeafKind
 
@@ -165,6 +166,10 @@ def test_a_type_that_the_user_allowed_needs_no_trust():
         assert tree.decode_object(data, name="leaf", trusted=False) == [Custom()]
 
 
+class Another:
+    """As Custom."""
+
+
 def test_what_only_code_reads_is_told_once_with_leaf_and_remedy(caplog):
     encoder = ObjectEncoder(trusted=False)
     leaves = [("cfg", Custom()), ("lr", 0.1), ("path", Path("/x"))]
@@ -174,8 +179,9 @@ def test_what_only_code_reads_is_told_once_with_leaf_and_remedy(caplog):
         (record,) = caplog.records
         assert re.search(r"'cfg' \(a .*Custom\).*trusted_objects=True.*add_safe_globals", record.getMessage())
         assert "path" not in record.getMessage()
-        encoder.encode([*leaves, ("more", [Custom()])])
-        assert "'more'" in caplog.records[1].getMessage()
+        encoder.encode([*leaves, ("more", [Custom()]), ("other", [Another()])])
+        assert "'other'" in caplog.records[1].getMessage()
+        assert "'more'" not in caplog.records[1].getMessage()
         ObjectEncoder(trusted=True).encode(leaves)
         with torch.serialization.safe_globals([Custom]):
             ObjectEncoder(trusted=False).encode(leaves)
@@ -554,3 +560,16 @@ def test_a_numpy_scalar_is_stored_as_a_tensor_and_comes_back_a_scalar(value):
 def test_a_leaf_of_another_kind_is_refused():
     with pytest.raises(UnsupportedLeafError):
         tree.as_tensor([1], LeafKind.ARRAY)
+
+
+@pytest.mark.parametrize(("kind", "position"), [("MT19937", 625), ("MT19937", -1), ("Philox", -1), ("Philox", 5)])
+def test_a_generator_whose_position_is_outside_of_its_buffer_is_refused(kind: str, position: int) -> None:
+    """numpy does not look: the first number would be read from memory that is not the generator's."""
+    row = harmless.BY_KIND["numpy.random"]
+    fields = row.encode(getattr(np.random, kind)(1), lambda value: value)
+    if kind == "Philox":
+        fields["state"]["buffer_pos"] = position
+    else:
+        fields["state"]["state"]["pos"] = position
+    with pytest.raises(ValueError, match="the position"):
+        row.decode(fields, lambda value: value)
