@@ -103,6 +103,7 @@ GPU_PAGE = Page(
         Section("One GPU: FSDP2", "", (f"{ONE}/gpu-save-fsdp2-rivals", f"{ONE}/gpu-save-fsdp2-step200")),
         Section("One GPU: loads of the present code, 4 GB", "", (f"{ONE}/gpu-load-blocks-gb4",)),
         Section("One GPU: loads", "", (f"{ONE}/gpu-load-blocks-bracketed", f"{ONE}/gpu-load-fsdp2")),
+        Section("One GPU: a resume in live objects", "GPT-2 small with AdamW.", (f"{ONE}/live",)),
         Section("Two GPUs: saves", "", (f"{TWO}/gpu-save-blocks-bracketed", f"{TWO}/gpu-save-fsdp2-rivals")),
         Section("Two GPUs: loads", "", (f"{TWO}/gpu-load-fsdp2",)),
         Section("Four GPUs: saves", "", (f"{FOUR}/gpu-save-fsdp2", f"{FOUR}/gpu-save-fsdp2-every")),
