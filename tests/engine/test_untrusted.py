@@ -145,3 +145,6 @@ def test_versions_of_a_module_that_need_trust_are_told_of_and_can_be_left_out(
         other = torch.nn.Linear(2, 2)
         engine.load({"model": other}, skip_untrusted=True)
         assert torch.equal(other.weight, model.weight)
+        read, found = engine.read(skip_untrusted=True, with_report=True)
+        assert found.untrusted == ("model._metadata",)
+        assert torch.equal(read["model"]["weight"], model.weight)

@@ -573,3 +573,6 @@ def test_a_generator_whose_position_is_outside_of_its_buffer_is_refused(kind: st
         fields["state"]["state"]["pos"] = position
     with pytest.raises(ValueError, match="the position"):
         row.decode(fields, lambda value: value)
+    legacy = {"state": {**fields["state"], "has_gauss": 0, "gauss": 0.0}}
+    with pytest.raises(ValueError, match="the position"):
+        harmless.BY_KIND["numpy.RandomState"].decode(legacy, lambda value: value)
