@@ -891,7 +891,12 @@ def test_put_back_reaches_every_object_that_flatten_named(state, mark):
         flat = tree.flatten(state, rank=0)
     except EmptyStateError:
         return
-    objects = {n: (mark, n) for n, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.TENSOR}
+    rows = zip(flat.names, flat.values, flat.kinds, strict=True)
+    objects = {  # a mapping for a mapping that is one object: else a list of mappings would be none any more
+        name: {mark: name, str(mark): name} if isinstance(value, dict) else (mark, name)
+        for name, value, kind in rows
+        if kind is not LeafKind.TENSOR
+    }
     tree.put_back(state, objects, rank=0, names=tree.read_template(state, rank=0).names)
     after = dict(zip(*(lambda f: (f.names, f.values))(tree.flatten(state, rank=0)), strict=True))
     assert {name: after[name] for name in objects} == objects
