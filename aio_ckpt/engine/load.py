@@ -209,35 +209,29 @@ def load_report(
     chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome
 ) -> LoadReport:
     """Return the report of a load from the checkpoint ``chosen``."""
-    return LoadReport(
-        step=_step_of(chosen, outcome),
-        path=chosen.path,
-        skipped=skipped,
-        missing=outcome.missing,
-        unexpected=outcome.unexpected,
-        untrusted=outcome.untrusted,
-        bytes_read=outcome.bytes_read,
-        verified=outcome.verified,
-    )
+    common = _common_fields(chosen, skipped, outcome)
+    return LoadReport(**common, missing=outcome.missing, unexpected=outcome.unexpected)
 
 
 def read_report(
     chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: ReadOutcome
 ) -> ReadReport:
     """Return the report of a read of the checkpoint ``chosen``."""
-    return ReadReport(
-        step=_step_of(chosen, outcome),
-        path=chosen.path,
-        skipped=skipped,
-        untrusted=outcome.untrusted,
-        plain=outcome.plain,
-        bytes_read=outcome.bytes_read,
-        verified=outcome.verified,
-    )
+    return ReadReport(**_common_fields(chosen, skipped, outcome), plain=outcome.plain)
 
 
-def _step_of(chosen: CommittedCheckpoint, outcome: LoadOutcome | ReadOutcome) -> int:
-    return outcome.step if chosen.is_given and outcome.step is not None else chosen.step
+def _common_fields(
+    chosen: CommittedCheckpoint, skipped: tuple[SkippedCheckpoint, ...], outcome: LoadOutcome | ReadOutcome
+) -> dict[str, Any]:
+    """Return the fields that both reports have: the checkpoint, and what was read of it."""
+    return {
+        "step": outcome.step if chosen.is_given and outcome.step is not None else chosen.step,
+        "path": chosen.path,
+        "skipped": skipped,
+        "untrusted": outcome.untrusted,
+        "bytes_read": outcome.bytes_read,
+        "verified": outcome.verified,
+    }
 
 
 def wanted_checkpoint(step: object, path: object) -> Wanted:

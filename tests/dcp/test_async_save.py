@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,6 @@ from aio_ckpt.errors import BudgetExceededError, WriteError
 from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage")
-
-
-@pytest.fixture
-def storage() -> Iterator[GatedStorage]:
-    executor = Executor("test", 6)
-    gated = GatedStorage(executor)
-    yield gated
-    gated.open_gates()
-    assert executor.close(TIMEOUT)
 
 
 def spoil(state: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,12 @@ from gated_storage import TIMEOUT, GatedStorage
 from aio_ckpt import EngineConfig
 from aio_ckpt.dcp import Reader, Writer
 from aio_ckpt.errors import WriteError
-from aio_ckpt.runtime.portal import Executor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:TypedStorage")
 
 BUDGET = 1 << 20
 """A third of the states here."""
 CONFIG = EngineConfig(budget_bytes=BUDGET)
-
-
-@pytest.fixture
-def storage() -> Iterator[GatedStorage]:
-    executor = Executor("test", 6)
-    gated = GatedStorage(executor)
-    yield gated
-    gated.open_gates()
-    assert executor.close(TIMEOUT)
 
 
 def spoil(state: dict[str, Any]) -> None:

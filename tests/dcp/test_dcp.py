@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -52,15 +52,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected an existing checkpoint",
     "ignore:TypedStorage",
 )
-
-
-@pytest.fixture
-def storage() -> Iterator[GatedStorage]:
-    executor = Executor("test", 6)
-    gated = GatedStorage(executor)
-    yield gated
-    gated.open_gates()
-    assert executor.close(TIMEOUT)
 
 
 def save(state: dict[str, Any], path: Path, **arguments: Any) -> None:
