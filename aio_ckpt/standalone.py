@@ -16,17 +16,19 @@ from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_report, read_report, selection
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.read.load import load_checkpoint, read_state
-from aio_ckpt.read.rename import Rename, check_rename
+from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport
+from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.options import LoadOptions, ReadContext
+from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Executor, Portal, run_blocking
-from aio_ckpt.storage.local import LocalStorage, Storage
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_blocking
+from aio_ckpt.storage.local import LocalStorage
 
 __all__ = ["load", "read"]
 
 T = TypeVar("T")
-_Use = Callable[[Storage, Executor, CommittedCheckpoint, bool], Awaitable[T]]
+_Use = Callable[[ReadContext, CommittedCheckpoint, bool], Awaitable[T]]
 """Reads a checkpoint; the second time (True) past the page cache."""
 
 
@@ -60,36 +62,16 @@ def load(
         CheckpointNotFoundError: ``path`` holds no checkpoint.
         CorruptCheckpointError and others: as :meth:`CheckpointEngine.load`.
     """
-    for name, flag in (
-        ("strict", strict), ("allow_missing", allow_missing), ("skip_untrusted", skip_untrusted), ("cast", cast)
-    ):  # fmt: skip
-        check_flag(name, flag)
-    check_rename(rename)
-    settings, (rank, world_size) = _settings(config), _own_rank()
+    options = LoadOptions(
+        strict=strict, allow_missing=allow_missing, skip_untrusted=skip_untrusted, cast=cast, rename=rename
+    )
 
-    async def use(storage: Storage, executor: Executor, found: CommittedCheckpoint, again: bool) -> LoadReport:
-        outcome = await load_checkpoint(
-            storage,
-            found.path,
-            state,
-            step=None,
-            executor=executor,
-            rank=rank,
-            world_size=world_size,
-            readers=settings.workers,
-            past_page_cache=again,
-            verify=settings.verify == "load",
-            strict=strict,
-            allow_missing=allow_missing,
-            trusted=settings.trusted_objects,
-            skip_untrusted=skip_untrusted,
-            casts=cast,
-            rename=rename,
-        )
-        await run_blocking(executor, outcome.put_back)
+    async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> LoadReport:
+        outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options, past_page_cache=again)
+        await run_blocking(ctx.executor, outcome.put_back)
         return load_report(found, (), outcome)
 
-    return _run(path, settings, use)
+    return _run(path, config, use)
 
 
 def read(
@@ -115,50 +97,37 @@ def read(
     """
     check_flag("skip_untrusted", skip_untrusted)
     check_flag("with_report", with_report)
-    settings, (rank, world_size), names = _settings(config), _own_rank(), selection(only)
+    names = selection(only)
 
-    async def use(storage: Storage, executor: Executor, found: CommittedCheckpoint, again: bool) -> Any:
+    async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> Any:
         outcome = await read_state(
-            storage,
-            found.path,
-            step=None,
-            executor=executor,
-            only=names,
-            rank=rank,
-            world_size=world_size,
-            readers=settings.workers,
-            past_page_cache=again,
-            verify=settings.verify == "load",
-            trusted=settings.trusted_objects,
-            skip_untrusted=skip_untrusted,
+            ctx, found.path, step=None, only=names, skip_untrusted=skip_untrusted, past_page_cache=again
         )
         return (outcome.state, read_report(found, (), outcome)) if with_report else outcome.state
 
-    return _run(path, settings, use)
-
-
-def _settings(config: EngineConfig | None) -> EngineConfig:
-    check_kind("config", config, EngineConfig)
-    return config or EngineConfig()
+    return _run(path, config, use)
 
 
 def _own_rank() -> tuple[int, int]:
-    """Rank and world size of the default group; of one process without it."""
+    """Return rank and world size of the default group, or those of a single process."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def _run(path: str | os.PathLike[str], settings: EngineConfig, use: _Use[T]) -> T:
-    """``use`` on threads that end with this call. Ctrl-C ends it once no thread fills anything any more."""
-    directory, given_up = check_path("path", path), Future[None]()
+def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]) -> T:
+    """Return the result of ``use``, run on threads that end with this call. After Ctrl-C, no thread fills anything."""
+    check_kind("config", config, EngineConfig)
+    settings = config or EngineConfig()
+    directory, (rank, world_size), given_up = check_path("path", path), _own_rank(), Future[None]()
     portal = Portal(f"aio_ckpt-{uuid.uuid4().hex[:8]}", settings.workers + HOUSEKEEPING_THREADS)
 
     async def work() -> T:
         storage = LocalStorage(portal.executor, settings.direct_io)
+        ctx = ReadContext.of(settings, storage, portal.executor, rank=rank, world_size=world_size)
         found = await given(storage, directory, StepNames(settings.step_dir))
         try:
-            return await use(storage, portal.executor, found, False)
+            return await use(ctx, found, False)
         except CorruptCheckpointError:  # a bad transfer is no damage on the disk
-            return await use(storage, portal.executor, found, True)
+            return await use(ctx, found, True)
 
     try:
         portal.start()

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from aio_ckpt.engine.engine import BaseEngine
 from aio_ckpt.engine.shutdown import second_to
-from aio_ckpt.read.rename import Rename
+from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.runtime.futures import outcome_blocking
 

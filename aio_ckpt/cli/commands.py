@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from aio_ckpt._version import __version__
+from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
 from aio_ckpt.checks import check_seconds
 from aio_ckpt.cli.console import Advance, Screen, printable
 from aio_ckpt.cli.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
@@ -28,7 +29,6 @@ from aio_ckpt.config import MAX_WORKERS, EngineConfig
 from aio_ckpt.demo.run import MIN_STEPS, DemoSpec, OutError, run_demo
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.read.verify import Fault, verify_checkpoint
 from aio_ckpt.reports import amount
 from aio_ckpt.rescue import RescueReport, rescue_root
 from aio_ckpt.runtime.portal import Executor, Portal

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from aio_ckpt.checkpoint.catalog import global_shape
+from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover
 from aio_ckpt.commit.retention import protected_steps
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, StepNames
-from aio_ckpt.read.catalog import global_shape
-from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file
 

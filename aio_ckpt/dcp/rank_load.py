@@ -14,17 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aio_ckpt._torch import StorageInfo, narrow_tensor_by_index
-from aio_ckpt.dcp.runtime import Runtime, peers_on_host
-from aio_ckpt.errors import (
-    CorruptCheckpointError,
-    TemplateMismatchError,
-    UnsupportedLeafError,
-)
-from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, RankManifest
-from aio_ckpt.read.catalog import Item, Slot, StoredObject, items_of
-from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import fetch
-from aio_ckpt.read.foreign_items import (
+from aio_ckpt.checkpoint.catalog import Item, Slot, StoredObject, items_of
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.fetch import fetch, synchronize
+from aio_ckpt.checkpoint.foreign_items import (
     Ends,
     check_inside,
     check_object_zip,
@@ -35,9 +28,16 @@ from aio_ckpt.read.foreign_items import (
     slot_at,
     stored_at,
 )
-from aio_ckpt.read.load import synchronize
-from aio_ckpt.read.open import Checkpoint
-from aio_ckpt.read.plan import ReadPlan, is_read_by_several
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_plan import ReadPlan
+from aio_ckpt.dcp.runtime import Runtime, peers_on_host
+from aio_ckpt.errors import (
+    CorruptCheckpointError,
+    TemplateMismatchError,
+    UnsupportedLeafError,
+)
+from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, RankManifest
+from aio_ckpt.restore.page_cache import is_read_by_several
 from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
 from aio_ckpt.runtime.portal import run_blocking
 
@@ -104,15 +104,15 @@ class Load:
     async def _fetch(self, reads: ReadPlan) -> None:
         config, executor = self.runtime.config, self.runtime.portal.executor
         async with self._files() as files:
-            segments = await run_blocking(executor, reads.segments, config.workers)
+            requests = await run_blocking(executor, reads.requests, config.workers)
             if (ranks_on_host := peers_on_host()) > 1:
                 stored = sum(place.length for place in self.metadata.storage_data.values())
                 if is_read_by_several(reads.total_bytes, stored, ranks_on_host=ranks_on_host):
                     await files.share()
-            await files.measure({segment.file for segment in segments}, {})
+            await files.measure({request.file for request in requests}, {})
             await fetch(
                 files,
-                segments,
+                requests,
                 executor=executor,
                 readers=config.workers,
                 verify=config.verify == "load",

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from aio_ckpt._torch import StorageInfo, reader_transforms
+from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checks import shown
 from aio_ckpt.commit.directory import standing_names
 from aio_ckpt.config import EngineConfig
@@ -23,7 +24,6 @@ from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST
-from aio_ckpt.read.open import Checkpoint, open_checkpoint
 from aio_ckpt.storage.local import Storage, read_small_file
 from aio_ckpt.storage.paths import checked_path
 

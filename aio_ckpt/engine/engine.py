@@ -30,12 +30,12 @@ from aio_ckpt.engine.shutdown import Shutdown
 from aio_ckpt.engine.stages import SaveCall
 from aio_ckpt.errors import EngineClosedError, StallError
 from aio_ckpt.format.names import StepNames
+from aio_ckpt.match.rename import Rename
 from aio_ckpt.memory.kind import check_staging
 from aio_ckpt.memory.lifetime import LifetimeStats
 from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
-from aio_ckpt.read.rename import Rename
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue import open_rescue
 from aio_ckpt.runtime.futures import follow, outcome

@@ -22,9 +22,9 @@ from aio_ckpt.errors import (
     PeerFailedError,
     SaveCancelledError,
 )
+from aio_ckpt.match.match import OnMatched
 from aio_ckpt.ranks.coordinator import Coordinator, Exchange
 from aio_ckpt.ranks.liveness import HEARTBEATS_A_STALL
-from aio_ckpt.read.match import OnMatched
 from aio_ckpt.reports import SkippedCheckpoint
 from aio_ckpt.runtime.futures import first_cause
 

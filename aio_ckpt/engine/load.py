@@ -29,10 +29,11 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.fallback import Wanted, newest_good
 from aio_ckpt.engine.group_load import newest_good_for_all, refuse_for_all
 from aio_ckpt.errors import AioCkptError, ConfigError
-from aio_ckpt.read.load import LoadOutcome, ReadOutcome, load_checkpoint, read_state
-from aio_ckpt.read.match import OnMatched, at_once
-from aio_ckpt.read.rename import Rename, check_rename
+from aio_ckpt.match.match import OnMatched, at_once
 from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
+from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
+from aio_ckpt.restore.options import LoadOptions, ReadContext
+from aio_ckpt.restore.read import ReadOutcome, read_state
 from aio_ckpt.runtime.futures import unless_given_up
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
@@ -49,30 +50,20 @@ class LoadCall:
     """The template."""
     wanted: Wanted
     """The checkpoint that the call asks for."""
-    strict: bool
-    """Whether names of the checkpoint that the template lacks are refused."""
-    allow_missing: bool
-    """Whether template names that the checkpoint lacks are left as they are."""
     fallback: bool
     """Whether a load without a step passes by checkpoints that do not verify."""
-    skip_untrusted: bool = False
-    """Whether objects that only running code reads are left as they are."""
-    cast: bool = False
-    """Whether tensors of another dtype are converted to that of the template."""
-    rename: Rename | None = None
-    """Makes the template's names of those that are stored; None if they are the same."""
+    options: LoadOptions
+    """How the template is filled."""
 
     def __post_init__(self) -> None:
-        check_rename(self.rename)
-        for name in ("strict", "allow_missing", "fallback", "skip_untrusted", "cast"):
-            check_flag(name, getattr(self, name))
+        check_flag("fallback", self.fallback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
     """Runs a load, from the call to a filled template. :meth:`_load` shows all of it.
 
-    :func:`aio_ckpt.read.load.load_checkpoint` reads one checkpoint: open, match, plan, fetch, decode.
+    :func:`aio_ckpt.restore.load.load_checkpoint` reads one checkpoint: open, match, plan, fetch, decode.
     """
 
     ctx: EngineContext
@@ -82,8 +73,8 @@ class Loader:
     async def load(self, state: object, step: object, options: Mapping[str, Any], given_up: Future[None]) -> LoadReport:
         """Fill ``state`` from ``step``, or from the newest checkpoint that verifies, until ``given_up`` is done.
 
-        ``options``: ``path`` and the flags of :class:`LoadCall`. However the load ends, no thread touches ``state``
-        afterwards.
+        ``options``: ``path``, ``fallback`` and the fields of :class:`LoadOptions`. However the load ends, no thread
+        touches ``state`` afterwards.
 
         Raises:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
@@ -114,18 +105,12 @@ class Loader:
 
         async def read(candidate: CommittedCheckpoint, again: bool) -> ReadOutcome:
             return await read_state(
-                ctx.storage,
+                self._read_context(),
                 candidate.path,
                 step=None if candidate.is_given else candidate.step,
                 only=only,
-                rank=ctx.rank,
-                world_size=ctx.world_size,
-                executor=ctx.executor,
-                readers=ctx.config.workers,
-                past_page_cache=again,
-                verify=ctx.config.verify == "load",
-                trusted=ctx.config.trusted_objects,
                 skip_untrusted=skip_untrusted,
+                past_page_cache=again,
             )
 
         chosen, skipped, outcome = await newest_good(ctx, self.quarantine, wanted, read, fallback=True)
@@ -137,9 +122,10 @@ class Loader:
         members = self.ctx.members
         name = members.next_load()  # first: a call that only this rank refuses counts on all ranks
         try:
-            flags = dict(options)
-            wanted = wanted_checkpoint(step, flags.pop("path", None))
-            call = LoadCall(name=name, state=state, wanted=wanted, **flags)
+            rest = dict(options)
+            wanted = wanted_checkpoint(step, rest.pop("path", None))
+            fallback = rest.pop("fallback")
+            call = LoadCall(name=name, state=state, wanted=wanted, fallback=fallback, options=LoadOptions(**rest))
             await members.met()
         except BaseException as error:
             await self._refuse(name, error)
@@ -158,28 +144,27 @@ class Loader:
     async def _read(
         self, call: LoadCall, candidate: CommittedCheckpoint, again: bool, on_matched: OnMatched
     ) -> _Loaded:
-        ctx = self.ctx
         outcome = await load_checkpoint(
-            ctx.storage,
+            self._read_context(),
             candidate.path,
             call.state,
             step=None if candidate.is_given else candidate.step,
+            options=call.options,
+            past_page_cache=again,
+            on_matched=on_matched,
+        )
+        return _Loaded(outcome=outcome, executor=self.ctx.executor)
+
+    def _read_context(self) -> ReadContext:
+        ctx = self.ctx
+        return ReadContext.of(
+            ctx.config,
+            ctx.storage,
+            ctx.executor,
             rank=ctx.rank,
             world_size=ctx.world_size,
             ranks_on_host=ctx.members.on_host,
-            executor=ctx.executor,
-            readers=ctx.config.workers,
-            past_page_cache=again,
-            verify=ctx.config.verify == "load",
-            strict=call.strict,
-            allow_missing=call.allow_missing,
-            trusted=ctx.config.trusted_objects,
-            skip_untrusted=call.skip_untrusted,
-            casts=call.cast,
-            rename=call.rename,
-            on_matched=on_matched,
         )
-        return _Loaded(outcome=outcome, executor=ctx.executor)
 
     async def _read_and_apply(self, call: LoadCall, candidate: CommittedCheckpoint, again: bool) -> _Loaded:
         loaded = await self._read(call, candidate, again, at_once)

@@ -2,7 +2,7 @@
 
 In: a message of each rank. Out: the leader's decision, the same on every rank, or an error that names the rank that
 failed. One rank alone is a group with one member. Stores are used here only. Imports everything up to ``commit``; never
-``read``.
+what loads.
 """
 
 from aio_ckpt.ranks.coordinator import Coordinator, SoloCoordinator

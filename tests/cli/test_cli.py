@@ -17,13 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from child_python import child_environment
 
+from aio_ckpt.checkpoint.catalog import Item
+from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.cli import commands as cli
 from aio_ckpt.cli.console import Screen
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR
-from aio_ckpt.read.catalog import Item
-from aio_ckpt.read.open import open_checkpoint
 from aio_ckpt.reports import amount
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.values import PerRank

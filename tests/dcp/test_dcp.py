@@ -122,7 +122,7 @@ def test_a_step_of_an_engine_is_loaded_and_what_we_save_as_a_step_an_engine_load
 
 
 async def test_every_byte_that_our_writer_saves_verifies(tmp_path: Path) -> None:
-    from aio_ckpt.read.verify import verify_checkpoint
+    from aio_ckpt.checkpoint.verify import verify_checkpoint
 
     save(state_of(4), tmp_path / "a")
     save(state_of(4, mebibytes=1), tmp_path / "b", _extensions=[Flip()])

@@ -17,18 +17,19 @@ from gated_storage import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
+from tensor_bits import bytes_of
 
 from aio_ckpt import CheckpointEngine, EngineConfig, SyncCheckpointEngine
+from aio_ckpt.checkpoint import fetch
+from aio_ckpt.checkpoint import read_plan as readplan
+from aio_ckpt.checkpoint import scatter as place
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, align_up
+from aio_ckpt.match import match
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
 from aio_ckpt.memory.copies import CopyEvent, HostCopies
 from aio_ckpt.memory.host_copy import CopyVectors
-from aio_ckpt.read import fetch, match
-from aio_ckpt.read import plan as readplan
-from aio_ckpt.read import scatter as place
-from aio_ckpt.read.plan import bytes_of
 from aio_ckpt.storage import data_file as datafile
 
 MIB = 1 << 20
@@ -211,8 +212,8 @@ def test_no_buffer_is_read_into_before_its_copies_are_done(
         return inner(numbers, offset, views)
 
     monkeypatch.setattr(datafile, "_read_fully", read)
-    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", 2 * MIB)
-    monkeypatch.setattr(readplan, "SEGMENT_BYTES_MAX", 2 * MIB)
+    monkeypatch.setattr(readplan, "_REQUEST_BYTES_MIN", 2 * MIB)
+    monkeypatch.setattr(readplan, "REQUEST_BYTES_MAX", 2 * MIB)
     state = templates()
     engine.load(state)
     check_equal(state)

@@ -15,10 +15,10 @@ import torch
 from gated_storage import TIMEOUT
 
 from aio_ckpt import CheckpointEngine, EngineConfig
+from aio_ckpt.checkpoint import scatter
 from aio_ckpt.errors import MismatchError, ReadError, SaveCancelledError, TemplateMismatchError
-from aio_ckpt.read import load as read
-from aio_ckpt.read import scatter
 from aio_ckpt.reports import LoadReport
+from aio_ckpt.restore import load as restore
 from aio_ckpt.storage import data_file as datafile
 
 COUNT = 600
@@ -274,15 +274,15 @@ def test_memory_that_a_thread_of_a_given_up_load_still_reads_to_is_no_other_load
 def test_what_was_read_of_the_small_files_is_freed_behind_the_load(
     engine: CheckpointEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[weakref.ref[read.Checkpoint]] = []
-    inner = read.open_checkpoint
+    opened: list[weakref.ref[restore.Checkpoint]] = []
+    inner = restore.open_checkpoint
 
-    async def noted(*arguments: Any, **options: Any) -> read.Checkpoint:
+    async def noted(*arguments: Any, **options: Any) -> restore.Checkpoint:
         checkpoint = await inner(*arguments, **options)
         opened.append(weakref.ref(checkpoint))
         return checkpoint
 
-    monkeypatch.setattr(read, "open_checkpoint", noted)
+    monkeypatch.setattr(restore, "open_checkpoint", noted)
     state = {"layer.0.bias": torch.zeros_like(made()["layer.0.bias"])}
     load(engine, state)
     engine.close_blocking()

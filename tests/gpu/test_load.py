@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cuda_machine import MIB, TIMEOUT
+from tensor_bits import bytes_of
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.memory import cuda as device
 from aio_ckpt.memory import read_buffers as bounce
-from aio_ckpt.read.plan import bytes_of
 from aio_ckpt.storage import data_file as datafile
 
 pytestmark = pytest.mark.gpu

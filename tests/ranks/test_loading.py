@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from aio_ckpt import CheckpointEngine, EngineConfig, PerRank, SyncCheckpointEngine
+from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.dcp import Reader
 from aio_ckpt.engine import group_load as joint
 from aio_ckpt.engine.fallback import FallbackSearch, Wanted, candidates
@@ -42,10 +43,9 @@ from aio_ckpt.errors import (
     TemplateMismatchError,
 )
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
-from aio_ckpt.read import load as read
-from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.plan import covering_bytes
 from aio_ckpt.reports import LoadReport
+from aio_ckpt.restore import load as restore
+from aio_ckpt.restore.page_cache import covering_bytes
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile, Storage
@@ -493,7 +493,7 @@ def load_while_saving(
         if rank == 1 and late == "to match":  # the load's own look, apart from those of the saves beside it
             patch.setattr(joint, "candidates", later(gate, candidates))
         elif rank == 1:
-            patch.setattr(read, "_fetch", later(gate, read._fetch))
+            patch.setattr(restore, "fetch_values", later(gate, restore.fetch_values))
         load = engine.submit_load(state, step, **OPTIONS)
         if rank == 1:
             gate.wait_reached()
@@ -627,15 +627,15 @@ def find_damaged(rank: int, count: int, root: Path, finding: int) -> tuple[float
         engine.save({"w": torch.ones(ELEMENTS)}, step=1).result(TURN_SECS)
         engine.save({"w": torch.full((ELEMENTS,), 2.0), "late": torch.ones(3)}, step=2).result(TURN_SECS)
         dist.barrier()
-        opened = read.open_checkpoint
+        opened = restore.open_checkpoint
 
-        async def damaged(storage: Storage, path: Path, **options: Any) -> read.Checkpoint:
+        async def damaged(storage: Storage, path: Path, **options: Any) -> restore.Checkpoint:
             if path.name == "step_000000002":
                 raise MismatchError("as this rank sees it")
             return await opened(storage, path, **options)
 
         if rank == finding:
-            patch.setattr(read, "open_checkpoint", damaged)
+            patch.setattr(restore, "open_checkpoint", damaged)
         template = {"w": torch.zeros(ELEMENTS), "late": torch.zeros(3)}
         report = engine.load(template, allow_missing=True)
         assert (report.step, report.missing) == (1, ("late",))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from isal import isal_zlib
+from tensor_bits import bytes_of
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +26,6 @@ from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
-from aio_ckpt.read.plan import bytes_of
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.values import LeafKind
 

@@ -17,6 +17,13 @@ def bits(tensor: torch.Tensor) -> bytes:
     return raw.numpy().tobytes()
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, shape ``(nbytes,)``, sharing its memory."""
+    nbytes = tensor.numel() * tensor.itemsize
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.detach().untyped_storage(), tensor.storage_offset() * tensor.itemsize, (nbytes,), (1,))
+
+
 def assert_same_tensor(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
     assert bits(got) == bits(wanted)

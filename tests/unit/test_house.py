@@ -18,7 +18,7 @@ FACES = ("cli", "dcp", "demo")
     [
         (
             r"\b(cuda|accelerator)\.synchronize\(",
-            ("read", *FACES),
+            ("checkpoint", *FACES),
             "a save waits for its own copies, for no whole device",
         ),
         (r"\bempty_cache\(", FACES, "the caller's allocator is the caller's"),

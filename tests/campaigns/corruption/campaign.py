@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.read.verify import Fault, verify_checkpoint
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage
 from tests.campaigns.common import every_kind, keep_result, log, machine

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from aio_ckpt.checkpoint.catalog import catalog_of_manifests
+from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata, check_zip
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import add_checksum, block_sums, decode_rank, decode_root
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
-from aio_ckpt.read.catalog import catalog_of_manifests
-from aio_ckpt.read.foreign_items import catalog_of_metadata, check_zip
 from aio_ckpt.state.objects import decode_object, encode_object
 from aio_ckpt.state.skeleton import dcp_paths, decode_skeleton, skeleton_names, unflatten_dcp
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.pickle_scan import ALL_OPCODES, MAX_TUPLES, check_calls, scan
-from aio_ckpt.read.catalog import Item
-from aio_ckpt.read.load import _new_tensor
+from aio_ckpt.restore.load_plan import new_tensor
 from aio_ckpt.state.objects import decode_object, encode_object
 
 SPARE_BYTES = 512 << 20
@@ -288,7 +288,7 @@ def test_no_memory_is_taken_for_a_shape_that_the_stored_bytes_cannot_fill() -> N
         record_crc32=None,
     )
     with pytest.raises(CorruptCheckpointError, match=r"'w': shape .* needs more bytes than the 4 that are stored"):
-        _new_tensor("w", (item,), None)
+        new_tensor("w", (item,), None)
 
 
 def test_a_device_mesh_is_not_made_by_a_pickle_and_its_own_pickle_passes() -> None:

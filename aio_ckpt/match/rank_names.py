@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.format.manifests import rank_manifest_name
-from aio_ckpt.read.open import Checkpoint
 from aio_ckpt.state import flatten as tree
 
 __all__ = ["is_empty_container", "skeleton_of", "unexpected_names", "wanted_names"]

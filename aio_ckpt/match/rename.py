@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError, MissingNameError
-from aio_ckpt.read.open import Checkpoint
 
 __all__ = ["Rename", "check_rename", "renamed"]
 

@@ -1,4 +1,4 @@
-"""Place: prove what reads brought, and copy it to where it belongs, in a thread; the loop decides what and when."""
+"""Compare the checksums of what a request brought, and copy its pieces to their targets. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from isal import isal_zlib
 
+from aio_ckpt.checkpoint.requests import Pieces, ReadRequest, ReassemblyBuffer
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.manifests import IntArray
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.memory.host_copy import copy_all, memmove
 from aio_ckpt.memory.read_buffers import address_of
-from aio_ckpt.read.requests import Pieces, ReadRequest, ReassemblyBuffer
 
 __all__ = ["finish", "place"]
 
@@ -21,17 +21,17 @@ _SMALL_COPY_BYTES = 64 << 10
 """Up to this size copies are made many at once; beyond, each is one memmove."""
 
 
-def place(segment: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
-    """Prove the pieces of a segment, then put them where they belong; the number of sums that matched.
+def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
+    """Prove the pieces of a request, then copy them to their targets; return the number of sums that matched.
 
     ``copies`` are those of each number in ``Pieces.devices``. The loops take 1 us a piece.
 
     Raises:
-        MismatchError: a piece does not match its CRC32. Nothing of the segment was copied.
+        MismatchError: a piece does not match its CRC32. Nothing of the request was copied.
     """
-    pieces = segment.pieces
-    begins = pieces.starts - segment.start
-    checked = _prove(segment, view, begins) if verify else 0
+    pieces = request.pieces
+    begins = pieces.starts - request.start
+    checked = _prove(request, view, begins) if verify else 0
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
     is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else it stays in the view
@@ -45,38 +45,38 @@ def place(segment: ReadRequest, view: memoryview, verify: bool, copies: Sequence
     return checked
 
 
-def finish(landings: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
-    """Finish landings that are full, and let go of their memory; the number of sums that matched."""
+def finish(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
+    """Finish full reassembly buffers and free their memory; return the number of sums that matched."""
     try:
         combine = isal_zlib.crc32_combine if verify else None
-        return sum(landing.finish(combine, copies[landing.device]) for landing in landings)
+        return sum(buffer.finish(combine, copies[buffer.device]) for buffer in reassemblies)
     finally:
-        _wait_for(copies[number] for number in {landing.device for landing in landings})
-        for landing in landings:
-            landing.scratch = None
+        _wait_for(copies[number] for number in {buffer.device for buffer in reassemblies})
+        for buffer in reassemblies:
+            buffer.scratch = None
 
 
 def _wait_for(issued: Iterable[Copies]) -> None:
-    """Until what this thread issued is done: then its sources and targets are free."""
+    """Wait until the copies that this thread issued are done: their sources and targets are free then."""
     for copies in issued:
         copies.record_event().synchronize()
 
 
 def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:
-    """Address and device that each piece is copied to: its own, or those of the scratch memory that it lands in."""
-    landed = [row for row, landing in enumerate(pieces.landings.tolist()) if landing is not None and landing.then]
-    if not landed:
+    """Return the address and device that each piece is copied to: those of its target or of its reassembly buffer."""
+    gathered = [row for row, buffer in enumerate(pieces.reassemblies.tolist()) if buffer is not None and buffer.then]
+    if not gathered:
         return pieces.addresses, pieces.devices
     addresses, devices = pieces.addresses.copy(), pieces.devices.copy()
-    for row in landed:
-        landing = pieces.landings[row]
-        addresses[row] = landing.scratch.data_ptr() + pieces.starts[row] - landing.start
-        devices[row] = 0 if is_host(landing.scratch) else landing.device
+    for row in gathered:
+        buffer = pieces.reassemblies[row]
+        addresses[row] = buffer.scratch.data_ptr() + pieces.starts[row] - buffer.start
+        devices[row] = 0 if is_host(buffer.scratch) else buffer.device
     return addresses, devices
 
 
 def _move(moves: IntArray) -> None:
-    """Within the host's memory: (target, source, bytes) each."""
+    """Copy within host memory. ``moves``: rows of (target, source, bytes)."""
     is_small = moves[:, 2] <= _SMALL_COPY_BYTES
     copy_all(0, moves[is_small].astype(np.uint64))
     if not is_small.all():
@@ -85,30 +85,30 @@ def _move(moves: IntArray) -> None:
 
 
 def _runs(moves: IntArray) -> IntArray:
-    """The same with those joined that follow each other in both memories: the blocks of a tensor."""
+    """Return the moves, joined where they follow each other in both memories, as the blocks of a tensor do."""
     stops = moves[:, :2] + moves[:, 2:]
     first = np.flatnonzero(np.append(True, (moves[1:, :2] != stops[:-1]).any(axis=1)))
     return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
 
 
-def _prove(segment: ReadRequest, view: memoryview, begins: IntArray) -> int:
-    pieces, crc32 = segment.pieces, isal_zlib.crc32
+def _prove(request: ReadRequest, view: memoryview, begins: IntArray) -> int:
+    pieces, crc32 = request.pieces, isal_zlib.crc32
     ends = begins + pieces.nbytes
     is_summed = pieces.crcs >= 0
     rows = np.flatnonzero(is_summed)
     sums = [crc32(view[begin:end]) for begin, end in zip(begins[rows].tolist(), ends[rows].tolist(), strict=True)]
     bad = np.flatnonzero(pieces.crcs[rows] != sums)
     if len(bad):
-        raise _mismatch(segment, int(rows[bad[0]]))
+        raise _mismatch(request, int(rows[bad[0]]))
     for row in np.flatnonzero(~is_summed).tolist():
-        landing = pieces.landings[row]
-        if landing is not None and landing.sums:
-            landing.sums[pieces.positions[row]] = (crc32(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
+        buffer = pieces.reassemblies[row]
+        if buffer is not None and buffer.sums:
+            buffer.sums[pieces.positions[row]] = (crc32(view[begins[row] : ends[row]]), int(pieces.nbytes[row]))
     return len(rows)
 
 
-def _mismatch(segment: ReadRequest, row: int) -> MismatchError:
-    pieces = segment.pieces
+def _mismatch(request: ReadRequest, row: int) -> MismatchError:
+    pieces = request.pieces
     start = int(pieces.starts[row])
     where = f"bytes {start} to {start + int(pieces.nbytes[row])} of the file"
-    return MismatchError(f"{segment.label(row)}: {where} do not match their CRC32")
+    return MismatchError(f"{request.label(row)}: {where} do not match their CRC32")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
-from aio_ckpt.read.open import Checkpoint
-from aio_ckpt.read.rank_names import skeleton_of
+from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state import compound
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
-from aio_ckpt.read.catalog import Shards
+from aio_ckpt.checkpoint.catalog import Shards
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.tensor_memory import are_apart, look_of, memory_fault, memory_of, span_of
 from aio_ckpt.state.values import Shard, Target

@@ -14,6 +14,8 @@ import anyio
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import Metadata
 
+from aio_ckpt.checkpoint.catalog import Catalog, catalog_of_manifests
+from aio_ckpt.checkpoint.foreign_items import catalog_of_metadata
 from aio_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
@@ -27,8 +29,6 @@ from aio_ckpt.format.manifests import (
     decode_root,
     rank_manifest_name,
 )
-from aio_ckpt.read.catalog import Catalog, catalog_of_manifests
-from aio_ckpt.read.foreign_items import catalog_of_metadata
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, read_small_file

@@ -1,4 +1,4 @@
-"""Pieces: blocks of raw bytes with their CRC32 and where they go; segments: what one read moves. Touches no file."""
+"""Pieces (blocks of raw bytes, their CRC32 and their target) and the read requests that bring them. Touches no file."""
 
 from __future__ import annotations
 
@@ -10,78 +10,75 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.manifests import IntArray
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.read.catalog import Item
 
-__all__ = ["SEGMENT_BYTES_MAX", "PieceRows", "Pieces", "ReadRequest", "ReassemblyBuffer", "cut_requests"]
+__all__ = ["REQUEST_BYTES_MAX", "PieceRows", "Pieces", "ReadRequest", "ReassemblyBuffer", "cut_requests"]
 
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20
-"""Of a landing on a device, whose memory is the trainer's: one is there for each part that has begun to be read."""
-SEGMENT_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
-"""Of a read through a bounce buffer: two pages below, so that one whose ends were moved to pages still fits a buffer of
-whole huge pages."""
+"""Largest buffer on a device, whose memory is the trainer's. Each part that has begun to be read has one."""
+REQUEST_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
+"""Longest read into a bounce buffer. It is two pages below 16 MiB: a read whose ends are moved to pages still fits a
+buffer of whole huge pages."""
 _ITEM_BYTES_MAX = 16
-"""Of the elements of a tensor, which have to lie at a multiple of it; so does every buffer."""
+"""Largest element of a tensor. An element lies at a multiple of its size, and so does every buffer."""
 _GAP_BYTES = 64 << 10
 """Reading over so small a gap costs less than another read."""
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class ReassemblyBuffer:
-    """Where pieces go that cannot be copied straight to their target, or whose sum covers all of them together.
+    """Buffer for pieces that cannot be copied straight to their target, or that have one sum together.
 
-    Used by the threads that fill it in any order; ``pieces_left`` belongs to the loop, which alone calls
-    :meth:`finish`, after the last piece.
+    Threads fill it in any order. ``pieces_left`` belongs to the loop, which has :meth:`finish` called after the last
+    piece.
     """
 
     label: str
-    """What lands here, for messages."""
+    """File, and tensor or object, for messages."""
     start: int
-    """File offset of the first byte that lands."""
+    """File offset of the first byte."""
     nbytes: int
-    """Length of what lands, gaps between pieces included."""
+    """Length in bytes, gaps between pieces included."""
     crc32: int | None = None
-    """CRC32 of everything that lands, if there is one; then the pieces have none of their own."""
+    """CRC32 of all pieces together; the pieces have none of their own then. None if each piece has its own, or none."""
     then: Callable[[torch.Tensor, Copies], None] | None = None
-    """Is given the scratch bytes when they are complete, and what copies to the device. None: the pieces have
-    addresses of their own."""
+    """Called with the complete bytes and the copies of the device. None if the pieces have addresses of their own."""
     device: int = 0
     """Device of the target behind ``then``, as in :class:`Pieces`."""
     sums: list[tuple[int, int]] = field(default_factory=list)
     """(CRC32, length) of each piece, if ``crc32``."""
     pieces_left: int = 0
-    """Pieces that have not landed."""
+    """Pieces that have not been read."""
     scratch: torch.Tensor | None = None
-    """There from the first piece to the last, so that few exist at once: what they are read to, if that is one read and
-    the target on the host; on its device, if there is room; else in host memory of its own."""
+    """Memory of the bytes, from the first piece to the last, so that few exist at once. It is the bounce buffer if one
+    read brings all pieces and the target is on the host; else memory of the target's device if there is room; else
+    host memory."""
 
-    def open(self, copies: Copies, segment: ReadRequest, view: memoryview, pieces: int) -> None:
-        """Before so many pieces land that ``segment`` brings to ``view``: make room, unless an earlier one did.
-
-        Beside a target on a device the device copies, and not the host.
-        """
+    def open(self, copies: Copies, request: ReadRequest, view: memoryview, pieces: int) -> None:
+        """Allocate ``scratch``, unless an earlier request did. ``request`` brings so many of the pieces to ``view``."""
         if self.then is None or self.scratch is not None:
             return
-        at = self.start - segment.start
+        at = self.start - request.start
         if not self.device and pieces == self.pieces_left and at % _ITEM_BYTES_MAX == 0:
             self.scratch = torch.frombuffer(view, dtype=torch.uint8, count=self.nbytes, offset=at)
             return
-        # A byte more: two that lie side by side are no memory that one copy may reach across.
+        # One byte more: a single copy must not reach across two allocations that lie side by side.
         beside = copies.buffer(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
         self.scratch = torch.empty(self.nbytes, dtype=torch.uint8) if beside is None else beside[: self.nbytes]
 
     @property
     def needs_finish(self) -> bool:
-        """Whether :meth:`finish` has something to prove or to pass on."""
+        """Whether :meth:`finish` has a sum to compare or bytes to pass on."""
         return self.crc32 is not None or self.then is not None
 
     def finish(self, combine: Callable[[int, int, int], int] | None, copies: Copies) -> bool:
-        """Prove the whole (by ``crc32_combine``, if given) and pass it on; whether there was a sum to prove it by.
+        """Compare the sum of all pieces (if ``combine`` is given) and call ``then``; return whether there was a sum.
 
         Raises:
             MismatchError: the sum does not match; names file and tensor or object.
@@ -101,7 +98,7 @@ class ReassemblyBuffer:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class Pieces:
-    """Pieces of one file, ascending by start, in columns: numpy sorts and compares them all at once."""
+    """Pieces of one file in columns, ascending by start."""
 
     starts: IntArray
     """File offset."""
@@ -110,18 +107,18 @@ class Pieces:
     crcs: IntArray
     """CRC32 of the bytes; -1 if they have none of their own."""
     addresses: IntArray
-    """Memory they belong in; 0 if they go to the landing."""
+    """Address of the target; 0 if the piece goes to a reassembly buffer."""
     devices: IntArray
-    """Whose memory: 0 for the host's, else 1 + the position in ``ReadPlan.devices``."""
+    """Device of the target: 0 for the host, else 1 + the position in ``ReadPlan.devices``."""
     labels: _ObjectArray
-    """What they are part of, for messages."""
-    landings: _ObjectArray
-    """The landing whose piece it is, or None."""
+    """Tensor or object, for messages."""
+    reassemblies: _ObjectArray
+    """``ReassemblyBuffer`` of the piece, or None."""
     positions: IntArray
-    """Position in ``landing.sums``."""
+    """Position in ``ReassemblyBuffer.sums``."""
 
     def take(self, rows: IntArray | slice) -> Pieces:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
@@ -137,7 +134,7 @@ class PieceRows:
     """A row for each piece."""
 
     def add_blocks(self, item: Item, address: int, device: int) -> None:
-        """All blocks of an item, to be copied to its target, which begins at ``address``."""
+        """Add all blocks of an item, to be copied to the target that begins at ``address``."""
         block, nbytes, start = item.block_bytes, item.raw_bytes, item.raw_offset
         for at, crc in zip(range(0, nbytes, block), item.sums, strict=True):
             self.rows.append((start + at, min(block, nbytes - at), crc, address + at, device, item.name, None, 0))
@@ -147,8 +144,8 @@ class PieceRows:
         return sum(row[1] for row in self.rows)
 
     def ascending(self) -> Pieces:
-        """All of them."""
-        starts, nbytes, crcs, addresses, devices, labels, landings, positions = zip(*self.rows, strict=True)
+        """Return all pieces in columns."""
+        starts, nbytes, crcs, addresses, devices, labels, reassemblies, positions = zip(*self.rows, strict=True)
         every = Pieces(
             starts=np.array(starts, np.int64),
             nbytes=np.array(nbytes, np.int64),
@@ -156,7 +153,7 @@ class PieceRows:
             addresses=np.array(addresses, np.int64),
             devices=np.array(devices, np.int64),
             labels=np.array(labels, np.object_),
-            landings=np.array(landings, np.object_),
+            reassemblies=np.array(reassemblies, np.object_),
             positions=np.array(positions, np.int64),
         )
         return every.take(np.argsort(every.starts, kind="stable"))
@@ -176,9 +173,9 @@ class ReadRequest:
     """What is in it."""
 
     def label(self, row: int) -> str:
-        """What a piece is part of, for messages: the file, and the tensor or object."""
+        """Return the file, and the tensor or object, of a piece, for messages."""
         label: str = self.pieces.labels[row]
-        return label if self.pieces.landings[row] is not None else f"{self.file}: tensor {label!r}"
+        return label if self.pieces.reassemblies[row] is not None else f"{self.file}: tensor {label!r}"
 
     @property
     def nbytes(self) -> int:
@@ -186,23 +183,23 @@ class ReadRequest:
         return self.stop - self.start
 
 
-def cut_requests(file: str, pieces: Pieces, segment_bytes: int) -> list[ReadRequest]:
-    """Group pieces into reads of about ``segment_bytes``: page-aligned, small gaps read over. Never splits a piece.
+def cut_requests(file: str, pieces: Pieces, request_bytes: int) -> list[ReadRequest]:
+    """Group pieces into reads of about ``request_bytes``: page-aligned, small gaps read over. Never splits a piece.
 
-    A landing that would be cut begins the next one, if nothing of it is then read twice: what lands whole needs no
-    scratch memory.
+    If a cut would split the pieces of a reassembly buffer, the request ends before them, unless bytes were read twice
+    then: pieces that one request brings need no memory of their own.
     """
     stops = np.maximum.accumulate(pieces.starts + pieces.nbytes)
     far = np.flatnonzero(pieces.starts[1:] - stops[:-1] > _GAP_BYTES) + 1
-    segments: list[ReadRequest] = []
+    requests: list[ReadRequest] = []
     first = 0
     for end in (*far.tolist(), len(stops)):
         while first < end:
-            limit = pieces.starts[first] + segment_bytes
+            limit = pieces.starts[first] + request_bytes
             last = min(max(int(np.searchsorted(stops, limit, side="right")), first + 1), end)
             if last < end:
-                last = _before_landing(pieces, stops, first, last)
-            segments.append(
+                last = _before_reassembly(pieces, stops, first, last)
+            requests.append(
                 ReadRequest(
                     file=file,
                     start=int(pieces.starts[first]) // PAGE_BYTES * PAGE_BYTES,
@@ -211,13 +208,13 @@ def cut_requests(file: str, pieces: Pieces, segment_bytes: int) -> list[ReadRequ
                 )
             )
             first = last
-    return segments
+    return requests
 
 
-def _before_landing(pieces: Pieces, stops: IntArray, first: int, last: int) -> int:
-    """``last``, or the first row of the landing that a cut there splits, if that is behind ``first`` and all before."""
-    landing = pieces.landings[last]
-    if landing is None:
+def _before_reassembly(pieces: Pieces, stops: IntArray, first: int, last: int) -> int:
+    """Return ``last``, or the first row of the buffer that a cut there splits, if a cut is possible there."""
+    buffer = pieces.reassemblies[last]
+    if buffer is None:
         return last
-    begin = next(row for row in range(first, last + 1) if pieces.landings[row] is landing)
+    begin = next(row for row in range(first, last + 1) if pieces.reassemblies[row] is buffer)
     return begin if begin > first and stops[begin - 1] <= pieces.starts[begin] else last

@@ -21,10 +21,17 @@ from dcp_states import StreamTransformExtension
 from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
+from tensor_bits import bytes_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from aio_ckpt.checkpoint import read_plan as readplan
+from aio_ckpt.checkpoint.catalog import Item
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.fetch import fetch
+from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.dcp import Writer
 from aio_ckpt.errors import (
     CheckpointNotFoundError,
@@ -37,12 +44,9 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.memory.copies import HostCopies
-from aio_ckpt.read import plan as readplan
-from aio_ckpt.read.catalog import Item
-from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import fetch
-from aio_ckpt.read.load import load_checkpoint, open_checkpoint, read_state
-from aio_ckpt.read.plan import ReadPlan, bytes_of
+from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.options import LoadOptions, ReadContext
+from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.values import PerRank
@@ -77,24 +81,20 @@ def opened(storage, path):
     return open_checkpoint(storage, path, executor=storage._executor)
 
 
-async def load(storage, path, state, **changed):
-    options = {
-        "rank": 0,
-        "world_size": 1,
-        "readers": 3,
-        "verify": True,
-        "strict": False,
-        "allow_missing": False,
-        "trusted": False,
-    }
-    outcome = await load_checkpoint(storage, path, state, step=None, executor=storage._executor, **options | changed)
+def context(storage, **changed):
+    options = {"readers": 3, "verify": True, "trusted": False}
+    return ReadContext(storage=storage, executor=storage._executor, **options | changed)
+
+
+async def load(storage, path, state, *, strict=False, allow_missing=False, **changed):
+    options = LoadOptions(strict=strict, allow_missing=allow_missing)
+    outcome = await load_checkpoint(context(storage, **changed), path, state, step=None, options=options)
     outcome.put_back()
     return outcome
 
 
-async def read(storage, path, **changed):
-    options = {"only": None, "rank": 0, "world_size": 1, "readers": 3, "verify": True, "trusted": False}
-    return (await read_state(storage, path, step=None, executor=storage._executor, **options | changed)).state
+async def read(storage, path, *, only=None, **changed):
+    return (await read_state(context(storage, **changed), path, step=None, only=only)).state
 
 
 def stock_save(path, state):
@@ -524,7 +524,7 @@ async def read_box(storage, path, name, starts, lengths):
         await files.measure({item.file for item in items}, checkpoint.catalog.files)
         plan = ReadPlan()
         plan.add_tensor(items, starts, target)
-        fetched = await fetch(files, plan.segments(2), executor=storage._executor, readers=2, verify=True)
+        fetched = await fetch(files, plan.requests(2), executor=storage._executor, readers=2, verify=True)
     return target, fetched.bytes_read
 
 
@@ -555,7 +555,7 @@ async def test_a_slice_reads_only_the_blocks_that_it_touches(storage, tmp_path, 
 async def test_a_part_that_one_read_brings_is_copied_out_of_what_was_read(
     storage, tmp_path, monkeypatch, shape, copied
 ):
-    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", (8 << 20) + (1 << 16))
+    monkeypatch.setattr(readplan, "_REQUEST_BYTES_MIN", (8 << 20) + (1 << 16))
     stored = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     path = save_state(tmp_path / "c", {"t": stored})
     buffers, buffer = [], HostCopies.buffer

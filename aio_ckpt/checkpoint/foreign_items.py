@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt._torch import StorageInfo
+from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.fetch import fetch
+from aio_ckpt.checkpoint.requests import PieceRows, cut_requests
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
 from aio_ckpt.memory.read_buffers import address_of
-from aio_ckpt.read.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
-from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import fetch
-from aio_ckpt.read.requests import PieceRows, cut_requests
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
 __all__ = [

@@ -13,16 +13,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
+from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, global_shape
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
+from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
+from aio_ckpt.match.key_match import named_as_stored
+from aio_ckpt.match.live import fillable, layouts_below, tensors_below
+from aio_ckpt.match.open_places import OpenPlace, names_at
+from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
+from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host
-from aio_ckpt.read.catalog import Catalog, Item, Shards, global_shape
-from aio_ckpt.read.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
-from aio_ckpt.read.key_match import named_as_stored
-from aio_ckpt.read.live import fillable, layouts_below, tensors_below
-from aio_ckpt.read.open import Checkpoint
-from aio_ckpt.read.open_places import OpenPlace, names_at
-from aio_ckpt.read.overlaps import SharedTarget, can_be_shared
-from aio_ckpt.read.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, type_name

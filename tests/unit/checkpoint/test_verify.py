@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from isal import isal_zlib
 from property_examples import examples
 
+from aio_ckpt.checkpoint import verify as scrub
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
-from aio_ckpt.read import verify as scrub
-from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.verify import verify_checkpoint
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage

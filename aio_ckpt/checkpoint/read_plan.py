@@ -1,7 +1,8 @@
 """Read plan: which bytes of which file go where, and how they are proven. Touches no file.
 
-Every tensor is cut into pieces (:mod:`aio_ckpt.read.requests`). Where the target is laid out like the stored bytes, a
-piece is copied to it once it is proven; all else (a slice, another layout) goes by a landing.
+Every tensor is cut into pieces (:mod:`aio_ckpt.checkpoint.requests`). If the target is laid out like the stored bytes,
+each piece is copied to it once it is proven. If it is not (a slice, another layout), its pieces are put together in a
+``ReassemblyBuffer`` first.
 """
 
 from __future__ import annotations
@@ -17,31 +18,23 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from aio_ckpt._torch import neg_view
+from aio_ckpt.checkpoint.catalog import Item, StoredObject
+from aio_ckpt.checkpoint.requests import REQUEST_BYTES_MAX, PieceRows, ReadRequest, ReassemblyBuffer, cut_requests
 from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
 from aio_ckpt.memory.cuda import copies_by_address, is_host
-from aio_ckpt.read.catalog import Catalog, Item, Shards, StoredObject, global_shape
-from aio_ckpt.read.match import Match, shard_like
-from aio_ckpt.read.requests import SEGMENT_BYTES_MAX, PieceRows, ReadRequest, ReassemblyBuffer, cut_requests
-from aio_ckpt.state.tensor_memory import memory_of
 
-__all__ = ["ReadPlan", "ReadRequest", "bytes_of", "covering_bytes", "is_read_by_several", "wanted_bytes"]
+__all__ = ["ReadPlan"]
 
-_SEGMENT_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
-"""Three blocks, wherever they begin in a page."""
+_REQUEST_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
+"""Enough for three blocks, wherever they begin in a page."""
 _BOX_BYTES = 8 << 20
-"""Of an item, that one part of a box is cut from: one read brings it, and it is copied out of that while others are
-read. Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
-_SEGMENTS_A_READER = 8
-"""Wanted at least: fresh buffers are not free to touch, so a small load gets small ones."""
-
-
-_SHARING_PAYS_READERS = 1.5
-"""Readers a byte from which on the page cache, which serves all but the first, beats O_DIRECT for each. 2 GiB on 32
-cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.34 to 0.38
-(``bench/results/2-cores/load-shared.txt``); where two cores read 1 GiB at 3.5 GB/s, 0.95 to 1.4 of it."""
+"""Bytes of an item from which one part of a box is cut. One read brings a part, which is copied while others are read.
+Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
+_REQUESTS_A_READER = 8
+"""Requests that each reader gets, if they are not too small then: small loads take small buffers."""
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -51,9 +44,9 @@ class ReadPlan:
     pieces: dict[str, PieceRows] = field(default_factory=dict)
     """By file."""
     filled: list[torch.Tensor] = field(default_factory=list)
-    """Targets that are written behind torch's back."""
+    """Targets that are written without an operation of torch."""
     devices: list[torch.device] = field(default_factory=list)
-    """Where targets are that the host cannot write to."""
+    """Devices of the targets that the host cannot write to."""
 
     def add_tensor(self, items: Sequence[Item], offsets: Sequence[int], target: torch.Tensor) -> None:
         """Fill ``target``, the box of the global tensor that begins at ``offsets``, from the shards that cover it.
@@ -115,27 +108,27 @@ class ReadPlan:
     def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
         """Give the bytes of an object to ``then``, once they are proven."""
         label = f"{stored.file}: object {stored.name!r}"
-        landing = ReassemblyBuffer(
+        buffer = ReassemblyBuffer(
             label=label,
             start=stored.offset,
             nbytes=stored.nbytes,
             crc32=stored.crc32,
             then=lambda scratch, _: then(scratch.numpy().tobytes()),
         )
-        self._add_landing(stored.file, landing, [(0, stored.nbytes)], BLOCK_BYTES, ())
+        self._add_reassembly(stored.file, buffer, [(0, stored.nbytes)], BLOCK_BYTES, ())
 
     @property
     def total_bytes(self) -> int:
-        """Of all blocks that are wanted."""
+        """Sum of the bytes of all pieces."""
         return sum(rows.total_bytes() for rows in self.pieces.values())
 
-    def segments(self, readers: int) -> list[ReadRequest]:
-        """All reads: file by file, ascending. ``readers`` of them will be in flight."""
-        size = min(max(self.total_bytes // (_SEGMENTS_A_READER * readers), _SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
+    def requests(self, readers: int) -> list[ReadRequest]:
+        """Return all reads, ascending by file and offset. ``readers`` of them will be in flight."""
+        size = min(max(self.total_bytes // (_REQUESTS_A_READER * readers), _REQUEST_BYTES_MIN), REQUEST_BYTES_MAX)
         found: list[ReadRequest] = []
         for file, rows in self.pieces.items():
             found += cut_requests(file, rows.ascending(), size)
-        return sorted(found, key=lambda segment: (segment.file, segment.start))
+        return sorted(found, key=lambda request: (request.file, request.start))
 
     # -- one item -----------------------------------------------------------------------------------
 
@@ -148,32 +141,32 @@ class ReadPlan:
         if item.sums:
             self._rows_of(item.file).add_blocks(item, target.data_ptr(), device)
         else:
-            self._land_raw(item, target, device)
+            self._add_raw(item, target, device)
 
-    def _land_raw(self, item: Item, target: torch.Tensor, device: int) -> None:
-        """Blocks that are copied to memory and have one sum together, or none."""
+    def _add_raw(self, item: Item, target: torch.Tensor, device: int) -> None:
+        """Fill ``target`` from an item whose blocks have one sum together, or none."""
         if item.raw_bytes:
-            landing = ReassemblyBuffer(
+            buffer = ReassemblyBuffer(
                 label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32
             )
             runs = [(0, item.raw_bytes)]
-            self._add_landing(item.file, landing, runs, item.block_bytes, (), target.data_ptr(), device)
+            self._add_reassembly(item.file, buffer, runs, item.block_bytes, (), target.data_ptr(), device)
 
     def _add_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
-        """The box of ``view``'s shape that begins at ``start`` inside the item."""
+        """Fill ``view`` from the box of its shape that begins at ``start`` inside the item."""
         if item.sums or item.record_crc32 is None:  # else one sum proves all of it together
             for part_start, part in _parts(item, start, view):
-                self._land_box(item, part_start, part)
+                self._add_box_part(item, part_start, part)
         else:
-            self._land_box(item, start, view)
+            self._add_box_part(item, start, view)
 
-    def _land_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
-        """Only blocks that it touches."""
+    def _add_box_part(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
+        """Fill ``view`` from the blocks that the box touches."""
         runs = _touched_blocks(item, start, view.shape)
         low, high = runs[0][0], runs[-1][1]
         first = item.storage_offset + sum(a * b for a, b in zip(start, item.stride, strict=True))
         is_all = runs == [(0, item.raw_bytes)]
-        landing = ReassemblyBuffer(
+        buffer = ReassemblyBuffer(
             label=_label(item),
             start=item.raw_offset + low,
             nbytes=high - low,
@@ -181,34 +174,34 @@ class ReadPlan:
             then=functools.partial(_copy_box, view, item, first - low // item.dtype.itemsize),
             device=self._number_of(view),
         )
-        self._add_landing(item.file, landing, runs, item.block_bytes, item.sums)
+        self._add_reassembly(item.file, buffer, runs, item.block_bytes, item.sums)
 
-    def _add_landing(
+    def _add_reassembly(
         self,
         file: str,
-        landing: ReassemblyBuffer,
+        buffer: ReassemblyBuffer,
         runs: Iterable[tuple[int, int]],
         block: int,
         sums: Sequence[int],
         address: int = 0,
         device: int = 0,
     ) -> None:
-        """Cut ``runs`` (ranges of raw bytes; the landing begins where the first one does) into pieces of a block."""
+        """Cut ``runs`` (ranges of raw bytes; the buffer begins where the first one does) into pieces of a block."""
         rows = self._rows_of(file).rows
         base = None
         for low, high in runs:
             base = low if base is None else base
             for at in range(low, high, block):
                 crc = sums[at // block] if sums else -1
-                start, nbytes = landing.start + at - base, min(block, high - at)
+                start, nbytes = buffer.start + at - base, min(block, high - at)
                 place = address and address + at - base
-                rows.append((start, nbytes, crc, place, device, landing.label, landing, landing.pieces_left))
-                landing.pieces_left += 1
-        if landing.crc32 is not None:
-            landing.sums = [(0, 0)] * landing.pieces_left
+                rows.append((start, nbytes, crc, place, device, buffer.label, buffer, buffer.pieces_left))
+                buffer.pieces_left += 1
+        if buffer.crc32 is not None:
+            buffer.sums = [(0, 0)] * buffer.pieces_left
 
     def _number_of(self, target: torch.Tensor) -> int:
-        """As in :class:`~aio_ckpt.read.requests.Pieces`."""
+        """Return the number of the target's device; see ``Pieces.devices``."""
         if is_host(target):
             return 0
         if target.device not in self.devices:
@@ -223,7 +216,7 @@ class ReadPlan:
 
 
 def _is_laid_out_like(item: Item, target: torch.Tensor) -> bool:
-    """Whether the bytes of a target of the item's shape are those that are stored."""
+    """Return whether ``target``, of the item's shape, has its elements in the stored order."""
     return (
         target.dtype is item.dtype
         and target.stride() == item.stride
@@ -252,18 +245,11 @@ def _copy_box(view: torch.Tensor, item: Item, first: int, scratch: torch.Tensor,
     copies.fill(view, source.conj() if item.is_conj else source)
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, shape ``(nbytes,)``, sharing its memory."""
-    nbytes = tensor.numel() * tensor.itemsize
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.detach().untyped_storage(), tensor.storage_offset() * tensor.itemsize, (nbytes,), (1,))
-
-
 # -- ranges -----------------------------------------------------------------------------------------
 
 
 def _parts(item: Item, start: Sequence[int], view: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-    """A box cut so that about ``_BOX_BYTES`` of the item hold each part: where it begins in the item, and its view.
+    """Cut a box so that about ``_BOX_BYTES`` of the item hold each part; yield its start in the item and its view.
 
     Cuts are at the ends of blocks, if rows end there at all.
     """
@@ -282,7 +268,7 @@ def _parts(item: Item, start: Sequence[int], view: torch.Tensor) -> Iterator[tup
 
 
 def _touched_blocks(item: Item, start: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of raw bytes, whole blocks, ascending and disjoint, that hold the elements of a box (not empty)."""
+    """Return the ascending ranges of raw bytes, in whole blocks, that hold the elements of a box (not empty)."""
     size, block = item.dtype.itemsize, item.block_bytes
     first = (item.storage_offset + sum(a * b for a, b in zip(start, item.stride, strict=True))) * size
     dims = sorted(
@@ -301,7 +287,7 @@ def _touched_blocks(item: Item, start: Sequence[int], lengths: Sequence[int]) ->
 
 
 def _byte_runs(first: int, dims: Sequence[tuple[int, int]], size: int, skip: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a box with ``dims`` (byte stride, length), strides descending; gaps below ``skip`` are kept.
+    """Yield the byte ranges of a box with ``dims`` (byte stride, length), strides descending; keep gaps below ``skip``.
 
     Ranges are at least ``skip`` apart, so there are no more of them than the item has blocks.
     """
@@ -312,48 +298,3 @@ def _byte_runs(first: int, dims: Sequence[tuple[int, int]], size: int, skip: int
     (step, length), inner = dims[0], dims[1:]
     for index in range(length):
         yield from _byte_runs(first + index * step, inner, size, skip)
-
-
-# -- whether ranks of a host read the same bytes ---------------------------------------------------------
-
-
-def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
-    """Whether a byte has several readers, if each of these ranks, two or more, wants so many of the bytes stored."""
-    return ranks_on_host * wanted >= _SHARING_PAYS_READERS * stored > 0
-
-
-def wanted_bytes(found: Match, catalog: Catalog) -> int:
-    """Bytes of data files that this rank will read for its tensors, about."""
-    wanted = sum(item.raw_bytes for item, _, _ in found.whole)
-    wanted += sum(
-        _bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in (*found.tensors, *found.shared)
-    )
-    below = (name for _, _, names in found.stateful for name in catalog.shards.keys() & set(names))
-    for name in (*(name for name, *_ in found.arrays), *below):
-        shards = catalog.shards[name]
-        target = found.live.get(name, shard_like(found.layouts.get(name), shards))
-        wanted += _bytes_for(global_shape(shards) if target is None else memory_of(target).shape, shards)
-    return wanted
-
-
-def _bytes_for(box: Sequence[int], shards: Shards) -> int:
-    """The first chunk stands for all: that is how torch cuts."""
-    return covering_bytes(shards[0].shape, box, shards[0].dtype.itemsize)
-
-
-def covering_bytes(chunk: Sequence[int], box: Sequence[int], itemsize: int) -> int:
-    """Bytes that are read for a box of a tensor stored in dense shards of one shape, about.
-
-    Gaps that no block fits into are read, too. The box is taken to begin where a chunk does.
-    """
-    if 0 in chunk or 0 in box:
-        return 0
-    extent = stride = itemsize
-    count = 1
-    for size, wanted in zip(reversed(chunk), reversed(box), strict=False):  # a shard that fits nothing is told later
-        count *= -(-wanted // size)
-        length = min(wanted, size)
-        is_read_through = stride - extent < BLOCK_BYTES
-        extent = extent + (length - 1) * stride if is_read_through else extent * length
-        stride *= size
-    return count * extent

@@ -15,18 +15,18 @@ import torch
 from builders import flip
 from checkpoint_maker import save_state
 
+from aio_ckpt.checkpoint import read_plan as readplan
+from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.errors import CorruptCheckpointError, MismatchError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
-from aio_ckpt.read import plan as readplan
-from aio_ckpt.read.load import load_checkpoint, open_checkpoint
+from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile
 
 NBYTES = 9 * BLOCK_BYTES + 12345
 READERS = 4
 SECS = 30.0
-OPTIONS = {"rank": 0, "world_size": 1, "strict": False, "allow_missing": False, "trusted": False}
-"""What a template is matched with."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def storage(executor):
 @pytest.fixture(autouse=True)
 def short_reads(monkeypatch):
     """Two blocks a read, so that a small tensor takes several."""
-    monkeypatch.setattr(readplan, "_SEGMENT_BYTES_MIN", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(readplan, "SEGMENT_BYTES_MAX", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(readplan, "_REQUEST_BYTES_MIN", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(readplan, "REQUEST_BYTES_MAX", 2 * BLOCK_BYTES)
 
 
 def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
@@ -59,17 +59,12 @@ def placed(count: int, lead: int) -> tuple[torch.Tensor, torch.Tensor]:
     return memory, memory[start : start + count]
 
 
+def context(storage, *, verify=True):
+    return ReadContext(storage=storage, executor=storage._executor, readers=READERS, verify=verify, trusted=False)
+
+
 async def load(storage, path, state, *, verify=True):
-    outcome = await load_checkpoint(
-        storage,
-        path,
-        state,
-        step=None,
-        executor=storage._executor,
-        readers=READERS,
-        verify=verify,
-        **OPTIONS,
-    )
+    outcome = await load_checkpoint(context(storage, verify=verify), path, state, step=None, options=LoadOptions())
     outcome.put_back()
 
 

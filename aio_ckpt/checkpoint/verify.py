@@ -12,6 +12,13 @@ from typing import NamedTuple, TypeAlias
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from aio_ckpt.checkpoint.catalog import Slot, StoredObject
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.fetch import fetch
+from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_slot, read_ends
+from aio_ckpt.checkpoint.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
+from aio_ckpt.checkpoint.read_plan import ReadPlan
+from aio_ckpt.checkpoint.requests import PieceRows, ReadRequest, ReassemblyBuffer
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
 from aio_ckpt.format.constants import PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_read import DTYPES
@@ -26,13 +33,6 @@ from aio_ckpt.format.manifests import (
     rank_manifest_name,
 )
 from aio_ckpt.format.tensor_zip import fill_crc, render
-from aio_ckpt.read.catalog import Slot, StoredObject
-from aio_ckpt.read.data_files import Files
-from aio_ckpt.read.fetch import fetch
-from aio_ckpt.read.foreign_items import Ends, check_inside, check_zip, parse_slot, read_ends
-from aio_ckpt.read.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
-from aio_ckpt.read.plan import ReadPlan
-from aio_ckpt.read.requests import PieceRows, ReadRequest, ReassemblyBuffer
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.state import flatten as tree
 from aio_ckpt.storage.local import Storage, read_small_file
@@ -248,7 +248,7 @@ class _Verification:
                 check_inside(stored.name, stored.file, stored.offset, stored.nbytes, self.files.sizes)
                 plan = ReadPlan()
                 plan.add_object(stored, functools.partial(check_zip, stored.name))
-                await fetch(self.files, plan.segments(1), executor=self.executor, readers=1, verify=True)
+                await fetch(self.files, plan.requests(1), executor=self.executor, readers=1, verify=True)
 
     # -- sums ---------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class _Verification:
         sums: dict[int, int | None] = {}
         for request, chunk in zip(requests, parts, strict=True):
             is_read = request.start not in failed
-            for (number, _, _), (crc32, part_bytes) in zip(chunk, request.pieces.landings[0].sums, strict=True):
+            for (number, _, _), (crc32, part_bytes) in zip(chunk, request.pieces.reassemblies[0].sums, strict=True):
                 part_sum = crc32 if is_read else None
                 if number >= 0:
                     sums[number] = _combine(sums.get(number, 0), part_sum, part_bytes)

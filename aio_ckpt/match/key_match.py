@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from aio_ckpt.read.open import Checkpoint
-from aio_ckpt.read.rank_names import skeleton_of
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state import flatten as tree
 
 __all__ = ["named_as_stored"]

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.read.open import Checkpoint
-from aio_ckpt.read.rank_names import skeleton_of
+from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state import flatten as tree
 
 __all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_numbers"]

@@ -1,0 +1,11 @@
+"""Open a checkpoint, know what it stores, and read and verify its bytes.
+
+In: a checkpoint directory, of an engine or of stock DCP. Out: its catalog of names and stored items; byte ranges that
+were proven and copied to their targets; the faults of a checkpoint that does not verify. Knows nothing of templates.
+Imports ``runtime``, ``format``, ``state``, ``memory`` and ``storage``; nothing that saves.
+"""
+
+from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
+from aio_ckpt.checkpoint.verify import verify_checkpoint
+
+__all__ = ["Checkpoint", "open_checkpoint", "verify_checkpoint"]

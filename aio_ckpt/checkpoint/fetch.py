@@ -1,0 +1,172 @@
+"""Run the requests of a read plan: read, compare checksums, copy. Each read in flight has its own bounce buffer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+import torch
+
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.requests import ReadRequest, ReassemblyBuffer
+from aio_ckpt.checkpoint.scatter import finish, place
+from aio_ckpt.errors import AioCkptError, MismatchError
+from aio_ckpt.memory.copies import Copies, HostCopies
+from aio_ckpt.memory.cuda import begin_uploads, takes_registered, using
+from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
+from aio_ckpt.runtime.futures import first_cause
+from aio_ckpt.runtime.portal import Executor, run_blocking
+
+__all__ = [
+    "Fetched",
+    "fetch",
+]
+
+_PLACERS = 2
+"""Requests that are proven and copied while as many reads as allowed stay in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What a run of a read plan did."""
+
+    bytes_read: int
+    """Bytes moved from data files, alignment included."""
+    sums_checked: int
+    """CRC32s that were there and matched."""
+
+
+async def fetch(
+    files: Files,
+    requests: Sequence[ReadRequest],
+    *,
+    executor: Executor,
+    readers: int,
+    verify: bool,
+    devices: Sequence[torch.device] = (),
+    on_read: Callable[[ReadRequest, AioCkptError | None], None] | None = None,
+) -> Fetched:
+    """Run every request, ``readers`` at a time, and finish each reassembly buffer when it is full.
+
+    A fetch, cancelled or not, returns only when no thread or device writes to a target any more. ``devices`` are those
+    of ``ReadPlan``. ``on_read`` is told of each request that is done, with the error that ended it: the others go on.
+    Without it, the first error ends the fetch.
+
+    Raises:
+        MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
+        ReadError: the operating system could not read.
+    """
+    longest = max((request.nbytes for request in requests), default=0)
+    buffers = bounce_buffers(longest, min(readers + _PLACERS, len(requests)))
+    locking = next(filter(takes_registered, devices), None)
+    async with page_locked(buffers if locking else [], locking, executor=executor):
+        copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
+        run = _Run(files, executor, readers, verify, copies, on_read)
+        try:
+            await run.all(requests, buffers)
+        except BaseExceptionGroup as errors:
+            _free_scratch(requests)
+            raise first_cause(errors) from None
+    return Fetched(bytes_read=run.bytes_read, sums_checked=run.sums_checked)
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for all work on the devices: the copies of a fetch and the streams of the caller are not ordered."""
+    for device in devices:
+        with using(device):
+            torch.accelerator.synchronize(device)
+
+
+def _begin(devices: Sequence[torch.device]) -> list[Copies]:
+    """Return the copies to each device that ``Pieces.devices`` numbers."""
+    return [HostCopies(), *map(begin_uploads, devices)]
+
+
+class _Run:
+    """One run of a plan. The loop opens reassembly buffers and has them finished; threads fill them."""
+
+    def __init__(
+        self,
+        files: Files,
+        executor: Executor,
+        readers: int,
+        verify: bool,
+        copies: Sequence[Copies],
+        on_read: Callable[[ReadRequest, AioCkptError | None], None] | None,
+    ) -> None:
+        self._files = files
+        self._executor = executor
+        self._reading = anyio.Semaphore(readers)
+        self._verify = verify
+        self._copies = copies
+        self._on_read = on_read
+        self.bytes_read = 0
+        self.sums_checked = 0
+
+    async def all(self, requests: Sequence[ReadRequest], buffers: Sequence[memoryview]) -> None:
+        """Run the requests, as many at once as there are buffers."""
+        left = iter(requests)
+
+        async def work(buffer: memoryview) -> None:
+            for request in left:
+                await self._reading.acquire()  # here a cancelled fetch stops
+                # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
+                with anyio.CancelScope(shield=True):
+                    await self._report(request, buffer[: request.nbytes])
+
+        async with anyio.create_task_group() as group:
+            for buffer in buffers[: len(requests)]:
+                group.start_soon(work, buffer)
+
+    async def _report(self, request: ReadRequest, view: memoryview) -> None:
+        failure = None
+        try:
+            await self._run_request(request, view)
+        except AioCkptError as error:
+            if self._on_read is None:
+                raise
+            failure = error
+        if self._on_read is not None:
+            self._on_read(request, failure)
+
+    async def _run_request(self, request: ReadRequest, view: memoryview) -> None:
+        """Read one request and copy its pieces to their targets. Release ``_reading``, taken before, after the read."""
+        reassemblies = Counter(
+            reassembly for reassembly in request.pieces.reassemblies.tolist() if reassembly is not None
+        )
+        try:
+            for reassembly, count in reassemblies.items():
+                reassembly.open(self._copies[reassembly.device], request, view, count)
+            async with self._files.use(request.file) as file:
+                got = await file.read_into(request.start, view)
+            self.bytes_read += got
+            _check_length(request, request.start + got)
+        finally:
+            self._reading.release()
+        self.sums_checked += await run_blocking(self._executor, place, request, view, self._verify, self._copies)
+        full = [reassembly for reassembly, count in reassemblies.items() if _count_down(reassembly, count)]
+        complete = [reassembly for reassembly in full if reassembly.needs_finish]
+        if complete:
+            self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
+
+
+def _free_scratch(requests: Sequence[ReadRequest]) -> None:
+    """Free the memory of reassembly buffers: an error that is kept keeps the requests."""
+    for request in requests:
+        for reassembly in request.pieces.reassemblies.tolist():
+            if reassembly is not None:
+                reassembly.scratch = None
+
+
+def _count_down(reassembly: ReassemblyBuffer, count: int) -> bool:
+    reassembly.pieces_left -= count
+    return not reassembly.pieces_left
+
+
+def _check_length(request: ReadRequest, end: int) -> None:
+    beyond = np.flatnonzero(request.pieces.starts + request.pieces.nbytes > end)
+    if len(beyond):
+        raise MismatchError(f"{request.label(int(beyond[0]))}: the file ends at byte {end}, inside of it")

@@ -1,0 +1,9 @@
+"""Hold a template against a checkpoint: what is read into what, and what does not fit.
+
+In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit. Reads no
+data file and touches no tensor. Imports ``checkpoint`` and what it imports; nothing that saves.
+"""
+
+from aio_ckpt.match.match import Match, match_template
+
+__all__ = ["Match", "match_template"]

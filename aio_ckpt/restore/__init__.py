@@ -1,0 +1,11 @@
+"""Load a checkpoint into a template, or read its state without one.
+
+In: a checkpoint directory, and a template where its values are to be filled in place. Out: values whose checksums were
+proven, or an error that names what is damaged. Imports ``match``, ``checkpoint`` and what they import; nothing that
+saves.
+"""
+
+from aio_ckpt.restore.load import load_checkpoint
+from aio_ckpt.restore.read import read_state
+
+__all__ = ["load_checkpoint", "read_state"]

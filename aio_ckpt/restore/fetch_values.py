@@ -1,0 +1,110 @@
+"""Run the plan of a load: fetch its pieces, decode its objects, and return the values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.fetch import Fetched, fetch, synchronize
+from aio_ckpt.checkpoint.foreign_items import check_zip
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.requests import ReadRequest
+from aio_ckpt.errors import UnsafeObjectError
+from aio_ckpt.restore.load_plan import LoadPlan, check_trusted
+from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.runtime.portal import run_blocking
+from aio_ckpt.state import flatten as tree
+
+__all__ = ["FetchedValues", "by_stored_name", "fetch_values"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedValues:
+    """What a load has read. Tensors of the template were filled in place."""
+
+    values: dict[str, object]
+    """Tensors outside the template's own leaves, and objects, by name."""
+    untrusted: dict[str, str]
+    """Names of the objects that need trust, and why."""
+    skip_untrusted: bool
+    """Whether such objects are left out."""
+    bytes_read: int
+    """Bytes read from data files."""
+    is_verified: bool
+    """False if ``verify`` was, or nothing that was read has a sum."""
+
+    @property
+    def skipped(self) -> dict[str, str] | None:
+        """``untrusted`` if such objects are left out, else None."""
+        return self.untrusted if self.skip_untrusted else None
+
+
+async def fetch_values(
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, plan: LoadPlan, requests: Sequence[ReadRequest]
+) -> FetchedValues:
+    """Run ``requests``, which ``plan`` made, and decode the objects.
+
+    Raises:
+        CorruptCheckpointError, ReadError: see :func:`aio_ckpt.checkpoint.fetch.fetch`.
+        UnsafeObjectError: an object needs trust.
+    """
+    fetched = await fetch(
+        files,
+        requests,
+        executor=ctx.executor,
+        readers=ctx.readers,
+        verify=ctx.verify,
+        devices=plan.reads.devices,
+    )
+    return await run_blocking(ctx.executor, _decode, ctx, checkpoint, plan, fetched)
+
+
+def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched) -> FetchedValues:
+    """Decode objects; tell torch and the devices of what was written without an operation of torch."""
+    values, untrusted = dict(plan.values), dict(plan.untrusted)
+    if plan.by_dcp:
+        values |= _load_by_dcp(checkpoint, plan)
+    synchronize(plan.devices)
+    increment_version(plan.reads.filled)
+    for name, data in plan.undecoded.items():
+        if checkpoint.root is None:
+            check_zip(name, data)
+        try:
+            values[name] = tree.decode_object(data, name=name, trusted=ctx.trusted)
+        except UnsafeObjectError as error:
+            untrusted[name] = str(error)
+    check_trusted(untrusted, skip_untrusted=plan.skip_untrusted)
+    sums_checked = fetched.sums_checked + (len(plan.undecoded) if checkpoint.root is None else 0)
+    return FetchedValues(
+        values=values,
+        untrusted=untrusted,
+        skip_untrusted=plan.skip_untrusted,
+        bytes_read=fetched.bytes_read,
+        is_verified=ctx.verify and (sums_checked > 0 or not fetched.bytes_read),
+    )
+
+
+def _load_by_dcp(checkpoint: Checkpoint, plan: LoadPlan) -> dict[str, object]:
+    """Read stream extensions by DCP's own reader, on a flat dict and our parsed metadata, so that it unpickles none."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    wanted = dict(by_stored_name(checkpoint, plan.by_dcp))
+    planner.set_up_planner(wanted, checkpoint.metadata, is_coordinator=True)
+    reader = FileSystemReader(checkpoint.path)
+    reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return {name: wanted[checkpoint.stored_name(name)] for name in plan.by_dcp}
+
+
+def by_stored_name(checkpoint: Checkpoint, values: Mapping[str, T]) -> Mapping[str, T]:
+    """Return ``values`` under the names that the checkpoint has for them, before any ``rename``."""
+    if not checkpoint.names:
+        return values
+    return {checkpoint.stored_name(name): value for name, value in values.items()}

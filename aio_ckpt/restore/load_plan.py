@@ -1,0 +1,195 @@
+"""The plan of one load: where each value is stored, and the memory that it is read into."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from aio_ckpt._torch import create_chunk_list
+from aio_ckpt.checkpoint.catalog import Item, Shards, Slot, StoredObject, global_shape
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checkpoint.fetch import synchronize
+from aio_ckpt.checkpoint.foreign_items import check_inside, parse_slots
+from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.checkpoint.read_plan import ReadPlan
+from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError
+from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.match.match import WholeTarget, shard_like
+from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.state.values import OwnedShard, Shard, Target
+
+__all__ = ["LoadPlan", "Source", "check_trusted", "locate", "new_tensor"]
+
+_SHOWN = 5
+"""Objects that a message names."""
+_MAX_EXPANSION = 1 << 16
+"""Largest factor by which a stream extension is believed to shrink a tensor. DCP's own, zstd, packs at best 128 KiB
+into 4 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Names with what holds them, every place inside the real files."""
+
+    items: Mapping[str, tuple[Item, ...]]
+    """Tensors by name."""
+    objects: Mapping[str, StoredObject]
+    """Objects by name."""
+    transformed: Mapping[str, Shards]
+    """Tensors that only DCP's own reader can read (stream extensions)."""
+
+
+async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: Iterable[str]) -> Source:
+    catalog = checkpoint.catalog
+    shards = {name: catalog.shards[name] for name in names if name in catalog.shards}
+    stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
+    used = {shard.file for found in shards.values() for shard in found}
+    await files.measure(used.union(found.file for found in stored.values()), catalog.files)
+    for found in stored.values():
+        check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
+    objects = {name: found for name, found in stored.items() if not found.is_transformed}
+    if checkpoint.root is not None:
+        return Source(items=shards, objects=objects, transformed={})  # type: ignore[arg-type]  # no Slot in ours
+    transformed = {name: found for name, found in shards.items() if any(_is_transformed(shard) for shard in found)}
+    slots = [shard for name in shards.keys() - transformed for shard in shards[name] if isinstance(shard, Slot)]
+    parsed = await parse_slots(files, slots, executor=ctx.executor, readers=ctx.readers)
+    items = {
+        name: tuple(parsed[id(shard)] for shard in found) for name, found in shards.items() if name not in transformed
+    }
+    return Source(items=items, objects=objects, transformed=transformed)
+
+
+def _is_transformed(shard: Item | Slot) -> bool:
+    return isinstance(shard, Slot) and shard.is_transformed
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class LoadPlan:
+    """Plan of one load: what is read into which memory. While the reads run, the bytes of objects collect in it."""
+
+    source: Source
+    """Where everything is."""
+    reads: ReadPlan = field(default_factory=ReadPlan)
+    """The pieces to read."""
+    values: dict[str, object] = field(default_factory=dict)
+    """Tensors that are read outside the template's own leaves, by name."""
+    undecoded: dict[str, bytes] = field(default_factory=dict)
+    """Bytes of objects as read."""
+    by_dcp: dict[str, Any] = field(default_factory=dict)
+    """Name -> target of what DCP's own reader must read; None for an object."""
+    live: Mapping[str, Target] = field(default_factory=dict)
+    """Names below Stateful values that are read into a tensor that is there."""
+    live_at: Mapping[str, int] = field(default_factory=dict)
+    """Addresses of those of ``live`` whose bytes are those of one item."""
+    layouts: Mapping[str, Target] = field(default_factory=dict)
+    """Names below Stateful values that are read into a fresh tensor like this one."""
+    skip_untrusted: bool = False
+    """Leave objects that need trust unread."""
+    untrusted: dict[str, str] = field(default_factory=dict)
+    """Names of such objects, and why they need it."""
+    devices: set[torch.device] = field(default_factory=set)
+    """Devices of targets that are no host memory."""
+
+    def add_all(
+        self, tensors: Iterable[tuple[str, Target]], values: Iterable[str], objects: Iterable[str], trusted: bool
+    ) -> None:
+        """Plan ``tensors`` into their memory, ``values`` into that of ``live`` or new memory, and ``objects``."""
+        for name, tensor in tensors:
+            self._add_tensor(name, tensor)
+        self._add_values(values)
+        for name in objects:
+            if name in self.source.objects:
+                self.reads.add_object(self.source.objects[name], functools.partial(self.undecoded.__setitem__, name))
+            elif trusted:
+                self.by_dcp[name] = None
+            else:
+                self.untrusted[name] = (
+                    f"{name}: written through an extension of DCP, whose reader runs code; set trusted_objects=True if "
+                    "you trust whoever wrote the checkpoint"
+                )
+        check_trusted(self.untrusted, skip_untrusted=self.skip_untrusted)
+        synchronize(self.devices)
+
+    def _add_values(self, names: Iterable[str]) -> None:
+        made: dict[tuple[int, ...], Target] = {}
+        whole: list[WholeTarget] = []
+        for name in names:
+            shards: Shards = self.source.items.get(name) or self.source.transformed[name]
+            target, like = self.live.get(name), shard_like(self.layouts.get(name), shards)
+            if isinstance(like, OwnedShard):  # only its owner can be given to load_state_dict
+                target = like
+            key = (id(target), id(like), *map(id, shards))  # tied names are read once
+            if key not in made:
+                made[key] = new_tensor(name, shards, like) if target is None else target
+                address = self.live_at.get(name, 0)
+                if address and isinstance(target, torch.Tensor):
+                    whole.append((shards[0], target, address))  # type: ignore[arg-type]
+                else:
+                    self._add_tensor(name, made[key])
+            value = made[key]
+            self.values[name] = value.owner if isinstance(value, OwnedShard) else value
+        self.reads.add_whole(whole)
+
+    def _add_tensor(self, name: str, target: Target) -> None:
+        items = self.source.items.get(name)
+        if items is None:
+            if isinstance(target, Shard):
+                raise TemplateMismatchError(
+                    f"{name!r}: written through an extension of DCP, whose reader fills no Shard: give the whole tensor"
+                )
+            self.by_dcp[name] = target
+            return
+        tensor = target.tensor if isinstance(target, Shard) else target
+        offsets: Sequence[int] = target.offsets if isinstance(target, Shard) else (0,) * tensor.dim()
+        if type(tensor) is DTensor:
+            shard = create_chunk_list(tensor)[0]
+            offsets = shard.offsets
+            with torch.no_grad():
+                tensor = tensor.to_local()
+            if tensor.shape != shard.sizes:
+                raise TemplateMismatchError(
+                    f"{name!r} holds a shard of shape {tuple(tensor.shape)} in the template where torch cuts one of "
+                    f"{tuple(shard.sizes)}: lay it out with distribute_tensor() or fully_shard()"
+                )
+        if not tensor.is_cpu:
+            self.devices.add(tensor.device)
+        self.reads.add_tensor(items, offsets, tensor)
+
+
+def new_tensor(name: str, shards: Shards, like: Target | None) -> Target:
+    """Memory of the stored dtype with the device, mesh and placements, or the box, of ``like``.
+
+    Without ``like``, host memory for the whole tensor, laid out as it is stored where that is one item.
+
+    Raises:
+        CorruptCheckpointError: more than the shards can hold; nothing was allocated.
+    """
+    if isinstance(like, Shard):
+        return replace(like, tensor=torch.empty_like(like.tensor, dtype=shards[0].dtype, requires_grad=False))
+    if like is not None:
+        return torch.empty_like(like, dtype=shards[0].dtype, requires_grad=False)
+    first, shape = shards[0], global_shape(shards)
+    stored = sum(shard.raw_bytes if isinstance(shard, Item) else shard.item_bytes * _MAX_EXPANSION for shard in shards)
+    if math.prod(shape) * first.dtype.itemsize > stored:
+        raise CorruptCheckpointError(f"{name!r}: shape {shape} needs more bytes than the {stored} that are stored")
+    if first.shape == shape and first.stride is not None and is_dense(shape, first.stride):
+        return torch.empty_strided(shape, first.stride, dtype=first.dtype)
+    return torch.empty(shape, dtype=first.dtype)
+
+
+def check_trusted(untrusted: Mapping[str, str], *, skip_untrusted: bool) -> None:
+    """Raise UnsafeObjectError, which names the objects that need trust, unless they are skipped."""
+    if not untrusted or skip_untrusted:
+        return
+    (_, why), *more = untrusted.items()
+    names = [repr(name) for name, _ in more]
+    if names:
+        further = f" and {len(names) - _SHOWN + 1} others" if len(names) >= _SHOWN else ""
+        why += f" (and so it is with {len(names)} more: {', '.join(names[: _SHOWN - 1])}{further})"
+    raise UnsafeObjectError(why)

@@ -1,0 +1,89 @@
+"""What a load or a read is told: by whom and how it reads, and what a user asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aio_ckpt.checkpoint.data_files import Files
+from aio_ckpt.checks import check_flag
+from aio_ckpt.config import EngineConfig
+from aio_ckpt.match.rename import Rename, check_rename
+from aio_ckpt.runtime.portal import Executor
+from aio_ckpt.storage.local import Storage
+
+__all__ = ["LoadOptions", "ReadContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadContext:
+    """The rank that reads, and how it reads: the same for all loads of an engine."""
+
+    storage: Storage
+    """Holds the checkpoints."""
+    executor: Executor
+    """Its threads read, prove, copy and decode."""
+    rank: int = 0
+    """Rank of the reader."""
+    world_size: int = 1
+    """Ranks that read."""
+    ranks_on_host: int = 1
+    """Those of them that share this host's page cache."""
+    readers: int
+    """Reads in flight."""
+    verify: bool
+    """Whether checksums are compared."""
+    trusted: bool
+    """Whether objects that only running code reads are decoded."""
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        storage: Storage,
+        executor: Executor,
+        *,
+        rank: int,
+        world_size: int,
+        ranks_on_host: int = 1,
+    ) -> ReadContext:
+        """Return the context of a rank that reads as ``config`` says."""
+        return cls(
+            storage=storage,
+            executor=executor,
+            rank=rank,
+            world_size=world_size,
+            ranks_on_host=ranks_on_host,
+            readers=config.workers,
+            verify=config.verify == "load",
+            trusted=config.trusted_objects,
+        )
+
+    def files(self, directory: Path, *, past_page_cache: bool) -> Files:
+        """Return the data files in ``directory``; with ``past_page_cache``, all is read from the disk."""
+        return Files(self.storage, directory, readers=self.readers, page_cache="pass" if past_page_cache else "take")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What one load is asked for.
+
+    Raises:
+        ConfigError: a value is of another type.
+    """
+
+    strict: bool = False
+    """Whether names of the checkpoint that the template lacks are refused."""
+    allow_missing: bool = False
+    """Whether template names that the checkpoint lacks are left as they are."""
+    skip_untrusted: bool = False
+    """Whether objects that only running code reads are left as they are."""
+    cast: bool = False
+    """Whether tensors of another dtype are converted to that of the template."""
+    rename: Rename | None = None
+    """Makes the template's names of those that are stored; None if they are the same."""
+
+    def __post_init__(self) -> None:
+        check_rename(self.rename)
+        for name in ("strict", "allow_missing", "skip_untrusted", "cast"):
+            check_flag(name, getattr(self, name))

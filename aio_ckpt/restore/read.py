@@ -1,0 +1,94 @@
+"""Read the nested state of a checkpoint without a template."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from aio_ckpt.checkpoint.open import open_checkpoint
+from aio_ckpt.errors import MissingNameError
+from aio_ckpt.match.open_places import dcp_paths_of
+from aio_ckpt.match.rank_names import skeleton_of, wanted_names
+from aio_ckpt.restore.fetch_values import fetch_values
+from aio_ckpt.restore.load_plan import LoadPlan, locate
+from aio_ckpt.restore.options import ReadContext
+from aio_ckpt.runtime.portal import run_blocking
+from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.values import UntrustedObject
+
+__all__ = ["ReadOutcome", "read_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOutcome:
+    """A state that was read without a template."""
+
+    state: object
+    """The nested state."""
+    step: int | None
+    """Step that the checkpoint tells; None for plain DCP."""
+    untrusted: tuple[str, ...]
+    """Objects in whose place an ``UntrustedObject`` stands."""
+    plain: tuple[str, ...]
+    """Containers that are of another type than they were: ``name (type)``."""
+    bytes_read: int
+    """Bytes read from data files."""
+    verified: bool
+    """False if ``verify`` was, or nothing that was read has a sum."""
+
+
+async def read_state(
+    ctx: ReadContext,
+    path: Path,
+    *,
+    step: int | None,
+    only: Collection[str] | None,
+    skip_untrusted: bool = False,
+    past_page_cache: bool = False,
+) -> ReadOutcome:
+    """Return the nested state, or the part of it that ``only`` names, in new host memory. Tied names share a tensor.
+
+    Raises:
+        MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
+        CorruptCheckpointError, UnsafeObjectError, ReadError: as :func:`aio_ckpt.restore.load.load_checkpoint`.
+    """
+    checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
+    names = await run_blocking(ctx.executor, lambda: wanted_names(checkpoint, rank=ctx.rank, only=only))
+    catalog = checkpoint.catalog
+    absent = [name for name in names if name not in catalog.shards and name not in catalog.objects]
+    if absent:
+        raise MissingNameError(
+            f"{checkpoint.path}: rank {ctx.rank} of {ctx.world_size} has no {absent[:5]} among the "
+            f"{len(checkpoint.ranks)} ranks that saved; leave it out with only=[...]"
+        )
+    objects = [name for name in names if name in catalog.objects]
+    tensors = [name for name in names if name in catalog.shards]
+    async with ctx.files(checkpoint.path, past_page_cache=past_page_cache) as files:
+        source = await locate(ctx, files, checkpoint, names)
+        plan = LoadPlan(source=source, skip_untrusted=skip_untrusted)
+        await run_blocking(ctx.executor, plan.add_all, [], tensors, objects, ctx.trusted)
+        requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
+        fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
+    values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
+    plain: list[str] = []
+    if checkpoint.has_skeleton:
+        state = tree.build(
+            skeleton_of(checkpoint, ctx.rank),
+            values,
+            rank=ctx.rank,
+            only=only,
+            trusted=ctx.trusted,
+            plain=plain,
+            untrusted=fetched.skipped,
+        )
+    else:
+        state = tree.unflatten_dcp(dcp_paths_of(checkpoint), values)
+    return ReadOutcome(
+        state=state,
+        step=checkpoint.step,
+        untrusted=tuple(fetched.untrusted),
+        plain=tuple(plain),
+        bytes_read=fetched.bytes_read,
+        verified=fetched.is_verified,
+    )
