@@ -20,10 +20,7 @@ from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
-__all__ = [
-    "Fetched",
-    "fetch",
-]
+__all__ = ["Fetched", "fetch", "synchronize"]
 
 _PLACERS = 2
 """Requests that are proven and copied while as many reads as allowed stay in flight."""
