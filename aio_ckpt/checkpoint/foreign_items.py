@@ -1,7 +1,7 @@
-"""Items that stock DCP wrote: where their raw bytes lie, and what of them can be proven.
+"""Items that stock DCP wrote: the places of their raw bytes, and checks of their checksums.
 
-A manifest of ours tells where the raw bytes of a tensor are. Stock DCP stores each item as a ``torch.save`` zip, so
-both ends of the zip are read first. What its directory says is checked against ``.metadata``.
+A manifest of aio_ckpt holds the place of the raw bytes of a tensor; stock DCP has none. It stores each item as a
+``torch.save`` zip. Therefore both ends of the zip are read first, and its directory is checked against ``.metadata``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt._torch import StorageInfo
-from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
+from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, StoredObject, UnparsedItem, global_shape
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.requests import PieceRows, cut_requests
@@ -36,23 +36,23 @@ __all__ = [
     "check_object_zip",
     "check_zip",
     "descriptors_of",
-    "parse_slot",
-    "parse_slots",
+    "parse_item",
+    "parse_items",
     "place_of",
     "read_ends",
-    "slot_at",
     "stored_at",
+    "unparsed_item_of",
 ]
 
 Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
-"""Both ends of items, by ``id(slot)``."""
+"""First and last bytes of items, by the ``id`` of the item."""
 
 
-# -- where they are: .metadata in, places out -------------------------------------------------------
+# -- from .metadata to places ----------------------------------------------------------------
 
 
 def catalog_of_metadata(metadata: Metadata) -> Catalog:
-    """Of a checkpoint of plain DCP.
+    """Return the catalog of a checkpoint of plain DCP.
 
     Raises:
         CorruptCheckpointError: the metadata contradicts itself.
@@ -63,7 +63,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             shards[name] = tuple(
-                slot_at(name, entry, chunk, place_of(MetadataIndex(name, chunk.offsets), places))
+                unparsed_item_of(name, entry, chunk, place_of(MetadataIndex(name, chunk.offsets), places))
                 for chunk in entry.chunks
             )
             if not shards[name] or global_shape(shards[name]) != tuple(entry.size):
@@ -81,10 +81,10 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
 
 
 def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
-    """Return where ``.metadata`` says that an item is.
+    """Return the place of an item according to ``.metadata``.
 
     Raises:
-        CorruptCheckpointError: it tells no place.
+        CorruptCheckpointError: ``.metadata`` holds no place for it.
     """
     place = places.get(index)
     if place is None:
@@ -92,9 +92,11 @@ def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) 
     return place
 
 
-def slot_at(name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo) -> Slot:
-    """Return the slot of a tensor's chunk."""
-    return Slot(
+def unparsed_item_of(
+    name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo
+) -> UnparsedItem:
+    """Return the item of one chunk of a tensor, not parsed yet."""
+    return UnparsedItem(
         name=name,
         file=place.relative_path,
         item_offset=place.offset,
@@ -117,36 +119,38 @@ def descriptors_of(place: StorageInfo) -> Sequence[str]:
     return getattr(place, "transform_descriptors", None) or ()
 
 
-# -- what they are: both ends in, items out ---------------------------------------------------------
+# -- from both ends to items ----------------------------------------------------------------------
 
 
-async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:
-    """Read both ends of each slot's item and parse its envelope; keyed by ``id(slot)``.
+async def parse_items(
+    files: Files, unparsed_items: Sequence[UnparsedItem], *, executor: Executor, readers: int
+) -> dict[int, Item]:
+    """Read both ends of each item and parse its envelope. Returns the parsed items by the ``id`` of the given ones.
 
     Raises:
-        CorruptCheckpointError: an item lies outside its file, is damaged, or is not what the metadata says.
+        CorruptCheckpointError: an item lies outside its file, is damaged, or contradicts the metadata.
     """
-    ends = await read_ends(files, slots, executor=executor, readers=readers)
-    return await run_blocking(executor, _parse_all, slots, ends)
+    ends = await read_ends(files, unparsed_items, executor=executor, readers=readers)
+    return await run_blocking(executor, _parse_all, unparsed_items, ends)
 
 
-async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> Ends:
-    """What :func:`parse_slot` needs of each slot's item.
+async def read_ends(files: Files, unparsed_items: Sequence[UnparsedItem], *, executor: Executor, readers: int) -> Ends:
+    """Read the bytes of each item that :func:`parse_item` needs.
 
     Raises:
         CorruptCheckpointError: an item lies outside its file.
     """
     ends: Ends = {}
     pieces: dict[str, PieceRows] = {}
-    for slot in slots:
-        check_inside(slot.name, slot.file, slot.item_offset, slot.item_bytes, files.sizes)
-        head, tail = min(slot.item_bytes, HEAD_BYTES), min(slot.item_bytes, TAIL_BYTES)
-        ends[id(slot)] = bytearray(head), bytearray(tail)
-        starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
-        for start, end in zip(starts, ends[id(slot)], strict=True):
+    for unparsed in unparsed_items:
+        check_inside(unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes, files.sizes)
+        head, tail = min(unparsed.item_bytes, HEAD_BYTES), min(unparsed.item_bytes, TAIL_BYTES)
+        ends[id(unparsed)] = bytearray(head), bytearray(tail)
+        starts = unparsed.item_offset, unparsed.item_offset + unparsed.item_bytes - tail
+        for start, end in zip(starts, ends[id(unparsed)], strict=True):
             address = address_of(memoryview(end)) if end else 0
-            row = (start, len(end), -1, address, 0, slot.name, None, 0)
-            pieces.setdefault(slot.file, PieceRows()).rows.append(row)
+            row = (start, len(end), -1, address, 0, unparsed.name, None, 0)
+            pieces.setdefault(unparsed.file, PieceRows()).rows.append(row)
     segments = [
         found for file, rows in pieces.items() for found in cut_requests(file, rows.ascending(), 4 * BLOCK_BYTES)
     ]
@@ -155,45 +159,45 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
 
 
 def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[str, int]) -> None:
-    """Raises MismatchError if a range that the metadata tells is not inside its file."""
+    """Raise MismatchError if the place of an item does not lie inside its file. ``sizes``: length of each file."""
     if offset + nbytes > sizes[file] or not nbytes:
         raise MismatchError(
             f"{file}: {name!r} at bytes {offset} to {offset + nbytes} is not inside the file of {sizes[file]} bytes"
         )
 
 
-def _parse_all(slots: Sequence[Slot], ends: Ends) -> dict[int, Item]:
-    return {id(slot): parse_slot(slot, *ends[id(slot)]) for slot in slots}
+def _parse_all(unparsed_items: Sequence[UnparsedItem], ends: Ends) -> dict[int, Item]:
+    return {id(unparsed): parse_item(unparsed, *ends[id(unparsed)]) for unparsed in unparsed_items}
 
 
-def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
-    """The item in a slot.
+def parse_item(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item:
+    """Parse the envelope of an item from its first and last bytes.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or not what the metadata says.
-        UnsupportedLeafError: it is no plain tensor.
+        CorruptCheckpointError: the item is damaged, or contradicts the metadata.
+        UnsupportedLeafError: the item is no plain tensor.
     """
     try:
-        found = parse(bytes(head), bytes(tail), slot.item_bytes)
+        found = parse(bytes(head), bytes(tail), unparsed.item_bytes)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
+        raise CorruptCheckpointError(f"{unparsed.file}: tensor {unparsed.name!r}: {error}") from error
     except UnsupportedLeafError as error:
         remedy = "dcp.load with an aio_ckpt.dcp.Reader loads what torch.load can"
-        raise UnsupportedLeafError(f"{slot.file}: tensor {slot.name!r}: {error}; {remedy}") from error
-    if found.shape != slot.shape or found.dtype != slot.dtype:
+        raise UnsupportedLeafError(f"{unparsed.file}: tensor {unparsed.name!r}: {error}; {remedy}") from error
+    if found.shape != unparsed.shape or found.dtype != unparsed.dtype:
         raise CorruptCheckpointError(
-            f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, "
-            f".metadata says {slot.dtype} {slot.shape}"
+            f"{unparsed.file}: tensor {unparsed.name!r} is {found.dtype} {found.shape}, "
+            f".metadata says {unparsed.dtype} {unparsed.shape}"
         )
     return Item(
-        name=slot.name,
-        file=slot.file,
-        dtype=slot.dtype,
-        shape=slot.shape,
+        name=unparsed.name,
+        file=unparsed.file,
+        dtype=unparsed.dtype,
+        shape=unparsed.shape,
         stride=found.stride,
-        offsets=slot.offsets,
+        offsets=unparsed.offsets,
         storage_offset=found.storage_offset,
-        raw_offset=slot.item_offset + found.raw_offset,
+        raw_offset=unparsed.item_offset + found.raw_offset,
         raw_bytes=found.raw_bytes,
         block_bytes=BLOCK_BYTES,
         sums=(),
@@ -204,10 +208,10 @@ def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
 
 
 def check_zip(name: str, data: bytes) -> None:
-    """Stock DCP has no sum over an object; its ``torch.save`` zip has one for each record.
+    """Compare the checksums of an object of stock DCP: its ``torch.save`` zip has one for each record.
 
     Raises:
-        CorruptCheckpointError: no such zip, or a record that does not match its CRC32.
+        CorruptCheckpointError: the bytes are no such zip, or a record does not match its CRC32.
     """
     try:
         records = records_of(data)
@@ -219,7 +223,7 @@ def check_zip(name: str, data: bytes) -> None:
 
 
 def check_object_zip(name: str, data: bytes) -> None:
-    """As :func:`check_zip`, but bytes that are no zip pass: a planner of the user's may store any.
+    """Do :func:`check_zip`, but accept bytes that are no zip: a planner of the user may store any bytes.
 
     Raises:
         MismatchError: a record does not match its CRC32.
