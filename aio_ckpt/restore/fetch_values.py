@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch.autograd.graph import increment_version
@@ -30,21 +30,35 @@ T = TypeVar("T")
 class FetchedValues:
     """Values that a load has read. Tensors of the template were filled in place."""
 
-    values: dict[str, object]
+    values: dict[str, object] = field(default_factory=dict)
     """Tensors outside the template's own leaves, and objects, by name."""
-    untrusted: dict[str, str]
+    untrusted: dict[str, str] = field(default_factory=dict)
     """Names of the objects that need trust, and why."""
-    skip_untrusted: bool
+    skip_untrusted: bool = False
     """Whether such objects are left out."""
-    bytes_read: int
+    bytes_read: int = 0
     """Bytes read from data files."""
-    is_verified: bool
-    """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
+    sums_checked: int = 0
+    """Checksums that were compared."""
 
     @property
     def skipped(self) -> dict[str, str] | None:
         """``untrusted`` if such objects are left out, else None."""
         return self.untrusted if self.skip_untrusted else None
+
+    def is_verified(self, *, verify: bool) -> bool:
+        """Return whether checksums were compared: not if ``verify`` is off, or if no bytes that were read have one."""
+        return verify and (self.sums_checked > 0 or not self.bytes_read)
+
+    def joined_with(self, other: FetchedValues) -> FetchedValues:
+        """Return the values of both reads of one load."""
+        return FetchedValues(
+            values=self.values | other.values,
+            untrusted=self.untrusted | other.untrusted,
+            skip_untrusted=self.skip_untrusted,
+            bytes_read=self.bytes_read + other.bytes_read,
+            sums_checked=self.sums_checked + other.sums_checked,
+        )
 
 
 async def fetch_values(
@@ -82,13 +96,12 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: F
         except UnsafeObjectError as error:
             untrusted[name] = str(error)
     check_trusted(untrusted, skip_untrusted=plan.skip_untrusted)
-    sums_checked = fetched.sums_checked + (len(plan.undecoded) if checkpoint.root is None else 0)
     return FetchedValues(
         values=values,
         untrusted=untrusted,
         skip_untrusted=plan.skip_untrusted,
         bytes_read=fetched.bytes_read,
-        is_verified=ctx.verify and (sums_checked > 0 or not fetched.bytes_read),
+        sums_checked=fetched.sums_checked + (len(plan.undecoded) if checkpoint.root is None else 0),
     )
 
 

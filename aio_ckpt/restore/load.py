@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -25,7 +25,7 @@ from aio_ckpt.match.match import Match, OnMatched, at_once, match_template
 from aio_ckpt.match.overlaps import check_agreement
 from aio_ckpt.match.rename import Rename, renamed
 from aio_ckpt.restore.apply import prepare_apply, target_modified
-from aio_ckpt.restore.fetch_values import fetch_values
+from aio_ckpt.restore.fetch_values import FetchedValues, fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.page_cache import is_read_by_several, wanted_bytes
@@ -82,8 +82,8 @@ async def load_checkpoint(
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
         MissingNameError, UnexpectedNameError, TemplateMismatchError: before anything is touched; see
             :func:`aio_ckpt.match.match.match_template` and :func:`aio_ckpt.match.overlaps.check_agreement`.
-        CorruptCheckpointError: names file and tensor. ``target_modified`` is True once reading began.
-        UnsafeObjectError: an object needs trust.
+        UnsafeObjectError: an object needs trust; no tensor was touched.
+        CorruptCheckpointError: names file and tensor. ``target_modified`` is True once a tensor may have been filled.
         ReadError: the operating system could not read.
     """
     async with ctx.files(path, past_page_cache=past_page_cache) as files:
@@ -93,12 +93,13 @@ async def load_checkpoint(
         found = await run_blocking(ctx.executor, _match, ctx, checkpoint, state, options)
         if not past_page_cache:
             await _share_page_cache(ctx, files, found, checkpoint.catalog)
-        shared = await _fetch_shared(ctx, files, checkpoint, found)
-        plan, requests = await _plan(ctx, files, checkpoint, found, skip_untrusted=options.skip_untrusted)
+        values, objects = _unplaced(found, checkpoint.catalog)
+        ahead, shared = await _fetch_ahead(ctx, files, checkpoint, found, objects, options)
+        plan, requests = await _plan(ctx, files, checkpoint, found, values)
         await on_matched(checkpoint.identity)
         with target_modified():
-            fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
-            prepare = functools.partial(prepare_apply, ctx, checkpoint, state, found, fetched, shared.values)
+            fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests))
+            prepare = functools.partial(prepare_apply, ctx, checkpoint, state, found, fetched, shared)
             put_back = await run_blocking(ctx.executor, prepare)
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
     return LoadOutcome(
@@ -106,8 +107,8 @@ async def load_checkpoint(
         missing=found.missing,
         unexpected=found.unexpected,
         untrusted=tuple(fetched.untrusted),
-        bytes_read=fetched.bytes_read + shared.bytes_read,
-        verified=fetched.is_verified and shared.is_verified,
+        bytes_read=fetched.bytes_read,
+        verified=fetched.is_verified(verify=ctx.verify),
         identity=checkpoint.identity,
         put_back=put_back,
     )
@@ -142,65 +143,53 @@ async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalo
             await files.share()
 
 
-# -- targets that share memory ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SharedValues:
-    """Values that were read for targets that share memory."""
-
-    values: Mapping[str, torch.Tensor]
-    """Host tensors by name."""
-    bytes_read: int
-    """Bytes read from data files."""
-    is_verified: bool
-    """See :attr:`LoadOutcome.verified`; True if nothing was read."""
-
-
-async def _fetch_shared(ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match) -> _SharedValues:
-    """Read the values of targets that share memory into memory of their own.
-
-    Raises:
-        TemplateMismatchError: different values are stored for the same memory. No tensor was touched.
-        CorruptCheckpointError, ReadError: see :func:`load_checkpoint`.
-    """
-    names = [target.name for target in found.shared]
-    if not names:
-        return _SharedValues(values={}, bytes_read=0, is_verified=True)
-    plan = LoadPlan(source=await locate(ctx, files, checkpoint, names))
-    await run_blocking(ctx.executor, plan.add_all, [], names, [], ctx.trusted)
-    requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
-    fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
-    values = {name: cast("torch.Tensor", fetched.values[name]).to(tensor.dtype) for name, tensor in found.shared}
-    try:
-        await run_blocking(ctx.executor, check_agreement, found.shared, values)
-    except TemplateMismatchError as error:
-        raise TemplateMismatchError(f"{checkpoint.path}: {error}") from error
-    return _SharedValues(values=values, bytes_read=fetched.bytes_read, is_verified=fetched.is_verified)
-
-
 # -- the plan of the load ----------------------------------------------------------------------------
 
 
+async def _fetch_ahead(
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match, objects: Sequence[str], options: LoadOptions
+) -> tuple[FetchedValues, Mapping[str, torch.Tensor]]:
+    """Read what can refuse the load before a tensor is touched: objects, and the values of targets that share memory.
+
+    Returns:
+        the objects, and the host tensors for :attr:`Match.shared`, by name.
+
+    Raises:
+        TemplateMismatchError: different values are stored for the same memory.
+        UnsafeObjectError, CorruptCheckpointError, ReadError: see :func:`load_checkpoint`.
+    """
+    names = [target.name for target in found.shared]
+    if not names and not objects:
+        return FetchedValues(skip_untrusted=options.skip_untrusted), {}
+    source = await locate(ctx, files, checkpoint, [*names, *objects])
+    plan = LoadPlan(source=source, skip_untrusted=options.skip_untrusted)
+    await run_blocking(ctx.executor, plan.add_all, [], names, objects, ctx.trusted)
+    requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
+    fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
+    shared = {name: cast("torch.Tensor", fetched.values[name]).to(tensor.dtype) for name, tensor in found.shared}
+    try:
+        await run_blocking(ctx.executor, check_agreement, found.shared, shared)
+    except TemplateMismatchError as error:
+        raise TemplateMismatchError(f"{checkpoint.path}: {error}") from error
+    return fetched, shared
+
+
 async def _plan(
-    ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match, *, skip_untrusted: bool
+    ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match, values: Sequence[str]
 ) -> tuple[LoadPlan, list[ReadRequest]]:
-    """Return the plan of the load and its read requests."""
-    catalog = checkpoint.catalog
-    values, objects = _unplaced(found, catalog)
-    names = [*(target.name for target in found.tensors), *values, *objects]
-    await files.measure({item.file for item, _, _ in found.whole}, catalog.files)
+    """Return the plan of the tensors and its read requests. ``values``: names of tensors outside the template."""
+    names = [*(target.name for target in found.tensors), *values]
+    await files.measure({item.file for item, _, _ in found.whole}, checkpoint.catalog.files)
     plan = LoadPlan(
         source=await locate(ctx, files, checkpoint, names),
         live=found.live,
         live_at=found.live_at,
         layouts=found.layouts,
-        skip_untrusted=skip_untrusted,
     )
 
     def requests() -> list[ReadRequest]:
         plan.reads.add_whole(found.whole)
-        plan.add_all(found.tensors, values, objects, ctx.trusted)
+        plan.add_all(found.tensors, values, [], ctx.trusted)
         return plan.reads.requests(ctx.readers)
 
     return plan, await run_blocking(ctx.executor, requests)

@@ -90,5 +90,5 @@ async def read_state(
         untrusted=tuple(fetched.untrusted),
         plain=tuple(plain),
         bytes_read=fetched.bytes_read,
-        verified=fetched.is_verified,
+        verified=fetched.is_verified(verify=ctx.verify),
     )

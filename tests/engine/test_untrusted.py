@@ -73,6 +73,12 @@ def test_a_load_without_trust_names_the_leaf_and_the_remedy(saved: Path) -> None
         for call in (lambda: engine.load(state_at(3)), engine.read):
             with pytest.raises(UnsafeObjectError, match=r"schedule: .*Schedule.*trusted_objects=True.*skip_untrusted"):
                 call()
+        state = state_at(3)
+        with pytest.raises(UnsafeObjectError) as caught:
+            engine.load(state)
+        assert not caught.value.target_modified
+        assert state["w"].tolist() == [3, 3, 3], "objects are read before a tensor is touched"
+        assert state["loader"].seen.tolist() == [3, 3]
         assert engine.read(only=["cfg.lr", "when"])["cfg"] == {"lr": 0.2}
 
 

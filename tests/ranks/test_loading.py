@@ -45,6 +45,8 @@ from aio_ckpt.errors import (
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.restore import load as restore
+from aio_ckpt.restore.fetch_values import FetchedValues
+from aio_ckpt.restore.load_plan import LoadPlan
 from aio_ckpt.restore.page_cache import covering_bytes
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.tensor_memory import memory_of
@@ -475,6 +477,18 @@ def later(gate: Gate, act: Callable[..., Any]) -> Any:
     return act_later
 
 
+def tensors_later(gate: Gate) -> Any:
+    """``fetch_values`` behind a gate where it reads tensors; objects are read before the ranks agree."""
+    act = restore.fetch_values
+
+    async def fetch_later(ctx: Any, files: Any, checkpoint: Any, plan: LoadPlan, requests: Any) -> FetchedValues:
+        if plan.reads.filled:
+            await gate.wait()
+        return await act(ctx, files, checkpoint, plan, requests)
+
+    return fetch_later
+
+
 def is_matched(engine: CheckpointEngine) -> bool:
     """Whether this rank waits for the templates of the others."""
     coordinator = engine._ctx.members.coordinator
@@ -493,7 +507,7 @@ def load_while_saving(
         if rank == 1 and late == "to match":  # the load's own look, apart from those of the saves beside it
             patch.setattr(joint, "candidates", later(gate, candidates))
         elif rank == 1:
-            patch.setattr(restore, "fetch_values", later(gate, restore.fetch_values))
+            patch.setattr(restore, "fetch_values", tensors_later(gate))
         load = engine.submit_load(state, step, **OPTIONS)
         if rank == 1:
             gate.wait_reached()

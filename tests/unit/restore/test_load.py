@@ -781,7 +781,8 @@ async def test_a_flipped_bit_in_any_tensor_or_object_is_found_and_named(direct, 
     state = {"small": torch.zeros(50), "big": torch.zeros(2 * BLOCK_BYTES // 4 + 99), "obj": "untouched"}
     with pytest.raises(CorruptCheckpointError, match=rf"__0_0.distcp.*'{name}'") as caught:
         await load(direct, path, state)
-    assert caught.value.target_modified
+    assert caught.value.target_modified == (name != "obj"), "objects are read before a tensor is touched"
+    assert state["big"].any() <= caught.value.target_modified
     assert state["obj"] == "untouched"
     with pytest.raises(CorruptCheckpointError, match=rf"__0_0.distcp.*'{name}'"):
         await read(direct, path)
