@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -52,52 +53,84 @@ GroupUse: TypeAlias = Callable[[discovery.CommittedCheckpoint, bool, OnMatched],
 """Like :data:`aio_ckpt.engine.fallback.Use`. It awaits the third argument before it fills the template."""
 
 
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """Message of a rank: the result of the last order."""
+class _Outcome(enum.Enum):
+    """Result of a rank after an instruction of the leader."""
 
-    kind: Literal["none yet", "matched", "read", "put back", "damaged", "changed"]
-    """``none yet``: the first message; ``matched``: the template matches and is not yet touched; ``changed``: a writer
-    has deleted or replaced the checkpoint."""
+    NONE = "none yet"
+    """The rank has got no instruction yet."""
+    MATCHED = "matched"
+    """The template matches the checkpoint and is not yet touched."""
+    READ = "read"
+    """The rank has read and verified the checkpoint."""
+    PUT_BACK = "put back"
+    """The rank has set the objects."""
+    DAMAGED = "damaged"
+    """The checkpoint does not verify on this rank."""
+    CHANGED = "changed"
+    """A writer has deleted or replaced the checkpoint."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """Message of a rank in one round."""
+
+    outcome: _Outcome
     text: str = ""
-    """``matched`` and ``read``: identity of the save; ``damaged`` and ``changed``: text of the error."""
+    """``MATCHED`` and ``READ``: identity of the save; ``DAMAGED`` and ``CHANGED``: text of the error."""
     is_proven: bool = False
-    """``damaged``: whether two readings found a mismatch."""
+    """``DAMAGED``: whether two readings found a mismatch."""
     is_unknown: bool = False
-    """``damaged``: whether the format is unknown, because a newer torch or aio_ckpt wrote the checkpoint."""
-    asked: tuple[int | None, str, bool] | None = None
-    """``none yet``: step, path (empty if none was given) and ``fallback`` of the call."""
+    """``DAMAGED``: whether the format is unknown, because a newer torch or aio_ckpt wrote the checkpoint."""
+    arguments: tuple[int | None, str, bool] | None = None
+    """``NONE``: step, path (empty if none was given) and ``fallback`` of the call."""
 
 
-class _Order(msgspec.Struct, frozen=True, array_like=True):
-    """Reply of the leader: what all ranks do next."""
+class _Action(enum.Enum):
+    """Kind of an instruction."""
 
-    kind: Literal["load", "fill", "put back", "done", "not found", "damaged", "unknown"]
-    """``load``: read this step; ``fill``: fill the templates, which all match; ``put back``: set the objects, as all
-    have read the step; ``done``: the load has ended well. The others end the load with an error."""
+    LOAD = "load"
+    """Read a step."""
+    FILL = "fill"
+    """Fill the templates: the templates of all ranks match the same save."""
+    PUT_BACK = "put back"
+    """Set the objects: all ranks have read the step."""
+    DONE = "done"
+    """Return: the load has succeeded."""
+    NOT_FOUND = "not found"
+    """Raise CheckpointNotFoundError."""
+    DAMAGED = "damaged"
+    """Raise CorruptCheckpointError."""
+    UNKNOWN = "unknown"
+    """Raise FormatVersionError."""
+
+
+class _Instruction(msgspec.Struct, frozen=True, array_like=True):
+    """Reply of the leader in one round: what all ranks do next."""
+
+    action: _Action
     step: int = 0
-    """``load``: the step to read."""
+    """``LOAD``: the step to read."""
     text: str = ""
-    """Text of the error that ends the load; else empty."""
-    blame: _Outcome | None = None
-    """Damage that a rank found in the checkpoint before; None if there is none."""
+    """Text of the error that ends the load; empty if there is no error."""
+    damage: _Message | None = None
+    """Damage that a rank reported of the last checkpoint; None if none was reported."""
     newest: int | None = None
-    """``done``: the newest committed step, without those proven damaged; None if there is none."""
-    is_new_look: bool = False
+    """``DONE``: the newest committed step, without those proven damaged; None if there is none."""
+    restarts_search: bool = False
     """Whether the search begins anew, with a new list of checkpoints: damage found before does not count."""
 
     @property
     def is_last(self) -> bool:
-        """Whether this order ends the load."""
-        return self.kind not in ("load", "fill", "put back")
+        """Whether this instruction ends the load."""
+        return self.action not in (_Action.LOAD, _Action.FILL, _Action.PUT_BACK)
 
 
-_ERRORS: dict[str, type[AioCkptError]] = {
-    "not found": CheckpointNotFoundError,
-    "damaged": CorruptCheckpointError,
-    "unknown": FormatVersionError,
+_ERRORS: dict[_Action, type[AioCkptError]] = {
+    _Action.NOT_FOUND: CheckpointNotFoundError,
+    _Action.DAMAGED: CorruptCheckpointError,
+    _Action.UNKNOWN: FormatVersionError,
 }
-"""By kind of the last order, the type of the error that each rank raises."""
-_TURN: Exchange[_Outcome, _Order] = Exchange(_Outcome, _Order, stage="load")
+"""By action of the last instruction, the type of the error that each rank raises."""
+_ROUND: Exchange[_Message, _Instruction] = Exchange(_Message, _Instruction, stage="load")
 
 
 async def newest_good_for_all(
@@ -113,24 +146,25 @@ async def newest_good_for_all(
             or ``fallback``, or is gone.
     """
     coordinator, stall_secs = ctx.members.coordinator, ctx.config.stall_timeout_secs
-    turns = LoadRound(coordinator, name, LoadLeader(ctx, quarantine, wanted, fallback=fallback))
-    own = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, turns, wanted)
+    rounds = LoadRounds(coordinator, name, LoadLeader(ctx, quarantine, wanted, fallback=fallback))
+    member = LoadMember(FallbackSearch(ctx=ctx, quarantine=quarantine), use, rounds, wanted)
     try:
-        order = await turns.tell(_Outcome("none yet", asked=(wanted.step, str(wanted.path or ""), fallback)))
-        while not order.is_last:
-            own.take_blame(order)
+        arguments = (wanted.step, str(wanted.path or ""), fallback)
+        instruction = await rounds.run(_Message(_Outcome.NONE, arguments=arguments))
+        while not instruction.is_last:
+            member.note_damage(instruction)
             try:
-                outcome = await _while_beating(coordinator, stall_secs, functools.partial(own.follow, order))
-            except _OtherOrderError as other:
-                order = other.order
+                message = await _while_beating(coordinator, stall_secs, functools.partial(member.follow, instruction))
+            except _ReadingStoppedError as stopped:
+                instruction = stopped.instruction
             else:
-                order = await turns.tell(outcome)
-        own.take_blame(order)
-        return await own.end(order)
+                instruction = await rounds.run(message)
+        member.note_damage(instruction)
+        return await member.end(instruction)
     except BaseException as error:
-        await _tell(coordinator, turns.unheard, error, stall_secs)
+        await _abort(coordinator, rounds.awaited_topics, error, stall_secs)
         if isinstance(error, Exception):
-            own.search.complete(error)
+            member.search.complete(error)
         raise
     finally:
         coordinator.end_call(name)  # a rank that still waits for this one learns that it has left
@@ -138,125 +172,128 @@ async def newest_good_for_all(
 
 async def refuse_for_all(ctx: EngineContext, name: str, error: BaseException) -> None:
     """Tell the other ranks that this rank takes no part in the load ``name``: it fails on all ranks."""
-    await _tell(ctx.members.coordinator, (_topic(name, 1),), error, ctx.config.stall_timeout_secs)
+    await _abort(ctx.members.coordinator, (_topic(name, 1),), error, ctx.config.stall_timeout_secs)
 
 
-def _topic(name: str, turn: int) -> str:
-    return f"{name}, turn {turn}"
+def _topic(name: str, number: int) -> str:
+    return f"{name}, round {number}"
 
 
-class _OtherOrderError(Exception):
-    """The leader's next order tells this rank not to end the reading that it has begun."""
+class _ReadingStoppedError(Exception):
+    """The leader's next instruction ends the reading that this rank has begun."""
 
-    def __init__(self, order: _Order) -> None:
-        super().__init__(order.kind)
-        self.order = order
+    def __init__(self, instruction: _Instruction) -> None:
+        super().__init__(instruction.action.value)
+        self.instruction = instruction
 
 
-class LoadRound:
-    """Exchanges of one load. In each, every rank sends its outcome and the leader replies with the next order."""
+class LoadRounds:
+    """Rounds of one load. In each, every rank sends a message and the leader replies with the next instruction."""
 
-    def __init__(self, coordinator: Coordinator, name: str, leading: LoadLeader) -> None:
+    def __init__(self, coordinator: Coordinator, name: str, leader: LoadLeader) -> None:
         self._coordinator = coordinator
         self._name = name
-        self._leading = leading
-        self._turn = 1
-        self.unheard = [_topic(name, 1), _topic(name, 2)]
+        self._leader = leader
+        self._number = 1
+        self.awaited_topics = [_topic(name, 1), _topic(name, 2)]
         """Topics in which the other ranks may wait for this one. If this rank fails, it aborts them."""
 
-    async def tell(self, outcome: _Outcome) -> _Order:
-        """Send this rank's outcome and return the next order."""
-        topic, following = _topic(self._name, self._turn), _topic(self._name, self._turn + 1)
-        self.unheard = [topic, following]
-        order = await _TURN.run(self._coordinator, topic, outcome, self._leading.decide)
-        self._turn += 1
-        self.unheard = [] if order.is_last else [following]
-        return order
+    async def run(self, message: _Message) -> _Instruction:
+        """Send this rank's message and return the next instruction."""
+        topic, following = _topic(self._name, self._number), _topic(self._name, self._number + 1)
+        self.awaited_topics = [topic, following]
+        instruction = await _ROUND.run(self._coordinator, topic, message, self._leader.decide)
+        self._number += 1
+        self.awaited_topics = [] if instruction.is_last else [following]
+        return instruction
 
 
 class LoadMember(Generic[L]):
-    """This rank's part of a load: it follows the orders of the leader."""
+    """This rank's part of a load: it follows the instructions of the leader."""
 
-    def __init__(self, search: FallbackSearch, use: GroupUse[L], turns: LoadRound, wanted: Wanted) -> None:
+    def __init__(self, search: FallbackSearch, use: GroupUse[L], rounds: LoadRounds, wanted: Wanted) -> None:
         self.search = search
         self._wanted = wanted
         self._newest_before = search.ctx.members.newest
         self._use = use
-        self._turns = turns
-        self._outcome = _Outcome("none yet")
+        self._rounds = rounds
+        self._message = _Message(_Outcome.NONE)
         self._candidate: discovery.CommittedCheckpoint | None = None
         self._loaded: L | None = None
         self._error: CorruptCheckpointError | FormatVersionError | None = None
 
-    async def follow(self, order: _Order) -> _Outcome:
-        """Read the ordered step, or set the objects that were read.
+    async def follow(self, instruction: _Instruction) -> _Message:
+        """Read the step of the instruction, or set the objects that were read.
 
         Raises:
-            _OtherOrderError: the templates of the ranks do not all match the same save.
+            _ReadingStoppedError: the templates of the ranks do not all match the same save.
         """
+        puts_back = instruction.action is _Action.PUT_BACK
         self._error = None
         try:
-            self._outcome = await self._put_back() if order.kind == "put back" else await self._read(order.step)
+            self._message = await self._put_back() if puts_back else await self._read(instruction.step)
         except (CorruptCheckpointError, FormatVersionError) as error:
-            if order.kind == "put back":
+            if puts_back:
                 raise
             self._error = error
             is_unknown = isinstance(error, FormatVersionError)
-            self._outcome = _Outcome("damaged", str(error), self.search.damaged[-1].is_proven, is_unknown)
+            self._message = _Message(_Outcome.DAMAGED, str(error), self.search.damaged[-1].is_proven, is_unknown)
         except ChangedError as error:
-            self._outcome = _Outcome("changed", str(error))
-        return self._outcome
+            self._message = _Message(_Outcome.CHANGED, str(error))
+        return self._message
 
-    async def _read(self, step: int) -> _Outcome:
+    async def _read(self, step: int) -> _Message:
         self._candidate = self._loaded = None
-        self._outcome = _Outcome("none yet")
+        self._message = _Message(_Outcome.NONE)
         try:
-            ordered = Wanted(step=step) if self._wanted.path is None else self._wanted
-            self._candidate = (await candidates(self.search.ctx, ordered))[0]
+            wanted = Wanted(step=step) if self._wanted.path is None else self._wanted
+            self._candidate = (await candidates(self.search.ctx, wanted))[0]
         except CheckpointNotFoundError as error:  # retention has deleted it meanwhile
             raise ChangedError(str(error)) from error
         self._loaded = await self.search.use(
             self._candidate, lambda candidate, again: self._use(candidate, again, self._matched)
         )
         self.search.is_modified = True
-        return _Outcome("read", self._loaded.identity)
+        return _Message(_Outcome.READ, self._loaded.identity)
 
     async def _matched(self, identity: str) -> None:
         """Return once all ranks may fill their templates. In the second reading of a checkpoint they may already."""
-        if self._outcome.kind == "matched":
+        if self._message.outcome is _Outcome.MATCHED:
             return
-        self._outcome = _Outcome("matched", identity)
-        order = await self._turns.tell(self._outcome)
-        if order.kind != "fill":
-            raise _OtherOrderError(order)
+        self._message = _Message(_Outcome.MATCHED, identity)
+        instruction = await self._rounds.run(self._message)
+        if instruction.action is not _Action.FILL:
+            raise _ReadingStoppedError(instruction)
 
-    async def _put_back(self) -> _Outcome:
+    async def _put_back(self) -> _Message:
         assert self._loaded is not None, "the leader knows that this rank has read it"
         await self._loaded.put_back()
-        return _Outcome("put back")
+        return _Message(_Outcome.PUT_BACK)
 
-    def take_blame(self, order: _Order) -> None:
+    def note_damage(self, instruction: _Instruction) -> None:
         """Note the damage that another rank found: the checkpoint is damaged for this rank, too."""
-        if order.is_new_look:
+        damage = instruction.damage
+        if instruction.restarts_search:
             self.search.damaged.clear()
-        elif order.blame is not None and self._outcome.kind != "damaged" and self._candidate is not None:
-            kind = FormatVersionError if order.blame.is_unknown else CorruptCheckpointError
-            error = kind(order.blame.text)
-            found = Damage(checkpoint=self._candidate, error=error, is_proven=order.blame.is_proven)
+        elif damage is not None and self._message.outcome is not _Outcome.DAMAGED and self._candidate is not None:
+            error = (FormatVersionError if damage.is_unknown else CorruptCheckpointError)(damage.text)
+            found = Damage(checkpoint=self._candidate, error=error, is_proven=damage.is_proven)
             self.search.damaged.append(found)
 
-    async def end(self, order: _Order) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
+    async def end(
+        self, instruction: _Instruction
+    ) -> tuple[discovery.CommittedCheckpoint, tuple[SkippedCheckpoint, ...], L]:
         """Return the loaded checkpoint; raise the error if none was loaded."""
-        if order.kind == "done" and self._candidate is not None and self._loaded is not None:
-            self._learn_newest(order)
+        if instruction.action is _Action.DONE and self._candidate is not None and self._loaded is not None:
+            self._learn_newest(instruction)
             return self._candidate, await self.search.settle(), self._loaded
-        raise _ERRORS[order.kind](order.text) from self._error
+        raise _ERRORS[instruction.action](instruction.text) from self._error
 
-    def _learn_newest(self, order: _Order) -> None:
+    def _learn_newest(self, instruction: _Instruction) -> None:
         """Take over the newest step that the leader found, or that of a save committed meanwhile if it is newer."""
         members = self.search.ctx.members
-        beside = members.newest if members.newest != self._newest_before else None
-        members.newest = max((step for step in (order.newest, beside) if step is not None), default=None)
+        meanwhile = members.newest if members.newest != self._newest_before else None
+        members.newest = max((step for step in (instruction.newest, meanwhile) if step is not None), default=None)
 
 
 class LoadLeader:
@@ -267,39 +304,43 @@ class LoadLeader:
         self._quarantine = quarantine
         self._wanted = wanted
         self._falls_back = fallback and wanted.is_newest
-        self._left: list[int] = []
-        self._tried = 0
-        self._looks = 0
-        self._found: list[str] = []
+        self._remaining_steps: list[int] = []
+        """Candidates that no rank has read yet, newest first."""
+        self._step = 0
+        """Candidate that the ranks read now."""
+        self._search_count = 0
+        self._faults: list[str] = []
+        """Description of the damage of each candidate so far."""
         self._proven: set[int] = set()
+        """Steps that are proven damaged."""
         self._all_unknown = True
         """Whether all candidates so far have an unknown format, and none is damaged."""
 
-    async def decide(self, outcomes: Sequence[_Outcome]) -> _Order:
-        """Return the next order, from the outcomes of all ranks."""
-        kinds = {outcome.kind for outcome in outcomes}
-        if kinds == {"none yet"}:
-            _check_asked(outcomes)
-        if kinds in ({"matched"}, {"read"}) and len({outcome.text for outcome in outcomes}) == 1:
-            return _Order("fill" if kinds == {"matched"} else "put back")
-        if kinds == {"put back"}:
-            return _Order("done", newest=await self._newest())
-        if "damaged" not in kinds or "changed" in kinds:  # or matched or read, but not the same save on all ranks
-            return await self._look()
-        rank, bad = next((rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind == "damaged")
-        blame = _Outcome("damaged", f"rank {rank}: {bad.text}", bad.is_proven, bad.is_unknown)
-        self._all_unknown = self._all_unknown and bad.is_unknown
-        self._found.append(f"{self._wanted.path or f'step {self._tried}'}: {blame.text}")
-        if blame.is_proven:
-            self._proven.add(self._tried)
+    async def decide(self, messages: Sequence[_Message]) -> _Instruction:
+        """Return the next instruction, from the messages of all ranks."""
+        outcomes = {message.outcome for message in messages}
+        if outcomes == {_Outcome.NONE}:
+            _check_arguments(messages)
+        if outcomes in ({_Outcome.MATCHED}, {_Outcome.READ}) and len({message.text for message in messages}) == 1:
+            return _Instruction(_Action.FILL if outcomes == {_Outcome.MATCHED} else _Action.PUT_BACK)
+        if outcomes == {_Outcome.PUT_BACK}:
+            return _Instruction(_Action.DONE, newest=await self._newest())
+        if _Outcome.DAMAGED not in outcomes or _Outcome.CHANGED in outcomes:
+            return await self._restart_search()  # this is the first round, or the ranks do not see the same save
+        rank, found = next((rank, each) for rank, each in enumerate(messages) if each.outcome is _Outcome.DAMAGED)
+        damage = msgspec.structs.replace(found, text=f"rank {rank}: {found.text}")
+        self._all_unknown = self._all_unknown and damage.is_unknown
+        self._faults.append(f"{self._wanted.path or f'step {self._step}'}: {damage.text}")
+        if damage.is_proven:
+            self._proven.add(self._step)
         if not self._falls_back:
-            text = f"{self._found[-1]}, under {self._ctx.root}"
-            return _Order("unknown" if bad.is_unknown else "damaged", text=text, blame=blame)
-        if not self._left:
-            each = "; ".join(self._found)
+            text = f"{self._faults[-1]}, under {self._ctx.root}"
+            return _Instruction(_Action.UNKNOWN if damage.is_unknown else _Action.DAMAGED, text=text, damage=damage)
+        if not self._remaining_steps:
+            each = "; ".join(self._faults)
             text = f"no checkpoint under {self._ctx.root} verifies, and nothing was moved: {each}"
-            return _Order("unknown" if self._all_unknown else "damaged", text=text, blame=blame)
-        return self._next(_Order("load", blame=blame))
+            return _Instruction(_Action.UNKNOWN if self._all_unknown else _Action.DAMAGED, text=text, damage=damage)
+        return self._load_next(_Instruction(_Action.LOAD, damage=damage))
 
     async def _newest(self) -> int | None:
         """Return the newest committed step, without those proven damaged.
@@ -314,39 +355,43 @@ class LoadLeader:
             return None if ctx.members.newest in self._proven else ctx.members.newest
         return max({checkpoint.step for checkpoint in committed} - self._proven, default=None)
 
-    async def _look(self) -> _Order:
-        self._looks += 1
-        if self._looks > discovery.MAX_RETRIES:
-            return _Order("not found", text=str(too_many_changes(self._ctx.root)))
+    async def _restart_search(self) -> _Instruction:
+        """List the candidates anew and return the instruction to load the newest."""
+        self._search_count += 1
+        if self._search_count > discovery.MAX_RETRIES:
+            return _Instruction(_Action.NOT_FOUND, text=str(too_many_changes(self._ctx.root)))
         try:
             found = await candidates(self._ctx, self._wanted)
         except CheckpointNotFoundError as error:
-            return _Order("not found", text=str(error))
-        self._found.clear()
+            return _Instruction(_Action.NOT_FOUND, text=str(error))
+        self._faults.clear()
         self._proven.clear()
         self._all_unknown = True
-        self._left = [checkpoint.step for checkpoint in found]
-        return self._next(_Order("load", is_new_look=True))
+        self._remaining_steps = [checkpoint.step for checkpoint in found]
+        return self._load_next(_Instruction(_Action.LOAD, restarts_search=True))
 
-    def _next(self, order: _Order) -> _Order:
-        self._tried = self._left.pop(0)
-        return msgspec.structs.replace(order, step=self._tried)
+    def _load_next(self, instruction: _Instruction) -> _Instruction:
+        """Return ``instruction`` for the next candidate."""
+        self._step = self._remaining_steps.pop(0)
+        return msgspec.structs.replace(instruction, step=self._step)
 
 
-def _check_asked(outcomes: Sequence[_Outcome]) -> None:
-    first, *others = (outcome.asked for outcome in outcomes)
-    for rank, asked in enumerate(others, 1):
-        if asked != first:
+def _check_arguments(messages: Sequence[_Message]) -> None:
+    """Raise PeerFailedError unless all ranks called ``load()`` with the same arguments."""
+    first, *others = (message.arguments for message in messages)
+    for rank, arguments in enumerate(others, 1):
+        if arguments != first:
             raise PeerFailedError(
-                f"rank {rank} loads {_called(asked)} where rank 0 loads {_called(first)}: every rank has to call "
-                "load() as often as the others, with the same step, path and fallback",
+                f"rank {rank} loads {_described(arguments)} where rank 0 loads {_described(first)}: every rank has to "
+                "call load() as often as the others, with the same step, path and fallback",
                 rank=rank,
                 stage="load",
             )
 
 
-def _called(asked: tuple[int | None, str, bool] | None) -> str:
-    step, path, falls_back = asked or (None, "", True)
+def _described(arguments: tuple[int | None, str, bool] | None) -> str:
+    """Return what a call with these arguments loads, for an error."""
+    step, path, falls_back = arguments or (None, "", True)
     which = path or ("the newest checkpoint" if step is None else f"step {step}")
     return which if falls_back else f"{which} with fallback=False"
 
@@ -370,7 +415,7 @@ async def _while_beating(coordinator: Coordinator, stall_secs: float, work: Call
     return result[0]
 
 
-async def _tell(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:
+async def _abort(coordinator: Coordinator, topics: Sequence[str], error: BaseException, stall_secs: float) -> None:
     """Abort the topics in which the other ranks wait: the second of ``topics`` if the first has a reply already."""
     cause = error if isinstance(error, Exception) else SaveCancelledError("the load was given up")
     is_leader = coordinator.rank == coordinator.leader
@@ -381,8 +426,8 @@ async def _tell(coordinator: Coordinator, topics: Sequence[str], error: BaseExce
                     return  # all ranks learn of it by this topic
                 # The failure is sent at once. The second topic is needed only if no answer comes in time.
                 with anyio.move_on_after(stall_secs / HEARTBEATS_A_STALL):
-                    is_heard = await coordinator.abort(topic, cause, stage="load")
-                    if is_heard and not is_leader:  # some ranks may have the leader's earlier reply
+                    failure = await coordinator.abort(topic, cause, stage="load")
+                    if failure is not None and not is_leader:  # some ranks may have the leader's earlier reply
                         return
         except AioCkptError as untold:  # the other ranks fail by their deadlines
             error.add_note(f"the other ranks could not be told: {untold}")

@@ -31,7 +31,7 @@ from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.dcp import Reader
 from aio_ckpt.engine import group_load as joint
 from aio_ckpt.engine.fallback import FallbackSearch, Wanted, candidates
-from aio_ckpt.engine.group_load import LoadMember, _Order
+from aio_ckpt.engine.group_load import LoadMember, _Action, _Instruction
 from aio_ckpt.errors import (
     AioCkptError,
     CheckpointNotFoundError,
@@ -733,7 +733,7 @@ def test_a_save_committed_beside_a_load_stays_the_newest(
         Wanted(),
     )
     members.newest = beside or members.newest
-    own._learn_newest(_Order("done", newest=told))
+    own._learn_newest(_Instruction(_Action.DONE, newest=told))
     assert members.newest == newest
 
 
