@@ -1,4 +1,4 @@
-"""Hold a template against a checkpoint: what is read into what, and what does not fit.
+"""Compare a template with a checkpoint: which values are read into which memory, and the faults.
 
 In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit. Reads no
 data file and touches no tensor. Imports ``checkpoint`` and what it imports; nothing that saves.

@@ -1,4 +1,4 @@
-"""Compound tensors of a template: held against those of a checkpoint, and proven once their parts are filled."""
+"""Compound tensors of a template: comparison with the stored ones, and a check once their parts are filled."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class CompoundTarget:
     """A compound tensor of the template, whose parts are filled."""
 
     name: str
-    """Its name."""
     own: CompoundTensor
-    """It and its parts."""
+    """The tensor of the template, and its parts."""
     stored: Notes
-    """What is to hold of it afterwards."""
+    """Stored properties, which the tensor gets once its parts are filled."""
 
 
 def match_compounds(
     checkpoint: Checkpoint, template: tree.Template, missing: Sequence[str], rank: int
 ) -> tuple[list[CompoundTarget], list[str], list[str]]:
-    """What to fill; what does not fit; and which of the names in ``missing`` are missing all the same."""
+    """Compare the compound tensors of the template with the stored ones.
+
+    Returns the targets to fill, the faults, and the names of ``missing`` that no fault explains.
+    """
     stored = _stored(checkpoint, rank) if template.compounds or missing else {}
     targets: list[CompoundTarget] = []
     faults: list[str] = []
@@ -61,17 +63,17 @@ def match_compounds(
 
 
 def own_below(
-    checkpoint: Checkpoint, stateful: Sequence[tuple[str, Any, Sequence[str]]], *, rank: int, trusted: bool
+    checkpoint: Checkpoint, stateful: Iterable[tuple[str, Any]], *, rank: int, trusted: bool
 ) -> tuple[dict[str, CompoundTensor], list[str]]:
-    """Compound tensors of Stateful values by full name, and why some of them do not fit.
+    """Return the compound tensors of Stateful values by full name, and the faults.
 
     Raises:
-        UnsafeObjectError: a tensor is of a type that a Stateful value does not have yet, and that may not be made.
+        UnsafeObjectError: a stored tensor has a type that its Stateful value does not hold yet and that is not allowed.
     """
     stored = _stored(checkpoint, rank) if stateful else {}
     found: dict[str, CompoundTensor] = {}
     faults: list[str] = []
-    for prefix, value, _ in stateful:
+    for prefix, value in stateful:
         typed = {name: notes for name, notes in stored.items() if "type" in dict(notes) and tree.is_below(name, prefix)}
         if not typed:
             continue
@@ -90,13 +92,16 @@ def own_below(
 
 
 def _stored(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
-    """As :func:`stored_compounds`, by the names in the template."""
+    """Return :func:`stored_compounds` by the names in the template."""
     named = ((checkpoint.names.get(name, name), notes) for name, notes in stored_compounds(checkpoint, rank).items())
     return {name: notes for name, notes in named if name is not None}
 
 
 def stored_compounds(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
-    """Notes of every compound tensor by name: of what this rank saved, and of what others did."""
+    """Return the notes of every stored compound tensor by name, from the skeletons of all ranks.
+
+    If several ranks saved a name, that of ``rank`` is returned.
+    """
     if not checkpoint.has_skeleton:
         return {}
     owners = {manifest.skeleton: number for number, manifest in reversed([*enumerate(checkpoint.ranks)])}
@@ -109,14 +114,14 @@ def stored_compounds(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
 
 
 def check_targets(targets: Iterable[CompoundTarget]) -> None:
-    """Prove that the parts, now filled, are of a tensor: an index out of bounds would be read beyond memory.
+    """Check that the filled parts make a tensor: an index out of bounds would read beyond its memory.
 
     Raises:
         CorruptCheckpointError: names the tensor.
     """
     for target in targets:
         notes = dict(target.stored)
-        if "type" in notes:  # whose own code made it of these parts
+        if "type" in notes:  # the code of a subclass checks its own parts
             continue
         try:
             compound.put_together(notes, target.own.parts, trusted=False)

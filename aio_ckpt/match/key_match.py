@@ -1,7 +1,7 @@
-"""Names of a template as the checkpoint has them, where keys are equal as text: by the keys themselves. Pure.
+"""Match by keys: stored names for the leaves of a template whose keys are equal as text (``0`` and ``"0"``). Pure.
 
-Of two leaves of one name the second has a marked name (``0`` and ``0~2``), in the order of the state that was saved. A
-template may have another order, or one of the two alone.
+If two leaves have one name, the second has a marked one (``0~2``), in the order of the saved state. The template may
+have another order, or one of the two leaves alone. Therefore the keys themselves are compared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["named_as_stored"]
 
 
 def named_as_stored(checkpoint: Checkpoint, template: tree.Template, rank: int) -> tuple[tree.Template, list[str]]:
-    """The template with the names of the checkpoint, and why some of its leaves have none.
+    """Return the template with the names of the checkpoint, and the faults of leaves that have no such name.
 
-    Names that are not marked on either side are kept: a leaf may have been saved by another rank, or under a key that
-    is equal as text alone.
+    If no name is marked on either side, the names are kept: another rank may have saved the leaf, or the key may be
+    equal as text only.
     """
     catalog = checkpoint.catalog
     is_marked = any("~" in "".join(names) for names in (template.names, catalog.shards, catalog.objects))
@@ -41,7 +41,10 @@ def named_as_stored(checkpoint: Checkpoint, template: tree.Template, rank: int) 
 def _paired(
     own: Sequence[tree.NamedKeys], stored: Sequence[tree.NamedKeys], taken: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Names of ``own`` in ``stored``; a name outside of ``taken`` for a leaf whose own name another leaf has there."""
+    """Return the name of each leaf of ``own`` among ``stored``, and the faults.
+
+    A leaf that is not stored gets a name outside of ``taken`` if another stored leaf has its name.
+    """
     by_keys = {leaf.keys: leaf.name for leaf in stored}
     others, held = {*by_keys.values()}, {leaf.keys for leaf in own}
     left = {leaf.text: leaf.name for leaf in stored if leaf.keys not in held}

@@ -1,7 +1,7 @@
-"""Live: which tensors of Stateful values a load fills where they are, as ``dcp.load`` does. Reads no data file.
+"""Live tensors: those of Stateful values that a load fills in place, as ``dcp.load`` does. Reads no data file.
 
 ``load_state_dict`` is then given the object's own tensors, so a module or an optimizer of torch has nothing to copy.
-All that is not filled is read into fresh memory, and ``load_state_dict`` copies it or keeps it.
+Other tensors are read into new memory, and ``load_state_dict`` copies or keeps them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["fillable", "layouts_below", "tensors_below"]
 
 
 def tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
-    """Tensors of ``value.state_dict()``, which is called once, that have one of ``names``."""
+    """Return the tensors of ``value.state_dict()`` that have one of ``names``. Calls it once."""
     leaves = tree.leaves_of(value.state_dict(), prefix, rank=rank)
     return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
 
 
 def layouts_below(prefix: str, value: Any, names: Iterable[str], there: Mapping[str, Target]) -> dict[str, Target]:
-    """Tensors whose layout and device fresh ones take, by name.
+    """Return the tensors whose layout and device newly allocated ones get, by name.
 
-    They are the DTensors and shards that are there and, for an optimizer that was not stepped yet, its parameters:
+    They are the DTensors and shards of ``there``. For an optimizer that was not stepped yet, they are its parameters:
     ``load_state_dict`` of torch moves the state of a parameter to the parameter's device.
     """
     found: dict[str, Target] = {name: own for name, own in there.items() if isinstance(own, (DTensor, Shard))}
@@ -55,11 +55,14 @@ def fillable(
     stateful: Iterable[Any],
     taken: Sequence[tuple[int, int]],
 ) -> dict[str, Target]:
-    """Those of ``there``, which fit what is stored, that are filled where they are, by name.
+    """Return the tensors that are filled in place, by name. Tied names get one tensor.
 
-    Left out are tensors that share memory with another of these or with ``taken`` (address and bytes each), that are
-    tied in the checkpoint and not here, or that belong to a module with load hooks of its own, which may rename or drop
-    what is stored. Tied names get one tensor.
+    These tensors are left out: those that share memory with another one or with ``taken``; those that are tied in the
+    checkpoint and not in the template; those of a module with load hooks of its own, which may rename or drop values.
+
+    Args:
+        there: tensors of ``state_dict()`` by name; they fit the stored ones.
+        taken: (address, bytes) of memory that other leaves of the template use.
     """
     tied: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in shards:
@@ -79,7 +82,7 @@ def fillable(
 
 
 def _hooked_memory(stateful: Iterable[Any]) -> Iterator[int]:
-    """Addresses of parameters and buffers in, or below, modules with load hooks of their own."""
+    """Yield the addresses of parameters and buffers in, or below, modules with load hooks of their own."""
     for value in stateful:
         if isinstance(value, torch.nn.Module):
             hooked = [value] if not is_load_of_torch(value) else filter(has_load_hooks, value.modules())

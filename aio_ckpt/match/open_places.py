@@ -1,8 +1,8 @@
-"""Open places of a template: Python values and empty containers, which take whatever is stored at or below their name.
+"""Open places of a template: Python values and empty containers. They take any value stored at or below their name.
 
-A tensor or an array of a template has a shape, so that what is stored has to fit it. None, a number, ``{}`` and ``[]``
-have none: a running best that began as ``0.0`` takes the tensor that it became, and the ``state`` of an optimizer that
-was not stepped yet takes the moments. What they take is built as ``read`` builds it. Reads no data file.
+A tensor or an array of a template has a shape, which the stored one must fit. None, a number, ``{}`` and ``[]`` have no
+shape. Examples: a running best that began as ``0.0`` takes the tensor that it became, and the ``state`` of an optimizer
+that was not stepped yet takes the moments. Their values are built as ``read`` builds them. Reads no data file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "wi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPlace:
-    """What is stored for an open place."""
+    """The stored leaves that an open place takes."""
 
     names: list[str]
-    """Names in the template of its leaves."""
+    """Names of the leaves, as the template would name them."""
     branch: str
-    """Stored name of the branch, or leaf, that it takes."""
+    """Stored name of the branch, or of the leaf if there is one alone."""
 
 
 def names_at(checkpoint: Checkpoint, places: Iterable[str], *, rank: int) -> dict[str, list[str]]:
-    """Names in the template of the leaves at or below each of ``places``, for those of which anything is stored.
+    """Return the names of the stored leaves at or below each place, for places at which anything is stored.
 
-    A place that only another rank saved is taken as that rank saved it.
+    If ``rank`` saved nothing at a place and another rank did, the other rank's leaves are taken.
     """
     left = set(places)
     if not checkpoint.has_skeleton:
@@ -48,7 +48,7 @@ def names_at(checkpoint: Checkpoint, places: Iterable[str], *, rank: int) -> dic
 
 
 def _below(places: Collection[str], names: Iterable[str]) -> dict[str, list[str]]:
-    """``names`` by the place that they are at or below."""
+    """Return ``names`` grouped by the place that they are at or below."""
     found: dict[str, list[str]] = {}
     for name in names:
         ends = [0, *(end for end, letter in enumerate(name) if letter == "."), len(name)]
@@ -65,9 +65,9 @@ def build_at(
     rank: int,
     trusted: bool,
 ) -> dict[str, object]:
-    """What is stored for each of ``places``, as ``read`` builds it from ``values``, which have stored names.
+    """Return the value for each of ``places``, built as ``read`` does. ``values``: all that was read, by stored name.
 
-    Of plain DCP, which makes every key a str, the ``state`` of an optimizer gets back its numbers.
+    Plain DCP stores every key as a str. The keys of an optimizer's ``state`` are made numbers again.
     """
     left = dict(places)
     built: dict[str, object] = {}
@@ -89,7 +89,7 @@ def build_at(
 
 
 def _skeletons(checkpoint: Checkpoint, rank: int) -> Iterator[tree.Skeleton]:
-    """That of ``rank`` first, then every other one that ranks saved."""
+    """Yield the distinct skeletons of all ranks, that of ``rank`` first."""
     own = rank if rank < len(checkpoint.ranks) else 0
     seen: set[bytes] = set()
     for number in (own, *range(len(checkpoint.ranks))):
@@ -110,7 +110,7 @@ def _holds(skeleton: tree.Skeleton, place: str, rank: int) -> bool:
 
 
 def dcp_paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | None:
-    """Where each name stands in the state, as stock DCP noted it; None if it did not."""
+    """Return the path of each name in the state, as stock DCP noted it; None if it noted none."""
     paths = checkpoint.metadata.planner_data
     if not isinstance(paths, dict) or not all(isinstance(path, tuple) for path in paths.values()):
         return None
@@ -118,7 +118,7 @@ def dcp_paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | N
 
 
 def nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> Any:
-    """The value called ``place``, of which ``leaves`` are all leaves, as stock DCP flattened it."""
+    """Return the nested value called ``place``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
     paths = dcp_paths_of(checkpoint) or {}
     nested: Any = tree.unflatten_dcp(paths, leaves)
     name = next(iter(leaves))
@@ -132,5 +132,5 @@ def nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> 
 
 
 def with_numbers(state: Any) -> Any:
-    """The ``state`` of an optimizer by int keys, as it finds it by them."""
+    """Return the ``state`` of an optimizer with keys of digits as ints, by which the optimizer looks them up."""
     return {int(key) if str(key).isdigit() else key: item for key, item in state.items()}

@@ -1,13 +1,13 @@
-"""Targets that share memory, with themselves (expanded, windows) or with each other: filled if what is stored agrees.
+"""Targets that share memory with themselves (expanded, windows) or with each other. Filled if their values agree.
 
-Two elements that stand at one address take one value. Whether those that are stored are equal is only known once they
-are read. They are therefore read into memory of their own, before any other target is touched.
+Two elements at one address can hold one value only. Whether their stored values are equal is known once these are read.
+Therefore they are read into memory of their own, before any other target is touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -16,51 +16,59 @@ from aio_ckpt.state.tensor_memory import overlaps_itself, span_of
 
 __all__ = ["SharedTarget", "can_be_shared", "check_agreement", "write_shared"]
 
-SharedTarget: TypeAlias = tuple[str, torch.Tensor]
-"""Name and tensor of the template."""
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By bytes of an element, the dtype that stands for its bits."""
+"""Length of an element in bytes -> a dtype of that length, in which its bits are compared and copied."""
 _ALIGNED_BYTES = 16
 
 
+class SharedTarget(NamedTuple):
+    """A tensor of the template that shares memory."""
+
+    name: str
+    tensor: torch.Tensor
+
+
 def can_be_shared(tensor: object) -> bool:
-    """Whether a target can be filled by its bits, together with those that it shares memory with."""
+    """Return whether a target can be filled bit by bit, together with those that it shares memory with."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.data_ptr() % tensor.itemsize)
 
 
 def check_agreement(targets: Sequence[SharedTarget], values: Mapping[str, torch.Tensor]) -> None:
-    """Write all values to scratch memory that is laid out as the targets are, and look whether each is still there.
+    """Check that values for the same memory are equal: write all to scratch memory laid out as the targets, read back.
 
     ``values``: host tensors, by name.
 
     Raises:
-        TemplateMismatchError: two values are stored for one place.
+        TemplateMismatchError: different values are stored for the same memory.
     """
     for group in _groups(targets):
-        spans = [span_of(tensor) for _, tensor in group]
+        spans = [span_of(target.tensor) for target in group]
         start = min(address for address, _ in spans) // _ALIGNED_BYTES * _ALIGNED_BYTES
         nbytes = max(address + length for address, length in spans) - start
         scratch = torch.zeros(-(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES, dtype=torch.uint8)
         views = [
-            _over(scratch, tensor, address - start) for (_, tensor), (address, _) in zip(group, spans, strict=True)
+            _bits_at(scratch, address - start, like=target.tensor)
+            for target, (address, _) in zip(group, spans, strict=True)
         ]
-        for (name, _), view in zip(group, views, strict=True):
-            _put(view, values[name])
-        for (name, tensor), view in zip(group, views, strict=True):
-            if not torch.equal(view, _bits(values[name])):
-                raise TemplateMismatchError(_fault(name, tensor, [other for other, _ in group if other != name]))
+        for target, view in zip(group, views, strict=True):
+            _write(view, values[target.name])
+        for target, view in zip(group, views, strict=True):
+            if not torch.equal(view, _bits(values[target.name])):
+                raise TemplateMismatchError(
+                    _fault(target, [other.name for other in group if other.name != target.name])
+                )
 
 
 def write_shared(targets: Sequence[SharedTarget], values: Mapping[str, torch.Tensor]) -> None:
-    """Fill the targets, of which :func:`check_agreement` has proven that the order does not matter."""
-    for name, tensor in targets:
-        _put(_bits(tensor.detach()), values[name])
+    """Fill the targets, in any order: :func:`check_agreement` has proven that their values agree."""
+    for target in targets:
+        _write(_bits(target.tensor.detach()), values[target.name])
 
 
-def _fault(name: str, tensor: torch.Tensor, others: Sequence[str]) -> str:
+def _fault(target: SharedTarget, others: Sequence[str]) -> str:
+    name, tensor = target
     if not others:
         return (
             f"{name!r} shares memory with itself in the template (stride {tensor.stride()}), and the checkpoint holds "
@@ -74,11 +82,11 @@ def _fault(name: str, tensor: torch.Tensor, others: Sequence[str]) -> str:
 
 
 def _groups(targets: Sequence[SharedTarget]) -> Iterator[list[SharedTarget]]:
-    """Targets whose ranges of memory touch, together."""
+    """Yield the targets in groups: the memory of targets of different groups does not overlap."""
     group: list[SharedTarget] = []
     end = 0
-    for target in sorted(targets, key=lambda target: span_of(target[1])):
-        start, nbytes = span_of(target[1])
+    for target in sorted(targets, key=lambda target: span_of(target.tensor)):
+        start, nbytes = span_of(target.tensor)
         if group and start >= end:
             yield group
             group = []
@@ -92,18 +100,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _over(scratch: torch.Tensor, tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:
-    """The bits of a tensor that is laid out as ``tensor``, in ``scratch``."""
-    return scratch.view(_BITS[tensor.itemsize]).as_strided(
-        tensor.shape, tensor.stride(), offset_bytes // tensor.itemsize
-    )
+def _bits_at(scratch: torch.Tensor, offset_bytes: int, *, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``scratch`` with the shape and stride of ``like``, as bits."""
+    return scratch.view(_BITS[like.itemsize]).as_strided(like.shape, like.stride(), offset_bytes // like.itemsize)
 
 
-def _put(view: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` to ``view``, elements of which may stand at one address. Of those, any one stays."""
+def _write(view: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value`` to ``view``. If several elements of ``view`` have one address, any of their values is written."""
     bits = _bits(value)
     for dim, (step, size) in enumerate(zip(view.stride(), view.shape, strict=True)):
-        if size > 1 and step == 0:  # expanded: its first element stands for all
+        if size > 1 and step == 0:  # all elements of an expanded dimension are the first one
             view, bits = view.narrow(dim, 0, 1), bits.narrow(dim, 0, 1)
     if not overlaps_itself(view):
         view.copy_(bits)

@@ -1,4 +1,4 @@
-"""Which names of a checkpoint are a rank's own: by the skeleton of the state that it saved. Pure."""
+"""Names of a rank: which names of a checkpoint belong to its state, by the skeleton that it saved. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["is_empty_container", "skeleton_of", "unexpected_names", "wanted_name
 
 
 def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
-    """Containers of the state as ``rank`` saved it; those of rank 0 if there was no such rank."""
+    """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank."""
     number = rank if rank < len(checkpoint.ranks) else 0
     return tree.decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
 
 
 def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:
-    """Names of the state of ``rank``; with ``only``, those that equal one of these or lie below it.
+    """Return the names of the state of ``rank``; with ``only``, those that equal one of these or lie below it.
 
     Raises:
         MissingNameError: one of ``only`` selects nothing.
@@ -37,7 +37,7 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
 
 
 def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
-    """Whether ``rank`` saved a container of this name: one that nothing lies below, where no leaf is called so."""
+    """Return whether ``rank`` saved a container of this name. If no leaf lies at or below it, it is an empty one."""
     if not checkpoint.has_skeleton:
         return False
     try:
@@ -48,7 +48,7 @@ def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
 
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
-    """Why nothing of ``prefix`` is there for ``rank``, and how to get it if it is another rank's."""
+    """Return why ``rank`` has nothing at or below ``prefix``, and the remedy if another rank has."""
     if checkpoint.has_skeleton and any(tree.is_below(name, prefix) for name in checkpoint.catalog.names()):
         for other in range(len(checkpoint.ranks)):
             if any(tree.is_below(name, prefix) for name in _names_of(checkpoint, other)):
@@ -65,10 +65,10 @@ def _names_of(checkpoint: Checkpoint, rank: int) -> list[str]:
 
 
 def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
-    """Names of the checkpoint beyond ``known``.
+    """Return the names of the checkpoint that this rank's template should have and that are not in ``known``.
 
-    A rank of the same world size is held against what that rank saved, so that stages of a pipeline do not
-    expect each other's names; other ranks' PerRank values are nobody else's.
+    If the world size is that of the save, these are names that the same rank saved: stages of a pipeline have
+    different names. Otherwise PerRank values are left out, as they belong to the ranks that saved them.
     """
     beyond = checkpoint.catalog.names() - known
     if not beyond or not checkpoint.has_skeleton:
@@ -82,7 +82,7 @@ def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_s
 
 
 def _copies(checkpoint: Checkpoint) -> set[str]:
-    """Second items for stock DCP, which are nobody's leaves."""
+    """Return the names of items that were stored once more for stock DCP. They are leaves of no state."""
     owners: dict[bytes, list[int]] = {}
     for rank, manifest in enumerate(checkpoint.ranks):
         owners.setdefault(manifest.skeleton, []).append(rank)
@@ -91,7 +91,7 @@ def _copies(checkpoint: Checkpoint) -> set[str]:
 
 
 def _per_rank_names(checkpoint: Checkpoint) -> set[str]:
-    mark = 1 << 62  # no rank: names that hold it are names of PerRank values
+    mark = 1 << 62  # no rank has this number, so a name that holds it is the name of a PerRank value
     marked: dict[bytes, list[str]] = {}
     for rank, manifest in enumerate(checkpoint.ranks):
         if manifest.skeleton not in marked:

@@ -1,4 +1,4 @@
-"""Rename: the names of a checkpoint as a template has them. Pure."""
+"""Rename: the argument ``rename`` of a load, applied to the names of a checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aio_ckpt.errors import ConfigError, MissingNameError
 __all__ = ["Rename", "check_rename", "renamed"]
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
-"""From the stored name of a leaf to its name in the template. A mapping names leaves, or branches above them."""
+"""Maps the stored name of a leaf to its name in the template. A mapping may name branches, too."""
 
 
 def check_rename(rename: object) -> None:
@@ -28,13 +28,13 @@ def check_rename(rename: object) -> None:
 
 
 def renamed(checkpoint: Checkpoint, rename: Rename, further: Iterable[str]) -> Checkpoint:
-    """``checkpoint`` with its leaves, and ``further`` names of it, called as the template calls them.
+    """Return ``checkpoint`` with its leaves, and ``further`` names of it, renamed to those of the template.
 
     A name that is renamed takes the place of one that is not.
 
     Raises:
         ConfigError: two names become one, or a function returns no text.
-        MissingNameError: a mapping names what is not stored.
+        MissingNameError: a mapping names a leaf or branch that is not stored.
     """
     stored = [*sorted(checkpoint.catalog.names()), *further]
     convert = _by_branches(checkpoint, rename, stored) if isinstance(rename, Mapping) else rename
@@ -54,7 +54,7 @@ def renamed(checkpoint: Checkpoint, rename: Rename, further: Iterable[str]) -> C
 
 
 def _by_branches(checkpoint: Checkpoint, rename: Mapping[str, str], stored: Iterable[str]) -> Callable[[str], str]:
-    """A function that renames by the longest branch that holds a name."""
+    """Return a function that renames by the longest branch that contains the name."""
     branches = sorted(rename, key=len, reverse=True)
 
     def convert(name: str) -> str:

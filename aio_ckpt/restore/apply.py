@@ -1,4 +1,4 @@
-"""Apply what was read to the template: objects are set, and every ``load_state_dict`` is called, at the very end."""
+"""Apply loaded values to the template: set objects and call every ``load_state_dict``, once all is verified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.match.compounds import check_targets
-from aio_ckpt.match.match import Match, listed
+from aio_ckpt.match.match import Match, StatefulTarget, listed
 from aio_ckpt.match.open_places import build_at, nested_at, with_numbers
 from aio_ckpt.match.overlaps import write_shared
 from aio_ckpt.match.rank_names import skeleton_of
@@ -38,27 +38,31 @@ def prepare_apply(
     fetched: FetchedValues,
     shared: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
-    """Build every value that could be damaged; return what sets the objects and calls each ``load_state_dict``.
+    """Return a function that sets the objects and calls each ``load_state_dict``.
 
-    ``shared``: the values of targets that share memory, by name.
+    All values are built before this returns, because building finds damage. ``shared``: the values of targets that
+    share memory, by name.
+
+    Raises:
+        CorruptCheckpointError: a value cannot be built.
     """
     check_targets(found.compounds)
     values, rank, trusted = dict(fetched.values), ctx.rank, ctx.trusted
     leaves = {name: values[name] for name in found.objects if name not in fetched.untrusted}
-    for name, kind, dtype in found.arrays:
-        tensor = values[name]
+    for array in found.arrays:
+        tensor = values[array.name]
         assert isinstance(tensor, torch.Tensor)
-        leaves[name] = tree.from_tensor(tensor.to(dtype), kind)
+        leaves[array.name] = tree.from_tensor(tensor.to(array.dtype), array.kind)
     refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     known = by_stored_name(checkpoint, values | refused)
     leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
     skeleton = skeleton_of(checkpoint, rank) if found.stateful and checkpoint.has_skeleton else None
-    below: list[tuple[str, Any, object]] = []
-    for prefix, value, names in found.stateful:
-        if not fetched.untrusted.keys().isdisjoint(names):  # which keep what the template has
+    state_dicts: list[tuple[StatefulTarget, object]] = []
+    for target in found.stateful:
+        prefix, value, names, branch = target
+        if not fetched.untrusted.keys().isdisjoint(names):  # untrusted leaves keep the template's values
             own = tree.leaves_of(value.state_dict(), prefix, rank=rank)
             values |= {name: own[name] for name in names if name in fetched.untrusted and name in own}
-        branch = found.branches[prefix]
         if branch is None:
             inner: object = {name.removeprefix(f"{prefix}."): values[name] for name in names}
         elif skeleton is not None:
@@ -69,17 +73,17 @@ def prepare_apply(
         else:
             leaves_below = {checkpoint.stored_name(name): values[name] for name in names if name in values}
             inner = _dcp_state_dict(checkpoint, branch, leaves_below, value)
-        below.append((prefix, value, _with_versions(inner, value)))
+        state_dicts.append((target, _with_versions(inner, value)))
 
     def put_back() -> None:
         with target_modified():
             _write_rest(found, shared)
             if leaves:
                 tree.put_back(state, leaves, rank=rank, names=found.names)
-            for prefix, value, state_dict in below:
-                with _noting_refusal(prefix, value, checkpoint):
-                    value.load_state_dict(state_dict)
-        if found.unexpected and rank == 0:  # the others would say the same
+            for target, state_dict in state_dicts:
+                with _noting_refusal(target, checkpoint):
+                    target.value.load_state_dict(state_dict)
+        if found.unexpected and rank == 0:  # the other ranks would log the same
             _log.warning(
                 "%s: the template lacks %s; they were not loaded (strict=True refuses them)",
                 checkpoint.path,
@@ -90,8 +94,8 @@ def prepare_apply(
 
 
 def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
-    """Write to tensors of the template what no read wrote: values of shared memory, parts of wrapper tensors."""
-    written = [*(tensor for _, tensor in found.shared), *(target.own.tensor for target in found.compounds)]
+    """Complete tensors of the template that the reads did not fill: shared memory, and compound tensors."""
+    written = [*(target.tensor for target in found.shared), *(target.own.tensor for target in found.compounds)]
     devices = {tensor.device for tensor in written if tensor.device.type != "cpu"}
     synchronize(devices)
     write_shared(found.shared, shared)
@@ -101,9 +105,9 @@ def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
 
 
 def _dcp_state_dict(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
-    """Return the ``state_dict()`` called ``prefix``, which stock DCP flattened."""
+    """Return the ``state_dict()`` called ``prefix``, which stock DCP flattened. ``leaves``: its leaves by name."""
     nested = nested_at(checkpoint, prefix, leaves)
-    if isinstance(value, torch.optim.Optimizer):  # DCP drops {}
+    if isinstance(value, torch.optim.Optimizer):  # DCP drops an empty ``state``
         nested["state"] = with_numbers(nested.get("state", {}))
     return nested
 
@@ -121,24 +125,24 @@ def _with_versions(state_dict: Any, value: object) -> Any:
 
 
 @contextmanager
-def _noting_refusal(prefix: str, value: object, checkpoint: Checkpoint) -> Iterator[None]:
-    """Add a note to what ``load_state_dict`` raises: which value refused which checkpoint."""
+def _noting_refusal(target: StatefulTarget, checkpoint: Checkpoint) -> Iterator[None]:
+    """Add a note to an error of ``load_state_dict``: which value refused which checkpoint."""
     try:
         yield
     except Exception as error:
         which = f"step {checkpoint.step} at {checkpoint.path}" if checkpoint.root else f"{checkpoint.path}"
         error.add_note(
-            f"aio_ckpt: load_state_dict() of {prefix or 'the template'!r}, a {type_name(value)}, refused what {which} "
-            "holds for it; the target was modified: tensors of other names were filled before"
+            f"aio_ckpt: load_state_dict() of {target.name or 'the template'!r}, a {type_name(target.value)}, refused "
+            f"what {which} holds for it; the target was modified: tensors of other names were filled before"
         )
         raise
 
 
 @contextmanager
 def target_modified() -> Iterator[None]:
-    """Mark what is raised inside: the template may hold a mix of old and new values."""
+    """Note on an error of the block that the template may hold a mix of old and new values."""
     try:
         yield
-    except Exception as error:  # also what load_state_dict raises
+    except Exception as error:
         tell_modified(error)
         raise

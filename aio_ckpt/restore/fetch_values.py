@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedValues:
-    """What a load has read. Tensors of the template were filled in place."""
+    """Values that a load has read. Tensors of the template were filled in place."""
 
     values: dict[str, object]
     """Tensors outside the template's own leaves, and objects, by name."""
@@ -39,7 +39,7 @@ class FetchedValues:
     bytes_read: int
     """Bytes read from data files."""
     is_verified: bool
-    """False if ``verify`` was, or nothing that was read has a sum."""
+    """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
 
     @property
     def skipped(self) -> dict[str, str] | None:
@@ -68,7 +68,7 @@ async def fetch_values(
 
 
 def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: Fetched) -> FetchedValues:
-    """Decode objects; tell torch and the devices of what was written without an operation of torch."""
+    """Decode objects. Wait for the devices, and increment the version of tensors that were filled without torch."""
     values, untrusted = dict(plan.values), dict(plan.untrusted)
     if plan.by_dcp:
         values |= _load_by_dcp(checkpoint, plan)
@@ -93,7 +93,10 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: F
 
 
 def _load_by_dcp(checkpoint: Checkpoint, plan: LoadPlan) -> dict[str, object]:
-    """Read stream extensions by DCP's own reader, on a flat dict and our parsed metadata, so that it unpickles none."""
+    """Read the values of ``by_dcp`` by DCP's own reader, which knows stream extensions.
+
+    The reader gets a flat dict and the metadata parsed by this package, so it unpickles no metadata.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     wanted = dict(by_stored_name(checkpoint, plan.by_dcp))
     planner.set_up_planner(wanted, checkpoint.metadata, is_coordinator=True)

@@ -1,7 +1,7 @@
 """Load one checkpoint into a template: open, match, plan, fetch, decode.
 
-Everything that can be known before a byte of data is read is checked before. A tensor of the template is filled block
-by block, each block once it is proven. Objects and ``load_state_dict`` come last, when all is proven.
+All checks that need no data file are made before a data file is read. A tensor of the template is filled block by
+block, each block once it is verified. Objects and ``load_state_dict`` come last, once all is verified.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FREED_AFTER_SECS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOutcome:
-    """What one load did."""
+    """Result of one load."""
 
     step: int | None
     """Step that the checkpoint tells; None for plain DCP."""
@@ -52,11 +52,11 @@ class LoadOutcome:
     bytes_read: int
     """Bytes read from data files."""
     verified: bool
-    """False if ``verify`` was, or nothing that was read has a sum."""
+    """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
     identity: str
-    """Of the checkpoint that was read: another one in its place has another."""
+    """Identity of the save that was read. A checkpoint that replaces it has another identity."""
     put_back: Callable[[], None]
-    """Sets objects and calls every ``load_state_dict``, once; blocks. What that raises has ``target_modified``."""
+    """Sets objects and calls every ``load_state_dict``; blocks; is called once. Its errors have ``target_modified``."""
 
 
 async def load_checkpoint(
@@ -71,9 +71,12 @@ async def load_checkpoint(
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``.
 
-    The rest of ``state`` is as it was until ``put_back`` of the outcome is called: other ranks may still find damage.
-    ``past_page_cache``: all is read from the disk, since the page cache would give what it gave before. ``on_matched``
-    is awaited before the first tensor is touched.
+    Objects and Stateful values stay as they are until ``put_back`` of the outcome is called, because other ranks may
+    still find damage.
+
+    Args:
+        past_page_cache: whether all bytes are read from the disk, for a second reading after a mismatch.
+        on_matched: awaited before the first tensor is touched.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: see :func:`aio_ckpt.checkpoint.open.open_checkpoint`.
@@ -132,7 +135,7 @@ def _free(_: Checkpoint) -> None:
 
 
 async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalog: Catalog) -> None:
-    """Read through the page cache what other ranks of this host read, too."""
+    """Read through the page cache if other ranks of this host read the same bytes."""
     if ctx.ranks_on_host > 1:
         wanted = await run_blocking(ctx.executor, wanted_bytes, found, catalog)
         if is_read_by_several(wanted, catalog.nbytes, ranks_on_host=ctx.ranks_on_host):
@@ -144,31 +147,31 @@ async def _share_page_cache(ctx: ReadContext, files: Files, found: Match, catalo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedValues:
-    """What was read for targets that share memory."""
+    """Values that were read for targets that share memory."""
 
     values: Mapping[str, torch.Tensor]
     """Host tensors by name."""
     bytes_read: int
     """Bytes read from data files."""
     is_verified: bool
-    """As :attr:`LoadOutcome.verified`; True if nothing was read."""
+    """See :attr:`LoadOutcome.verified`; True if nothing was read."""
 
 
 async def _fetch_shared(ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match) -> _SharedValues:
     """Read the values of targets that share memory into memory of their own.
 
     Raises:
-        TemplateMismatchError: two values are stored for one place. Nothing was touched.
-        CorruptCheckpointError, ReadError: as :func:`load_checkpoint`.
+        TemplateMismatchError: different values are stored for the same memory. No tensor was touched.
+        CorruptCheckpointError, ReadError: see :func:`load_checkpoint`.
     """
-    names = [name for name, _ in found.shared]
+    names = [target.name for target in found.shared]
     if not names:
         return _SharedValues(values={}, bytes_read=0, is_verified=True)
     plan = LoadPlan(source=await locate(ctx, files, checkpoint, names))
     await run_blocking(ctx.executor, plan.add_all, [], names, [], ctx.trusted)
     requests = await run_blocking(ctx.executor, plan.reads.requests, ctx.readers)
     fetched = await fetch_values(ctx, files, checkpoint, plan, requests)
-    values = {name: cast("torch.Tensor", fetched.values[name]).to(target.dtype) for name, target in found.shared}
+    values = {name: cast("torch.Tensor", fetched.values[name]).to(tensor.dtype) for name, tensor in found.shared}
     try:
         await run_blocking(ctx.executor, check_agreement, found.shared, values)
     except TemplateMismatchError as error:
@@ -176,16 +179,16 @@ async def _fetch_shared(ctx: ReadContext, files: Files, checkpoint: Checkpoint, 
     return _SharedValues(values=values, bytes_read=fetched.bytes_read, is_verified=fetched.is_verified)
 
 
-# -- what is read into what -------------------------------------------------------------------------
+# -- the plan of the load ----------------------------------------------------------------------------
 
 
 async def _plan(
     ctx: ReadContext, files: Files, checkpoint: Checkpoint, found: Match, *, skip_untrusted: bool
 ) -> tuple[LoadPlan, list[ReadRequest]]:
-    """Return what is read for a template, and by which requests."""
+    """Return the plan of the load and its read requests."""
     catalog = checkpoint.catalog
     values, objects = _unplaced(found, catalog)
-    names = [*(name for name, _ in found.tensors), *values, *objects]
+    names = [*(target.name for target in found.tensors), *values, *objects]
     await files.measure({item.file for item, _, _ in found.whole}, catalog.files)
     plan = LoadPlan(
         source=await locate(ctx, files, checkpoint, names),
@@ -204,11 +207,8 @@ async def _plan(
 
 
 def _unplaced(found: Match, catalog: Catalog) -> tuple[list[str], list[str]]:
-    """Return the names of the tensors that are set or given to ``load_state_dict``, and of the objects."""
-    below = [
-        name
-        for names in (*(names for _, _, names in found.stateful), *(place.names for place in found.open.values()))
-        for name in names
-    ]
-    values = [*(name for name, *_ in found.arrays), *(name for name in below if name in catalog.shards)]
+    """Return the names of the tensors that no leaf of the template has memory for, and of the objects."""
+    groups = [*(target.leaf_names for target in found.stateful), *(place.names for place in found.open.values())]
+    below = [name for names in groups for name in names]
+    values = [*(array.name for array in found.arrays), *(name for name in below if name in catalog.shards)]
     return values, [*found.objects, *(name for name in below if name in catalog.objects)]

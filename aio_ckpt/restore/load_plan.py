@@ -35,17 +35,23 @@ into 4 bytes."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Names with what holds them, every place inside the real files."""
+    """The stored items of the names to read. Every place was checked to lie inside its data file."""
 
     items: Mapping[str, tuple[Item, ...]]
     """Tensors by name."""
     objects: Mapping[str, StoredObject]
     """Objects by name."""
     transformed: Mapping[str, Shards]
-    """Tensors that only DCP's own reader can read (stream extensions)."""
+    """Tensors that only DCP's own reader can read (stream extensions), by name."""
 
 
 async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: Iterable[str]) -> Source:
+    """Find the items of ``names``: measure their files and, for plain DCP, parse their envelopes.
+
+    Raises:
+        CorruptCheckpointError: an item does not lie inside its file, or its envelope cannot be parsed.
+        ReadError: the operating system could not read.
+    """
     catalog = checkpoint.catalog
     shards = {name: catalog.shards[name] for name in names if name in catalog.shards}
     stored = {name: catalog.objects[name] for name in names if name in catalog.objects}
@@ -74,27 +80,27 @@ class LoadPlan:
     """Plan of one load: what is read into which memory. While the reads run, the bytes of objects collect in it."""
 
     source: Source
-    """Where everything is."""
+    """Places of all items to read."""
     reads: ReadPlan = field(default_factory=ReadPlan)
     """The pieces to read."""
     values: dict[str, object] = field(default_factory=dict)
-    """Tensors that are read outside the template's own leaves, by name."""
+    """Tensors that are read into memory outside of the template's leaves, by name."""
     undecoded: dict[str, bytes] = field(default_factory=dict)
-    """Bytes of objects as read."""
+    """Bytes of the objects that were read, by name."""
     by_dcp: dict[str, Any] = field(default_factory=dict)
-    """Name -> target of what DCP's own reader must read; None for an object."""
+    """Name -> target of a value that DCP's own reader must read; None for an object."""
     live: Mapping[str, Target] = field(default_factory=dict)
-    """Names below Stateful values that are read into a tensor that is there."""
+    """See ``Match.live``."""
     live_at: Mapping[str, int] = field(default_factory=dict)
-    """Addresses of those of ``live`` whose bytes are those of one item."""
+    """See ``Match.live_at``."""
     layouts: Mapping[str, Target] = field(default_factory=dict)
-    """Names below Stateful values that are read into a fresh tensor like this one."""
+    """See ``Match.layouts``."""
     skip_untrusted: bool = False
-    """Leave objects that need trust unread."""
+    """Whether objects that need trust are left unread."""
     untrusted: dict[str, str] = field(default_factory=dict)
-    """Names of such objects, and why they need it."""
+    """Name of each object that needs trust -> why it does."""
     devices: set[torch.device] = field(default_factory=set)
-    """Devices of targets that are no host memory."""
+    """Devices of the targets, without the host."""
 
     def add_all(
         self, tensors: Iterable[tuple[str, Target]], values: Iterable[str], objects: Iterable[str], trusted: bool
@@ -122,7 +128,7 @@ class LoadPlan:
         for name in names:
             shards: Shards = self.source.items.get(name) or self.source.transformed[name]
             target, like = self.live.get(name), shard_like(self.layouts.get(name), shards)
-            if isinstance(like, OwnedShard):  # only its owner can be given to load_state_dict
+            if isinstance(like, OwnedShard):  # load_state_dict takes only the owner, so that is filled in place
                 target = like
             key = (id(target), id(like), *map(id, shards))  # tied names are read once
             if key not in made:
@@ -163,12 +169,13 @@ class LoadPlan:
 
 
 def new_tensor(name: str, shards: Shards, like: Target | None) -> Target:
-    """Memory of the stored dtype with the device, mesh and placements, or the box, of ``like``.
+    """Return a new tensor of the stored dtype with the device, mesh and placements, or the box, of ``like``.
 
-    Without ``like``, host memory for the whole tensor, laid out as it is stored where that is one item.
+    Without ``like``, it is a host tensor for the whole value. If one item holds the whole value, it has the stride of
+    that item.
 
     Raises:
-        CorruptCheckpointError: more than the shards can hold; nothing was allocated.
+        CorruptCheckpointError: the shape needs more bytes than the shards can hold; nothing was allocated.
     """
     if isinstance(like, Shard):
         return replace(like, tensor=torch.empty_like(like.tensor, dtype=shards[0].dtype, requires_grad=False))

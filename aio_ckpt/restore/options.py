@@ -1,4 +1,4 @@
-"""What a load or a read is told: by whom and how it reads, and what a user asks of it."""
+"""Parameters of a load or a read: the context of the reading rank, and the options of the user."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["LoadOptions", "ReadContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadContext:
-    """The rank that reads, and how it reads: the same for all loads of an engine."""
+    """The rank that reads, and its settings. All loads of an engine share it."""
 
     storage: Storage
-    """Holds the checkpoints."""
+    """File system of the checkpoints."""
     executor: Executor
-    """Its threads read, prove, copy and decode."""
+    """Threads that read, verify, copy and decode."""
     rank: int = 0
     """Rank of the reader."""
     world_size: int = 1
-    """Ranks that read."""
+    """Number of ranks that read."""
     ranks_on_host: int = 1
-    """Those of them that share this host's page cache."""
+    """Number of those ranks on this host, which share its page cache."""
     readers: int
-    """Reads in flight."""
+    """Most reads in flight at once."""
     verify: bool
     """Whether checksums are compared."""
     trusted: bool
@@ -66,10 +66,10 @@ class ReadContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What one load is asked for.
+    """Options of one load.
 
     Raises:
-        ConfigError: a value is of another type.
+        ConfigError: a value has the wrong type.
     """
 
     strict: bool = False
@@ -81,7 +81,7 @@ class LoadOptions:
     cast: bool = False
     """Whether tensors of another dtype are converted to that of the template."""
     rename: Rename | None = None
-    """Makes the template's names of those that are stored; None if they are the same."""
+    """Maps stored names to those of the template; None if they are the same."""
 
     def __post_init__(self) -> None:
         check_rename(self.rename)

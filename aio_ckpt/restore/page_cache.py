@@ -1,4 +1,4 @@
-"""Whether data files are read through the page cache: where ranks of one host read the same bytes. Pure."""
+"""Choice of the page cache: data files are read through it if ranks of one host read the same bytes. Pure."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ cores and a disk of 2.2 GB/s: two readers take 0.60 to 0.63 of the time, four 0.
 
 
 def is_read_by_several(wanted: int, stored: int, *, ranks_on_host: int) -> bool:
-    """Whether a byte has several readers, if each of these ranks, two or more, wants so many of the bytes stored."""
+    """Return whether so many ranks read each byte that the page cache pays.
+
+    Each of the two or more ranks of the host wants ``wanted`` of the ``stored`` bytes.
+    """
     return ranks_on_host * wanted >= _SHARING_PAYS_READERS * stored > 0
 
 
 def wanted_bytes(found: Match, catalog: Catalog) -> int:
-    """Bytes of data files that this rank will read for its tensors, about."""
+    """Return about how many bytes of data files this rank will read for its tensors."""
     wanted = sum(item.raw_bytes for item, _, _ in found.whole)
     wanted += sum(
         _bytes_for(memory_of(tensor).shape, catalog.shards[name]) for name, tensor in (*found.tensors, *found.shared)
     )
-    below = (name for _, _, names in found.stateful for name in catalog.shards.keys() & set(names))
-    for name in (*(name for name, *_ in found.arrays), *below):
+    below = (name for target in found.stateful for name in catalog.shards.keys() & set(target.leaf_names))
+    for name in (*(array.name for array in found.arrays), *below):
         shards = catalog.shards[name]
         target = found.live.get(name, shard_like(found.layouts.get(name), shards))
         wanted += _bytes_for(global_shape(shards) if target is None else memory_of(target).shape, shards)
@@ -37,20 +40,22 @@ def wanted_bytes(found: Match, catalog: Catalog) -> int:
 
 
 def _bytes_for(box: Sequence[int], shards: Shards) -> int:
-    """The first chunk stands for all: that is how torch cuts."""
+    """Return :func:`covering_bytes` for the shape of the first shard. Torch cuts all shards alike."""
     return covering_bytes(shards[0].shape, box, shards[0].dtype.itemsize)
 
 
 def covering_bytes(chunk: Sequence[int], box: Sequence[int], itemsize: int) -> int:
-    """Bytes that are read for a box of a tensor stored in dense shards of one shape, about.
+    """Return about how many bytes are read for a box of a tensor that is stored in dense shards of shape ``chunk``.
 
-    Gaps that no block fits into are read, too. The box is taken to begin where a chunk does.
+    Gaps shorter than a block are read, too. The box is assumed to begin where a shard begins.
     """
     if 0 in chunk or 0 in box:
         return 0
     extent = stride = itemsize
     count = 1
-    for size, wanted in zip(reversed(chunk), reversed(box), strict=False):  # a shard that fits nothing is told later
+    for size, wanted in zip(
+        reversed(chunk), reversed(box), strict=False
+    ):  # other checks refuse a shard of wrong dimensions
         count *= -(-wanted // size)
         length = min(wanted, size)
         is_read_through = stride - extent < BLOCK_BYTES

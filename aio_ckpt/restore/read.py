@@ -29,13 +29,13 @@ class ReadOutcome:
     step: int | None
     """Step that the checkpoint tells; None for plain DCP."""
     untrusted: tuple[str, ...]
-    """Objects in whose place an ``UntrustedObject`` stands."""
+    """Names of the objects that an ``UntrustedObject`` replaces."""
     plain: tuple[str, ...]
-    """Containers that are of another type than they were: ``name (type)``."""
+    """Containers that were read as a plain dict, list or tuple: ``name (type when saved)``."""
     bytes_read: int
     """Bytes read from data files."""
     verified: bool
-    """False if ``verify`` was, or nothing that was read has a sum."""
+    """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
 
 
 async def read_state(
@@ -51,7 +51,7 @@ async def read_state(
 
     Raises:
         MissingNameError: one of ``only`` selects nothing, or a PerRank value of a rank that the checkpoint lacks.
-        CorruptCheckpointError, UnsafeObjectError, ReadError: as :func:`aio_ckpt.restore.load.load_checkpoint`.
+        CorruptCheckpointError, UnsafeObjectError, ReadError: see :func:`aio_ckpt.restore.load.load_checkpoint`.
     """
     checkpoint = await open_checkpoint(ctx.storage, path, executor=ctx.executor, step=step)
     names = await run_blocking(ctx.executor, lambda: wanted_names(checkpoint, rank=ctx.rank, only=only))

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError
-from aio_ckpt.match.overlaps import check_agreement, write_shared
+from aio_ckpt.match.overlaps import SharedTarget, check_agreement, write_shared
 from aio_ckpt.state.tensor_memory import are_apart, overlapping
 
 MANY = {f"other.{number}": torch.full((3,), float(number)) for number in range(600)}
@@ -160,7 +160,7 @@ def test_values_agree_if_and_only_if_no_place_takes_two(
         memory.as_strided([size for _, size in dims], [step for step, _ in dims], start)
         for dims, start in ((one, 0), (other, 2))
     ]
-    targets = list(zip("ab", views, strict=True))
+    targets = [SharedTarget(name, view) for name, view in zip("ab", views, strict=True)]
     values = {name: view.clone() for name, view in targets}
     if not is_same:
         values["b"] += 50
