@@ -1,7 +1,7 @@
-"""Open a checkpoint, know what it stores, and read and verify its bytes.
+"""Open a checkpoint, list its names and items, and read and verify their bytes.
 
-In: a checkpoint directory, of an engine or of stock DCP. Out: its catalog of names and stored items; byte ranges that
-were proven and copied to their targets; the faults of a checkpoint that does not verify. Knows nothing of templates.
+In: a checkpoint directory, of an engine or of stock DCP. Out: its catalog of names and stored items; verified bytes,
+copied to their targets; the faults of a checkpoint that does not verify. Knows nothing of templates.
 Imports ``runtime``, ``format``, ``state``, ``memory`` and ``storage``; nothing that saves.
 """
 

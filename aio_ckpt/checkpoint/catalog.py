@@ -1,4 +1,4 @@
-"""What a checkpoint stores: every name with the items that hold it. Pure: manifests in, places out."""
+"""Catalog of a checkpoint: every stored name, and the items that hold it. Pure."""
 
 from __future__ import annotations
 
@@ -30,62 +30,60 @@ V = TypeVar("V")
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One stored tensor item whose raw bytes are located. Compared by identity: tied names share one.
+    """Stored tensor item whose raw bytes are located. Compared by identity: tied names share one item.
 
     A msgspec struct because a dataclass costs 2 us to make and a checkpoint may hold 100,000 of them.
     """
 
     name: str
-    """First name stored in it, for messages."""
+    """First of its names, for messages."""
     file: str
     """Data file, relative to the checkpoint."""
     dtype: torch.dtype
-    """Element type."""
     shape: tuple[int, ...]
     """Shape of the shard."""
     stride: tuple[int, ...]
-    """Of the stored elements, in elements."""
+    """Stride of the stored bytes, in elements."""
     offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
+    """Start of the shard in the global tensor, in elements per dimension."""
     storage_offset: int
-    """Elements before the first one of the tensor; 0 in items of ours."""
+    """Elements of the raw bytes before the first one of the tensor; 0 in items of aio_ckpt."""
     raw_offset: int
-    """Where the raw bytes begin in the file."""
+    """Offset of the raw bytes in the file."""
     raw_bytes: int
     """Length of the raw bytes."""
     block_bytes: int
-    """Raw bytes that one sum covers."""
+    """Raw bytes that one checksum covers."""
     sums: tuple[int, ...]
-    """CRC32 of each block; empty if only the whole is summed."""
+    """CRC32 of each block; empty if no block has one."""
     record_crc32: int | None
-    """CRC32 of all raw bytes, where no block has one (plain DCP)."""
+    """CRC32 of all raw bytes of an item of plain DCP; None if each block has one, or if there is none."""
     is_conj: bool = False
-    """Whether the elements are the conjugates of what is stored (plain DCP)."""
+    """Whether the elements are the conjugates of the stored ones (plain DCP)."""
     is_neg: bool = False
-    """Whether they are the negatives (plain DCP)."""
+    """Whether the elements are the negatives of the stored ones (plain DCP)."""
 
 
 class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A tensor item of plain DCP before its envelope was parsed: where its raw bytes stand is not known."""
+    """Tensor item of plain DCP whose envelope is not parsed yet, so that the place of its raw bytes is unknown."""
 
     name: str
-    """Its name."""
     file: str
     """Data file, relative to the checkpoint."""
     item_offset: int
-    """Where the item begins."""
+    """Offset of the item in the file."""
     item_bytes: int
-    """Its length."""
+    """Length of the item, in bytes."""
     dtype: torch.dtype
-    """As the metadata says."""
+    """Dtype according to the metadata."""
     shape: tuple[int, ...]
-    """Shape of the shard, as the metadata says."""
+    """Shape of the shard according to the metadata."""
     offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
+    """Start of the shard in the global tensor, in elements per dimension."""
     is_transformed: bool
-    """Written through a stream extension of DCP, so that only DCP can read it."""
+    """Whether the item was written through a stream extension of DCP, so that only DCP can read it."""
     stride: tuple[int, ...] | None = None
-    """Stride of the shard as the metadata says (since torch 2.15), in elements."""
+    """Stride of the shard according to the metadata, in elements; None before torch 2.15, which first stores it."""
 
 
 Shards: TypeAlias = "tuple[Item | Slot, ...]"
@@ -93,46 +91,46 @@ Shards: TypeAlias = "tuple[Item | Slot, ...]"
 
 
 class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One serialized object."""
+    """A serialized object."""
 
     name: str
-    """First name stored in it."""
+    """First of its names."""
     file: str
     """Data file, relative to the checkpoint."""
     offset: int
-    """Where it begins."""
+    """Offset in the file."""
     nbytes: int
-    """Its length."""
+    """Length, in bytes."""
     crc32: int | None
-    """CRC32 of its bytes; None in plain DCP, where its zip records hold theirs."""
+    """CRC32 of the bytes; None in plain DCP, where each record of the zip has one."""
     is_transformed: bool
-    """As in :class:`Slot`."""
+    """Whether the object was written through a stream extension of DCP."""
 
     @classmethod
     def of_slot(cls, slot: Slot) -> StoredObject:
-        """An item that is no plain tensor, as what it is for torch.load: one object."""
+        """Return an item that is no plain tensor as an object, which ``torch.load`` reads as a whole."""
         return cls(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, is_transformed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Every name of a checkpoint. Offsets are checked against ``files`` only where a manifest gives lengths."""
+    """Every name of a checkpoint. Offsets were checked against ``files`` only if a manifest gives lengths."""
 
     shards: Mapping[str, Shards]
     """Tensors by name."""
     objects: Mapping[str, StoredObject]
     """Objects by name."""
     files: Mapping[str, int | None]
-    """Data files with their length; None if no manifest tells it."""
+    """Data files with their length in bytes; None if no manifest gives it."""
     nbytes: int
-    """Of all that is stored, about."""
+    """Approximate length of all stored items, in bytes."""
 
     def names(self) -> set[str]:
-        """Every name stored."""
+        """Return every stored name."""
         return {*self.shards, *self.objects}
 
     def renamed(self, names: Mapping[str, str | None]) -> Catalog:
-        """The same under other names; those that become None are left out."""
+        """Return the catalog under other names. Names that map to None are left out."""
         return replace(self, shards=_renamed(self.shards, names), objects=_renamed(self.objects, names))
 
     def check(self) -> None:
@@ -151,7 +149,7 @@ def _renamed(found: Mapping[str, V], names: Mapping[str, str | None]) -> dict[st
 
 
 def global_shape(shards: Shards) -> tuple[int, ...]:
-    """Shape of the smallest global tensor that holds all shards; not checked to be covered."""
+    """Return the shape of the smallest global tensor that holds all shards. Holes are not looked for."""
     first = shards[0]
     if len(shards) == 1 and not any(first.offsets):
         return first.shape
@@ -159,11 +157,11 @@ def global_shape(shards: Shards) -> tuple[int, ...]:
     return tuple(map(max, zip(*stops, strict=True)))
 
 
-# -- ours -------------------------------------------------------------------------------------------
+# -- checkpoints of aio_ckpt -------------------------------------------------------------------------------------------
 
 
 def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
-    """Of a checkpoint of ours.
+    """Return the catalog of a checkpoint of aio_ckpt.
 
     Raises:
         CorruptCheckpointError: the manifests contradict each other.
@@ -197,7 +195,7 @@ def catalog_of_manifests(manifests: Iterable[RankManifest]) -> Catalog:
 
 
 def items_of(manifest: RankManifest, file: FileEntry) -> list[Item]:
-    """The items of one rank, row by row: 1 us each."""
+    """Return the items of one rank in the order of its manifest. Takes 1 us each."""
     columns, name_of_file, block_bytes = manifest.columns, file.name, manifest.block_bytes
     signatures = [(DTYPES[dtype], shape, stride, (0,) * dims) for dtype, shape, stride, dims, _ in columns.signatures]
     of_row = [signatures[number] for number in columns.signature_numbers]

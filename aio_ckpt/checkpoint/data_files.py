@@ -1,4 +1,4 @@
-"""The data files of one checkpoint: opened when first used, read into buffers, closed together."""
+"""Data files of a checkpoint: opened at their first use, read into buffers, closed together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from aio_ckpt.storage.local import PageCache, ReadFile, Storage
 __all__ = ["Files"]
 
 _OPEN_FILES = 64
-"""Files kept open at once; beyond, a file is opened for each read: descriptors are few (1,024 is a usual limit)."""
+"""Most files kept open. A further file is opened for each read, because descriptors are few (often 1,024)."""
 
 
 class Files:
-    """The data files of one checkpoint, opened when first used and closed by the ``async with``."""
+    """Data files of one checkpoint, opened at their first use and closed by the ``async with``."""
 
     def __init__(self, storage: Storage, directory: Path, *, readers: int, page_cache: PageCache) -> None:
         self._storage = storage
@@ -44,16 +44,16 @@ class Files:
                 await file.close()
 
     async def share(self) -> None:
-        """Other ranks of this host read the same bytes: what is open is opened anew, to be shared.
+        """Read through the page cache from now on, because other ranks of this host read the same bytes.
 
-        Nobody may be using a file; files must be measured again.
+        Closes open files, so no task may be using one. Files must be measured again.
         """
         self._page_cache = "fill"
         self.sizes.clear()
         await self._close()
 
     async def measure(self, names: Iterable[str], expected: Mapping[str, int | None]) -> None:
-        """Learn the real length of files, before anything is believed that points into them.
+        """Measure the real length of files. Offsets into a file are checked against it before they are used.
 
         Raises:
             MismatchError: a file is missing or not as long as its manifest says.
@@ -68,7 +68,7 @@ class Files:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ReadFile]:
-        """The file, open. Files must be measured, one at a time, before they are used by several tasks."""
+        """Yield the open file. A file must have been measured before several tasks use it."""
         kept = self._kept.get(name)
         if kept is not None:
             yield kept

@@ -1,4 +1,4 @@
-"""Run the requests of a read plan: read, compare checksums, copy. Each read in flight has its own bounce buffer."""
+"""Run the requests of a read plan: read, verify, copy. Each read in flight has its own bounce buffer."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 __all__ = ["Fetched", "fetch", "synchronize"]
 
 _PLACERS = 2
-"""Requests that are proven and copied while as many reads as allowed stay in flight."""
+"""Requests that are verified and copied while the allowed number of reads stays in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """What a run of a read plan did."""
+    """Result of running a read plan."""
 
     bytes_read: int
-    """Bytes moved from data files, alignment included."""
+    """Bytes read from data files, alignment included."""
     sums_checked: int
-    """CRC32s that were there and matched."""
+    """Number of checksums that were stored and matched."""
 
 
 async def fetch(
@@ -48,12 +48,15 @@ async def fetch(
 ) -> Fetched:
     """Run every request, ``readers`` at a time, and finish each reassembly buffer when it is full.
 
-    A fetch, cancelled or not, returns only when no thread or device writes to a target any more. ``devices`` are those
-    of ``ReadPlan``. ``on_read`` is told of each request that is done, with the error that ended it: the others go on.
-    Without it, the first error ends the fetch.
+    A fetch, cancelled or not, returns only when no thread or device writes to a target any more.
+
+    Args:
+        devices: ``ReadPlan.devices``.
+        on_read: called with each request that has ended, and its error or None. The other requests go on after an
+            error. Without ``on_read``, the first error ends the fetch.
 
     Raises:
-        MismatchError: bytes that do not match their CRC32, or a file that ends too soon.
+        MismatchError: bytes do not match their CRC32, or a file ends too soon.
         ReadError: the operating system could not read.
     """
     longest = max((request.nbytes for request in requests), default=0)
@@ -71,19 +74,19 @@ async def fetch(
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait for all work on the devices: the copies of a fetch and the streams of the caller are not ordered."""
+    """Wait for all work on the devices, because the copies of a fetch are not ordered with the caller's streams."""
     for device in devices:
         with using(device):
             torch.accelerator.synchronize(device)
 
 
 def _begin(devices: Sequence[torch.device]) -> list[Copies]:
-    """Return the copies to each device that ``Pieces.devices`` numbers."""
+    """Return the copies to the host and to each device, in the order of the numbers in ``Pieces.devices``."""
     return [HostCopies(), *map(begin_uploads, devices)]
 
 
 class _Run:
-    """One run of a plan. The loop opens reassembly buffers and has them finished; threads fill them."""
+    """One run of a read plan. The loop opens and completes reassembly buffers; threads fill them."""
 
     def __init__(
         self,
@@ -109,8 +112,8 @@ class _Run:
 
         async def work(buffer: memoryview) -> None:
             for request in left:
-                await self._reading.acquire()  # here a cancelled fetch stops
-                # Shielded: whoever cancels a load may free or reuse the targets as soon as it returns.
+                await self._reading.acquire()  # a cancelled fetch stops here
+                # Shielded, because the caller may free or reuse the targets once a cancelled load has returned.
                 with anyio.CancelScope(shield=True):
                     await self._report(request, buffer[: request.nbytes])
 
@@ -130,7 +133,7 @@ class _Run:
             self._on_read(request, failure)
 
     async def _run_request(self, request: ReadRequest, view: memoryview) -> None:
-        """Read one request and copy its pieces to their targets. Release ``_reading``, taken before, after the read."""
+        """Read one request and copy its pieces to their targets. Releases ``_reading`` after the read."""
         reassemblies = Counter(
             reassembly for reassembly in request.pieces.reassemblies.tolist() if reassembly is not None
         )
@@ -151,7 +154,7 @@ class _Run:
 
 
 def _free_scratch(requests: Sequence[ReadRequest]) -> None:
-    """Free the memory of reassembly buffers: an error that is kept keeps the requests."""
+    """Free the memory of reassembly buffers, because a kept error keeps the requests alive by its traceback."""
     for request in requests:
         for reassembly in request.pieces.reassemblies.tolist():
             if reassembly is not None:

@@ -1,7 +1,7 @@
-"""Items that stock DCP wrote: where their raw bytes lie, and what of them can be proven.
+"""Items that stock DCP wrote: the places of their raw bytes, and checks of their checksums.
 
-A manifest of ours tells where the raw bytes of a tensor are. Stock DCP stores each item as a ``torch.save`` zip, so
-both ends of the zip are read first. What its directory says is checked against ``.metadata``.
+A manifest of aio_ckpt holds the place of the raw bytes of a tensor; stock DCP has none. It stores each item as a
+``torch.save`` zip. Therefore both ends of the zip are read first, and its directory is checked against ``.metadata``.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = [
 ]
 
 Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
-"""Both ends of items, by ``id(slot)``."""
+"""First and last bytes of items, by the ``id`` of the item."""
 
 
-# -- where they are: .metadata in, places out -------------------------------------------------------
+# -- from .metadata to places ----------------------------------------------------------------
 
 
 def catalog_of_metadata(metadata: Metadata) -> Catalog:
-    """Of a checkpoint of plain DCP.
+    """Return the catalog of a checkpoint of plain DCP.
 
     Raises:
         CorruptCheckpointError: the metadata contradicts itself.
@@ -81,10 +81,10 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
 
 
 def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) -> StorageInfo:
-    """Return where ``.metadata`` says that an item is.
+    """Return the place of an item according to ``.metadata``.
 
     Raises:
-        CorruptCheckpointError: it tells no place.
+        CorruptCheckpointError: ``.metadata`` holds no place for it.
     """
     place = places.get(index)
     if place is None:
@@ -93,7 +93,7 @@ def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) 
 
 
 def slot_at(name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo) -> Slot:
-    """Return the slot of a tensor's chunk."""
+    """Return the item of one chunk of a tensor, not parsed yet."""
     return Slot(
         name=name,
         file=place.relative_path,
@@ -117,21 +117,21 @@ def descriptors_of(place: StorageInfo) -> Sequence[str]:
     return getattr(place, "transform_descriptors", None) or ()
 
 
-# -- what they are: both ends in, items out ---------------------------------------------------------
+# -- from both ends to items ----------------------------------------------------------------------
 
 
 async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:
-    """Read both ends of each slot's item and parse its envelope; keyed by ``id(slot)``.
+    """Read both ends of each item and parse its envelope. Returns the parsed items by the ``id`` of the given ones.
 
     Raises:
-        CorruptCheckpointError: an item lies outside its file, is damaged, or is not what the metadata says.
+        CorruptCheckpointError: an item lies outside its file, is damaged, or contradicts the metadata.
     """
     ends = await read_ends(files, slots, executor=executor, readers=readers)
     return await run_blocking(executor, _parse_all, slots, ends)
 
 
 async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> Ends:
-    """What :func:`parse_slot` needs of each slot's item.
+    """Read the bytes of each item that :func:`parse_slot` needs.
 
     Raises:
         CorruptCheckpointError: an item lies outside its file.
@@ -155,7 +155,7 @@ async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, 
 
 
 def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[str, int]) -> None:
-    """Raises MismatchError if a range that the metadata tells is not inside its file."""
+    """Raise MismatchError if the place of an item does not lie inside its file. ``sizes``: length of each file."""
     if offset + nbytes > sizes[file] or not nbytes:
         raise MismatchError(
             f"{file}: {name!r} at bytes {offset} to {offset + nbytes} is not inside the file of {sizes[file]} bytes"
@@ -167,11 +167,11 @@ def _parse_all(slots: Sequence[Slot], ends: Ends) -> dict[int, Item]:
 
 
 def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
-    """The item in a slot.
+    """Parse the envelope of an item from its first and last bytes.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or not what the metadata says.
-        UnsupportedLeafError: it is no plain tensor.
+        CorruptCheckpointError: the item is damaged, or contradicts the metadata.
+        UnsupportedLeafError: the item is no plain tensor.
     """
     try:
         found = parse(bytes(head), bytes(tail), slot.item_bytes)
@@ -204,10 +204,10 @@ def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
 
 
 def check_zip(name: str, data: bytes) -> None:
-    """Stock DCP has no sum over an object; its ``torch.save`` zip has one for each record.
+    """Compare the checksums of an object of stock DCP: its ``torch.save`` zip has one for each record.
 
     Raises:
-        CorruptCheckpointError: no such zip, or a record that does not match its CRC32.
+        CorruptCheckpointError: the bytes are no such zip, or a record does not match its CRC32.
     """
     try:
         records = records_of(data)
@@ -219,7 +219,7 @@ def check_zip(name: str, data: bytes) -> None:
 
 
 def check_object_zip(name: str, data: bytes) -> None:
-    """As :func:`check_zip`, but bytes that are no zip pass: a planner of the user's may store any.
+    """Do :func:`check_zip`, but accept bytes that are no zip: a planner of the user may store any bytes.
 
     Raises:
         MismatchError: a record does not match its CRC32.

@@ -1,4 +1,4 @@
-"""Open a checkpoint: read its small files and prove them against each other. No data file is touched."""
+"""Open a checkpoint: read its small files and check them against each other. No data file is touched."""
 
 from __future__ import annotations
 
@@ -42,74 +42,74 @@ __all__ = [
 ]
 
 MAX_BLOCK_BYTES = 16 << 20
-"""A block is read and summed at once; a larger one is a forged number."""
+"""Largest block, in bytes. A block is read and summed as a whole; a manifest with a larger one is forged."""
 
 _MANIFESTS_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One opened checkpoint: its small files, read and proven against each other. No data file was touched."""
+    """Opened checkpoint: its small files, read and checked against each other. No data file was touched."""
 
     path: Path
     step: int | None
     """Step of the root manifest; None for plain DCP."""
     metadata_bytes: bytes
-    """``.metadata``, proven by the root manifest if there is one."""
+    """Bytes of ``.metadata``, checked against the root manifest if there is one."""
     root: RootManifest | None
     """None for plain DCP."""
     ranks: tuple[RankManifest, ...]
-    """By rank; empty for plain DCP."""
+    """Rank manifests by rank; empty for plain DCP."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Stored name -> name in the template, where they differ; None if another one took its place."""
+    """Stored name -> name in the template, if they differ; None if another leaf took the name."""
 
     @property
     def identity(self) -> str:
-        """The same for the same save on every rank, and no other's."""
+        """Identity of the save: the same on every rank that opened it, and different from that of any other save."""
         if self.root is not None:
             return self.root.save_id
         return hashlib.blake2b(self.metadata_bytes, digest_size=16).hexdigest()
 
     @property
     def has_skeleton(self) -> bool:
-        """Whether the state's containers are known; else its names are as DCP flattened them."""
+        """Whether the manifests hold the containers of the state. If not, names are as DCP flattened them."""
         return any(rank.skeleton for rank in self.ranks)
 
     @functools.cached_property
     def metadata(self) -> Metadata:
-        """``.metadata``, parsed when first asked for: 20 us an entry, and our own manifests tell all that it does.
+        """Parsed ``.metadata``. Parsed at the first use, because it takes 20 us an entry and the manifests hold it all.
 
         Raises:
-            CorruptCheckpointError: it is no ``.metadata`` of DCP.
+            CorruptCheckpointError: the bytes are no ``.metadata`` of DCP.
         """
         return parse_metadata(self.metadata_bytes, name=METADATA_FILE)
 
     @functools.cached_property
     def catalog(self) -> Catalog:
-        """What is stored where.
+        """Stored names with their items.
 
         Raises:
-            CorruptCheckpointError: manifests or metadata that contradict themselves.
+            CorruptCheckpointError: the manifests or the metadata contradict themselves.
         """
         found = catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
         return found.renamed(self.names) if self.names else found
 
     @functools.cached_property
     def stored_names(self) -> Mapping[str, str]:
-        """Name in the template -> stored name, where they differ."""
+        """Name in the template -> stored name, if they differ."""
         return {new: stored for stored, new in self.names.items() if new is not None}
 
     def as_named(self, stored: Iterable[str]) -> list[str]:
-        """Names in the template of stored ones, less those that another one took the place of."""
+        """Return the names in the template of stored ones. A stored name is left out if another leaf took it."""
         named = (self.names.get(name, name) for name in stored)
         return [name for name in named if name is not None]
 
     def stored_name(self, name: str) -> str:
-        """What the leaf ``name`` of a template is stored as."""
+        """Return the stored name of the leaf ``name`` of a template."""
         return self.stored_names.get(name, name)
 
     def label(self, name: str) -> str:
-        """What messages call the leaf ``name`` of a template."""
+        """Return the leaf ``name`` of a template as messages name it, with its stored name if that differs."""
         return f"{name!r} (stored as {self.stored_names[name]!r})" if name in self.stored_names else repr(name)
 
 
@@ -125,15 +125,17 @@ async def open_checkpoint(
     metadata_name: str = METADATA_FILE,
     root_name: str = ROOT_MANIFEST,
 ) -> Checkpoint:
-    """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
+    """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and check them against each other.
 
-    The two may stand under other names, see :func:`aio_ckpt.commit.directory.standing_names`. If ``step`` is given, a
-    manifest must tell no other.
+    Args:
+        step: step that the root manifest must have, if there is one; None if it may have any.
+        metadata_name: name of ``.metadata``, see :func:`aio_ckpt.commit.directory.standing_names`.
+        root_name: name of the root manifest, see there.
 
     Raises:
-        CheckpointNotFoundError: neither ``.metadata`` nor a root manifest, so no checkpoint.
-        CorruptCheckpointError: a small file is missing or not the one that was written, or of another step; names it.
-        FormatVersionError: written by a newer major version.
+        CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
+        CorruptCheckpointError: a small file is missing, differs from the written one, or is of another step; names it.
+        FormatVersionError: a newer major version wrote the checkpoint.
     """
     root_data = await read_small_file(storage, path / root_name)
     if root_data is None:
@@ -158,9 +160,9 @@ async def open_checkpoint(
         try:
             ranks = await _read_ranks(storage, path, root, executor)
         except CorruptCheckpointError as error:
-            ranks = error  # a fault of .metadata goes before
+            ranks = error  # a fault of .metadata is raised first
 
-    # Beside each other: a .metadata takes as long to read and sum as its manifest takes to read and decode.
+    # Both run at once, because reading and summing .metadata takes as long as reading and decoding the manifests.
     await _run_all(prove_manifests, prove_metadata)
     opened = _opened(path, data, root, ranks, fault)
     if step is not None and opened.step not in (None, step):
@@ -195,27 +197,28 @@ async def _read_metadata(storage: Storage, path: Path) -> bytes:
 
 
 def check_metadata(root: RootManifest, data: bytes) -> str | None:
-    """What is wrong with the bytes of ``.metadata``, or None. By its CRC32, as all else that a load proves."""
+    """Return the fault if the bytes of ``.metadata`` do not match length and CRC32 of the root manifest, else None."""
     if _is_exact(root.metadata, data):
         return None
     return f"{METADATA_FILE}: not the {root.metadata.nbytes} bytes that {ROOT_MANIFEST} vouches for"
 
 
 def check_digest(root: RootManifest, data: bytes) -> None:
-    """Hold the bytes of ``.metadata`` against their BLAKE2b, too: 1 ms a MB, which no load waits for.
+    """Compare the bytes of ``.metadata`` with their BLAKE2b. It takes 1 ms a MB, so a load compares the CRC32 only.
 
     Raises:
-        MismatchError: they are not what was written.
+        MismatchError: the bytes differ from those that were written.
     """
     if hashlib.blake2b(data, digest_size=len(root.metadata_blake2b) // 2).hexdigest() != root.metadata_blake2b:
         raise MismatchError(f"{METADATA_FILE}: not the bytes of which {ROOT_MANIFEST} has the BLAKE2b")
 
 
 def check_rank(root: RootManifest, rank: int, data: bytes | None) -> RankManifest:
-    """The manifest of ``rank``, if it is the one of this save.
+    """Decode the manifest of ``rank`` and check that it belongs to this save. ``data``: its bytes; None if missing.
 
     Raises:
-        CorruptCheckpointError, FormatVersionError: it is not; names the file.
+        CorruptCheckpointError: the manifest is missing or damaged, or of another save; names the file.
+        FormatVersionError: a newer major version wrote it.
     """
     entry = root.ranks[rank]
     if data is None:
@@ -249,7 +252,7 @@ async def _read_ranks(storage: Storage, path: Path, root: RootManifest, executor
 
 
 async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; the first error is raised as itself, not as a group."""
+    """Run all ``works`` at once. Raises the first error itself, not a group."""
     try:
         async with anyio.create_task_group() as group:
             for work in works:
@@ -259,13 +262,14 @@ async def _run_all(*works: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _is_foreign(plain: Checkpoint, root: RootManifest, ranks: Sequence[RankManifest]) -> bool:
-    """Whether stock DCP saved into a directory of ours: another save id, and none of the files of our ranks.
+    """Return whether stock DCP has saved into the directory of this checkpoint of aio_ckpt.
 
-    A ``.metadata`` of ours with a flipped bit names our files, so it does not pass for a foreign one.
+    If so, ``.metadata`` has another save id and names none of the files of the rank manifests. A ``.metadata`` of
+    aio_ckpt with a flipped bit still names these files.
 
     Raises:
-        FormatVersionError: a newer torch saved into the directory. A flipped bit may change the name of a class too,
-            but never the length, by which the two are told apart.
+        FormatVersionError: a newer torch saved into the directory. A flipped bit may change the name of a class, too,
+            but never the length of the file. So the length tells damage from a newer version.
     """
     try:
         metadata = plain.metadata

@@ -1,7 +1,7 @@
-"""Read plan: which bytes of which file go where, and how they are proven. Touches no file.
+"""Read plan: the byte ranges to read, their checksums and their targets. Touches no file.
 
 Every tensor is cut into pieces (:mod:`aio_ckpt.checkpoint.requests`). If the target is laid out like the stored bytes,
-each piece is copied to it once it is proven. If it is not (a slice, another layout), its pieces are put together in a
+each piece is copied to it once it is verified. Otherwise (a slice, another layout), its pieces are put together in a
 ``ReassemblyBuffer`` first.
 """
 
@@ -29,24 +29,24 @@ from aio_ckpt.memory.cuda import copies_by_address, is_host
 __all__ = ["ReadPlan"]
 
 _REQUEST_BYTES_MIN = (3 << 20) + 2 * PAGE_BYTES
-"""Enough for three blocks, wherever they begin in a page."""
+"""Shortest read, in bytes. It holds three blocks, at whatever offset in a page they begin."""
 _BOX_BYTES = 8 << 20
-"""Bytes of an item from which one part of a box is cut. One read brings a part, which is copied while others are read.
+"""Bytes of an item that one part of a box covers. One read reads a part, which is copied while others are read.
 Boxes of 128 MiB in one part took 1.1 to 1.6 times as long."""
 _REQUESTS_A_READER = 8
-"""Requests that each reader gets, if they are not too small then: small loads take small buffers."""
+"""Least number of requests for each reader, if they do not get too short. So a small load has small buffers."""
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class ReadPlan:
-    """Collects the pieces of one load."""
+    """Pieces of one load, while they are collected."""
 
     pieces: dict[str, PieceRows] = field(default_factory=dict)
-    """By file."""
+    """Pieces by data file."""
     filled: list[torch.Tensor] = field(default_factory=list)
-    """Targets that are written without an operation of torch."""
+    """Targets that are written without an operation of torch, so that their version must be incremented."""
     devices: list[torch.device] = field(default_factory=list)
-    """Devices of the targets that the host cannot write to."""
+    """Devices of the targets outside of host memory."""
 
     def add_tensor(self, items: Sequence[Item], offsets: Sequence[int], target: torch.Tensor) -> None:
         """Fill ``target``, the box of the global tensor that begins at ``offsets``, from the shards that cover it.
@@ -83,7 +83,10 @@ class ReadPlan:
             )
 
     def add_whole(self, targets: Iterable[tuple[Item, torch.Tensor, int]]) -> None:
-        """Fill host tensors, each of the same bytes as its item, at the address given with it: 0.5 us each."""
+        """Fill host tensors that have the same bytes as their items. ``targets``: (item, tensor, address).
+
+        Takes 0.5 us each.
+        """
         fill, rows = self.filled.append, {}
         for item, target, address in targets:
             fill(target)
@@ -106,7 +109,7 @@ class ReadPlan:
             self._add_box(item, start, target)
 
     def add_object(self, stored: StoredObject, then: Callable[[bytes], None]) -> None:
-        """Give the bytes of an object to ``then``, once they are proven."""
+        """Read an object and call ``then`` with its bytes, once they are verified."""
         label = f"{stored.file}: object {stored.name!r}"
         buffer = ReassemblyBuffer(
             label=label,

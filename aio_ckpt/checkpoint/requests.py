@@ -1,4 +1,4 @@
-"""Pieces (blocks of raw bytes, their CRC32 and their target) and the read requests that bring them. Touches no file."""
+"""Pieces (blocks of raw bytes with CRC32 and target) and the read requests that read them. Touches no file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["REQUEST_BYTES_MAX", "PieceRows", "Pieces", "ReadRequest", "Reassembl
 _ObjectArray: TypeAlias = npt.NDArray[np.object_]
 
 _BESIDE_TARGET_BYTES_MAX = 32 << 20
-"""Largest buffer on a device, whose memory is the trainer's. Each part that has begun to be read has one."""
+"""Largest buffer on a device, in bytes; the trainer needs the rest of its memory. Each part being read has one."""
 REQUEST_BYTES_MAX = (16 << 20) - 2 * PAGE_BYTES
 """Longest read into a bounce buffer. It is two pages below 16 MiB: a read whose ends are moved to pages still fits a
 buffer of whole huge pages."""
 _ITEM_BYTES_MAX = 16
 """Largest element of a tensor. An element lies at a multiple of its size, and so does every buffer."""
 _GAP_BYTES = 64 << 10
-"""Reading over so small a gap costs less than another read."""
+"""Longest gap between two pieces of one read. To read a gap of this length costs less than another read."""
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -50,25 +50,27 @@ class ReassemblyBuffer:
     then: Callable[[torch.Tensor, Copies], None] | None = None
     """Called with the complete bytes and the copies of the device. None if the pieces have addresses of their own."""
     device: int = 0
-    """Device of the target behind ``then``, as in :class:`Pieces`."""
+    """Device of the target of ``then``, numbered as in :class:`Pieces`."""
     sums: list[tuple[int, int]] = field(default_factory=list)
     """(CRC32, length) of each piece, if ``crc32``."""
     pieces_left: int = 0
     """Pieces that have not been read."""
     scratch: torch.Tensor | None = None
-    """Memory of the bytes, from the first piece to the last, so that few exist at once. It is the bounce buffer if one
-    read brings all pieces and the target is on the host; else memory of the target's device if there is room; else
-    host memory."""
+    """Memory of the bytes. It exists from the first piece to the last, so that few buffers exist at once.
+
+    If one read reads all pieces and the target is on the host, it is the bounce buffer. If not, it is memory of the
+    target's device if there is room, and host memory if there is none.
+    """
 
     def open(self, copies: Copies, request: ReadRequest, view: memoryview, pieces: int) -> None:
-        """Allocate ``scratch``, unless an earlier request did. ``request`` brings so many of the pieces to ``view``."""
+        """Allocate ``scratch`` unless an earlier request did. ``request`` reads ``pieces`` pieces into ``view``."""
         if self.then is None or self.scratch is not None:
             return
         at = self.start - request.start
         if not self.device and pieces == self.pieces_left and at % _ITEM_BYTES_MAX == 0:
             self.scratch = torch.frombuffer(view, dtype=torch.uint8, count=self.nbytes, offset=at)
             return
-        # One byte more: a single copy must not reach across two allocations that lie side by side.
+        # One byte more, because a copy must not reach across two allocations that lie side by side.
         beside = copies.buffer(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
         self.scratch = torch.empty(self.nbytes, dtype=torch.uint8) if beside is None else beside[: self.nbytes]
 
@@ -101,9 +103,9 @@ class Pieces:
     """Pieces of one file in columns, ascending by start."""
 
     starts: IntArray
-    """File offset."""
+    """Offset in the file."""
     nbytes: IntArray
-    """Length."""
+    """Length, in bytes."""
     crcs: IntArray
     """CRC32 of the bytes; -1 if they have none of their own."""
     addresses: IntArray
@@ -111,14 +113,14 @@ class Pieces:
     devices: IntArray
     """Device of the target: 0 for the host, else 1 + the position in ``ReadPlan.devices``."""
     labels: _ObjectArray
-    """Tensor or object, for messages."""
+    """Tensor or object of the piece, for messages."""
     reassemblies: _ObjectArray
     """``ReassemblyBuffer`` of the piece, or None."""
     positions: IntArray
-    """Position in ``ReassemblyBuffer.sums``."""
+    """Index into ``ReassemblyBuffer.sums``."""
 
     def take(self, rows: IntArray | slice) -> Pieces:
-        """Return some of the rows."""
+        """Return the pieces of some rows."""
         return Pieces(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
@@ -131,7 +133,6 @@ class PieceRows:
     """Pieces of one file in any order, while they are collected."""
 
     rows: list[_Row] = field(default_factory=list)
-    """A row for each piece."""
 
     def add_blocks(self, item: Item, address: int, device: int) -> None:
         """Add all blocks of an item, to be copied to the target that begins at ``address``."""
@@ -140,11 +141,11 @@ class PieceRows:
             self.rows.append((start + at, min(block, nbytes - at), crc, address + at, device, item.name, None, 0))
 
     def total_bytes(self) -> int:
-        """Sum of all lengths."""
+        """Return the sum of all lengths."""
         return sum(row[1] for row in self.rows)
 
     def ascending(self) -> Pieces:
-        """Return all pieces in columns."""
+        """Return all pieces in columns, ascending by start."""
         starts, nbytes, crcs, addresses, devices, labels, reassemblies, positions = zip(*self.rows, strict=True)
         every = Pieces(
             starts=np.array(starts, np.int64),
@@ -161,7 +162,7 @@ class PieceRows:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class ReadRequest:
-    """One read."""
+    """One read of a data file."""
 
     file: str
     """Data file, relative to the checkpoint."""
@@ -170,7 +171,7 @@ class ReadRequest:
     stop: int
     """File offset; the last page may be cut short by the end of the file."""
     pieces: Pieces
-    """What is in it."""
+    """Pieces inside the read, ascending."""
 
     def label(self, row: int) -> str:
         """Return the file, and the tensor or object, of a piece, for messages."""

@@ -1,4 +1,4 @@
-"""Compare the checksums of what a request brought, and copy its pieces to their targets. Runs in a thread."""
+"""Verify the pieces of a finished read request and copy them to their targets. Runs in a thread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from aio_ckpt.memory.read_buffers import address_of
 __all__ = ["finish", "place"]
 
 _SMALL_COPY_BYTES = 64 << 10
-"""Up to this size copies are made many at once; beyond, each is one memmove."""
+"""Longest copy that is made together with others in one call. A longer one is one ``memmove``."""
 
 
 def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
-    """Prove the pieces of a request, then copy them to their targets; return the number of sums that matched.
+    """Verify the pieces of a request, then copy them to their targets. Returns the number of matched checksums.
 
-    ``copies`` are those of each number in ``Pieces.devices``. The loops take 1 us a piece.
+    ``copies``: the copies to each device, by its number in ``Pieces.devices``. The loops take 1 us a piece.
 
     Raises:
         MismatchError: a piece does not match its CRC32. Nothing of the request was copied.
@@ -46,7 +46,7 @@ def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence
 
 
 def finish(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
-    """Finish full reassembly buffers and free their memory; return the number of sums that matched."""
+    """Finish full reassembly buffers and free their memory. Returns the number of matched checksums."""
     try:
         combine = isal_zlib.crc32_combine if verify else None
         return sum(buffer.finish(combine, copies[buffer.device]) for buffer in reassemblies)
@@ -57,7 +57,7 @@ def finish(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Seque
 
 
 def _wait_for(issued: Iterable[Copies]) -> None:
-    """Wait until the copies that this thread issued are done: their sources and targets are free then."""
+    """Wait until the copies that this thread issued are done, so that sources and targets may be reused."""
     for copies in issued:
         copies.record_event().synchronize()
 

@@ -1,4 +1,4 @@
-"""Verify: read every byte of a checkpoint once and list all that does not match. Changes nothing, runs no code."""
+"""Verify a checkpoint: read every byte once and list all faults. Changes nothing and runs no code of others."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that is wrong."""
+    """A fault of a checkpoint."""
 
     file: str
-    """Relative to the checkpoint."""
+    """Path of the file, relative to the checkpoint."""
     tensor: str | None
-    """Name of the tensor or object, where one is known."""
+    """Name of the tensor or object; None if the fault belongs to none."""
     message: str
-    """What is wrong with it."""
+    """Description of the fault."""
 
 
 class _CheckedRange(NamedTuple):
-    """Bytes of a file that have a CRC32 of their own."""
+    """Range of bytes of a file with a CRC32 of its own."""
 
     start: int
     nbytes: int
     crc32: int
-    """CRC32 of these bytes."""
+    """Expected CRC32."""
     name: str
-    """Tensor or object that the bytes belong to."""
+    """Tensor or object of these bytes."""
 
 
 async def verify_checkpoint(
@@ -74,15 +74,19 @@ async def verify_checkpoint(
     readers: int,
     on_progress: Callable[[int], None],
 ) -> tuple[Fault, ...]:
-    """All faults of the checkpoint at ``path``; none if every byte is as it was written.
+    """Return all faults of the checkpoint at ``path``; empty if every byte is as it was written.
 
-    Checked of ours: the small files against each other, the CRC32 of each data file, block and object, and each item's
-    zip against manifest and ``.metadata``. Of plain DCP: the CRC32 of each zip record. ``step`` is the one that the
-    directory is named for, if it is. ``on_progress`` is given the bytes read since the last call.
+    A checkpoint of aio_ckpt: the small files are checked against each other, each data file, block and object against
+    its CRC32, and the zip of each item against manifest and ``.metadata``. A checkpoint of plain DCP: each zip record
+    is checked against its CRC32.
+
+    Args:
+        step: step in the name of the directory; None if the name holds none.
+        on_progress: called with the number of bytes read since its last call.
 
     Raises:
-        CheckpointNotFoundError: no ``.metadata``, so no checkpoint.
-        FormatVersionError: written by a newer major version.
+        CheckpointNotFoundError: there is neither ``.metadata`` nor a root manifest.
+        FormatVersionError: a newer major version wrote the checkpoint.
     """
     faults: list[Fault] = []
     checkpoint = await _open(storage, path, executor, faults)
@@ -92,12 +96,15 @@ async def verify_checkpoint(
             faults.append(Fault(file=ROOT_MANIFEST, tensor=None, message=message))
         async with Files(storage, path, readers=readers, page_cache="pass") as files:
             run = _Verification(files, executor, readers, on_progress, faults)
-            await (run.ours if checkpoint.root else run.plain)(checkpoint)
+            await (run.check_own if checkpoint.root else run.check_plain)(checkpoint)
     return tuple(faults)
 
 
 async def _open(storage: Storage, path: Path, executor: Executor, faults: list[Fault]) -> Checkpoint | None:
-    """The checkpoint; if its small files do not match, what is left of it."""
+    """Open the checkpoint and add the faults of its small files to ``faults``.
+
+    If some small files do not match, the checkpoint holds the others. None if the root manifest cannot be read.
+    """
     try:
         return await open_checkpoint(storage, path, executor=executor)
     except FormatVersionError:
@@ -116,7 +123,7 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
         faults.append(Fault(file=METADATA_FILE, tensor=None, message=wrong))
     ranks = []
     for rank, entry in enumerate(root.ranks):
-        with _noting(faults, entry.name):
+        with _collecting(faults, entry.name):
             data = await read_small_file(storage, path / entry.name, max_bytes=entry.nbytes)
             ranks.append(check_rank(root, rank, data))
     metadata_bytes = b"" if wrong or metadata is None else metadata
@@ -124,8 +131,8 @@ async def _open(storage: Storage, path: Path, executor: Executor, faults: list[F
 
 
 @contextmanager
-def _noting(faults: list[Fault], file: str, tensor: str | None = None) -> Iterator[None]:
-    """Note an error of the block as a fault."""
+def _collecting(faults: list[Fault], file: str, tensor: str | None = None) -> Iterator[None]:
+    """Add an error of the block to ``faults``."""
     try:
         yield
     except AioCkptError as error:
@@ -134,56 +141,59 @@ def _noting(faults: list[Fault], file: str, tensor: str | None = None) -> Iterat
 
 @dataclass(slots=True)
 class _Verification:
-    """One verification: notes faults and goes on."""
+    """Verification of one checkpoint. It collects the faults and goes on after each."""
 
     files: Files
     executor: Executor
-    """Threads that read and sum."""
+    """Threads that read and compute checksums."""
     readers: int
+    """Most reads in flight at once."""
     on_progress: Callable[[int], None]
-    """Told of bytes read."""
+    """Called with the number of bytes read since its last call."""
     faults: list[Fault]
 
-    async def ours(self, checkpoint: Checkpoint) -> None:
-        """Every rank's data file, against its manifest and ``.metadata``."""
+    async def check_own(self, checkpoint: Checkpoint) -> None:
+        """Check a checkpoint of aio_ckpt: the data file of each rank against its manifest and ``.metadata``."""
         places: dict[MetadataIndex, _Place] = {}
         for manifest in checkpoint.ranks:
             places.update(_places_of(manifest))
             name = rank_manifest_name(manifest.rank)
             if checkpoint.has_skeleton:
-                with _noting(self.faults, name):
+                with _collecting(self.faults, name):
                     tree.decode_skeleton(manifest.skeleton, name=name)
             if manifest.file is not None:
-                with _noting(self.faults, manifest.file.name):
-                    await self._data_file(manifest, manifest.file)
+                with _collecting(self.faults, manifest.file.name):
+                    await self._check_data_file(manifest, manifest.file)
         root = checkpoint.root
         if checkpoint.metadata_bytes and root is not None and len(checkpoint.ranks) == root.world_size:
-            with _noting(self.faults, METADATA_FILE):
+            with _collecting(self.faults, METADATA_FILE):
                 check_digest(root, checkpoint.metadata_bytes)
                 self._compare_metadata(checkpoint, places)
 
-    async def plain(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint of stock DCP."""
-        with _noting(self.faults, METADATA_FILE):
+    async def check_plain(self, checkpoint: Checkpoint) -> None:
+        """Check a checkpoint of stock DCP."""
+        with _collecting(self.faults, METADATA_FILE):
             catalog = checkpoint.catalog
             slots = [shard for found in catalog.shards.values() for shard in found if isinstance(shard, Slot)]
             for file in sorted(catalog.files):
-                with _noting(self.faults, file):
+                with _collecting(self.faults, file):
                     await self.files.measure([file], catalog.files)
-                    spans, others = await self._record_spans([slot for slot in slots if slot.file == file])
-                    await self._sum_file(file, spans)
-                    await self._zips([*others, *(stored for stored in catalog.objects.values() if stored.file == file)])
+                    ranges, others = await self._record_ranges([slot for slot in slots if slot.file == file])
+                    await self._check_ranges(file, ranges)
+                    await self._check_zips(
+                        [*others, *(stored for stored in catalog.objects.values() if stored.file == file)]
+                    )
 
-    # -- ours ---------------------------------------------------------------------------------------
+    # -- checkpoints of aio_ckpt ---------------------------------------------------------------------------------------
 
-    async def _data_file(self, manifest: RankManifest, file: FileEntry) -> None:
+    async def _check_data_file(self, manifest: RankManifest, file: FileEntry) -> None:
         await self.files.measure([file.name], {file.name: file.nbytes})
         known = len(self.faults)
-        crc32 = await self._sum_file(file.name, _spans_of(manifest))
+        crc32 = await self._check_ranges(file.name, _checked_ranges(manifest))
         slots = [_slot_of(entry, file.name) for entry in manifest.tensors]
         ends = await read_ends(self.files, slots, executor=self.executor, readers=self.readers)
         await run_blocking(self.executor, self._compare_items, manifest, slots, ends)
-        # A block or an item that does not match explains it, and names the tensor.
+        # A fault of a block or an item explains a wrong checksum of the file, and names the tensor.
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
             await run_blocking(self.executor, self._compare_envelopes, manifest, slots, ends)
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
@@ -191,7 +201,7 @@ class _Verification:
 
     def _compare_items(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
         for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
-            with _noting(self.faults, slot.file, slot.name):
+            with _collecting(self.faults, slot.file, slot.name):
                 item = parse_slot(slot, *ends[id(slot)])
                 place = item.raw_offset, item.raw_bytes, item.stride, item.storage_offset
                 if place != (entry.raw_offset, entry.raw_bytes, entry.stride, 0):
@@ -201,7 +211,10 @@ class _Verification:
                     self._note(slot.file, slot.name, "the CRC32 in the item's zip is not that of its blocks")
 
     def _compare_envelopes(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
-        """Name the item whose header or trailer is not as we render it; one of another version may differ soundly."""
+        """Note the items whose header or trailer is not as this version renders it.
+
+        Called only if the file does not match its CRC32: another version may have rendered sound items otherwise.
+        """
         for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
             head, tail = ends[id(slot)]
             wanted = render(TensorSpec(slot.dtype, entry.shape, entry.stride))
@@ -215,7 +228,7 @@ class _Verification:
             index: (info.relative_path, info.offset, info.length)
             for index, info in (checkpoint.metadata.storage_data or {}).items()
         }
-        # A tensor that is stored as bytes has an offset there and none here.
+        # A tensor that is stored as bytes has an offset in .metadata and none in the manifest.
         anywhere = {(index.fqn, place) for index, place in stored.items()}
         for index, place in places.items():
             if stored.get(index) != place and (index.offset is not None or (index.fqn, place) not in anywhere):
@@ -225,11 +238,14 @@ class _Verification:
 
     # -- plain DCP ----------------------------------------------------------------------------------
 
-    async def _record_spans(self, slots: Sequence[Slot]) -> tuple[list[_CheckedRange], list[StoredObject]]:
-        """Of the plain tensors, and the others (subclasses, say), whose zips can be proven all the same."""
-        spans, others = list[_CheckedRange](), list[StoredObject]()
+    async def _record_ranges(self, slots: Sequence[Slot]) -> tuple[list[_CheckedRange], list[StoredObject]]:
+        """Return the ranges to check of plain tensors, and the other tensors (such as subclasses) as objects.
+
+        The zip of such an object has checksums, too.
+        """
+        ranges, others = list[_CheckedRange](), list[StoredObject]()
         for slot in (slot for slot in slots if not slot.is_transformed):
-            with _noting(self.faults, slot.file, slot.name):
+            with _collecting(self.faults, slot.file, slot.name):
                 ends = await read_ends(self.files, [slot], executor=self.executor, readers=1)
                 try:
                     item = parse_slot(slot, *ends[id(slot)])
@@ -237,14 +253,14 @@ class _Verification:
                     others.append(StoredObject.of_slot(slot))
                     continue
                 if item.record_crc32 is not None:
-                    spans.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
-        return spans, others
+                    ranges.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
+        return ranges, others
 
-    async def _zips(self, objects: Iterable[StoredObject]) -> None:
+    async def _check_zips(self, objects: Iterable[StoredObject]) -> None:
         for stored in objects:
             if stored.is_transformed:
                 continue
-            with _noting(self.faults, stored.file, stored.name):
+            with _collecting(self.faults, stored.file, stored.name):
                 check_inside(stored.name, stored.file, stored.offset, stored.nbytes, self.files.sizes)
                 plan = ReadPlan()
                 plan.add_object(stored, functools.partial(check_zip, stored.name))
@@ -252,14 +268,14 @@ class _Verification:
 
     # -- sums ---------------------------------------------------------------------------------------
 
-    async def _sum_file(self, file: str, spans: Sequence[_CheckedRange]) -> int | None:
-        """Read ``file`` once and note each range that does not match. Return the file's CRC32.
+    async def _check_ranges(self, file: str, ranges: Sequence[_CheckedRange]) -> int | None:
+        """Read ``file`` once and note each range that does not match. Returns the CRC32 of the file.
 
-        None if a part of the file could not be read; the ranges in that part are neither proven nor noted.
+        Returns None if a part of the file could not be read. The ranges in that part are not compared.
         """
         nbytes = self.files.sizes[file]
-        parts = _cut(spans, nbytes)
-        requests = [_summed(file, chunk) for chunk in parts]
+        parts = _cut(ranges, nbytes)
+        requests = [_checksum_request(file, chunk) for chunk in parts]
         failed: set[int] = set()
 
         def on_read(request: ReadRequest, error: AioCkptError | None) -> None:
@@ -279,10 +295,10 @@ class _Verification:
                     sums[number] = _combine(sums.get(number, 0), part_sum, part_bytes)
                 if number == _WHOLE or chunk[0][0] != _WHOLE:
                     total = _combine(total, part_sum, part_bytes)
-        for number, span in enumerate(spans):
-            if sums.get(number) not in (None, span.crc32):
-                where = f"bytes {span.start} to {span.start + span.nbytes} of the file"
-                self._note(file, span.name, f"{where} do not match their CRC32")
+        for number, checked in enumerate(ranges):
+            if sums.get(number) not in (None, checked.crc32):
+                where = f"bytes {checked.start} to {checked.start + checked.nbytes} of the file"
+                self._note(file, checked.name, f"{where} do not match their CRC32")
         return total
 
     def _note(self, file: str, tensor: str | None, message: str) -> None:
@@ -292,15 +308,15 @@ class _Verification:
 # -- pure -------------------------------------------------------------------------------------------
 
 _Place: TypeAlias = tuple[str, int, int]
-"""File, offset, length."""
+"""(file, offset, length)."""
 
 _Part: TypeAlias = tuple[int, int, int]
-"""Number of the range, or ``_GAP`` or ``_WHOLE``, and the file offsets between which it lies in a chunk."""
+"""(number of the range, or ``_GAP`` or ``_WHOLE``; start; stop): a part of a chunk, by file offsets."""
 _GAP, _WHOLE = -1, -2
 
 
 def _places_of(manifest: RankManifest) -> dict[MetadataIndex, _Place]:
-    """What ``.metadata`` must say of one rank's file."""
+    """Return the places of all items of one rank, as ``.metadata`` must hold them."""
     places: dict[MetadataIndex, _Place] = {}
     file = manifest.file.name if manifest.file else ""
     for entry in manifest.tensors:
@@ -329,27 +345,27 @@ def _slot_of(entry: TensorEntry, file: str) -> Slot:
     )
 
 
-def _spans_of(manifest: RankManifest) -> list[_CheckedRange]:
-    """Every block and object of one rank's file."""
-    spans: list[_CheckedRange] = []
+def _checked_ranges(manifest: RankManifest) -> list[_CheckedRange]:
+    """Return every block and object in the file of one rank."""
+    ranges: list[_CheckedRange] = []
     block = manifest.block_bytes
     for entry, sums in zip(manifest.tensors, block_sums(manifest), strict=True):
         for at, crc32 in zip(range(0, entry.raw_bytes, block), sums, strict=True):
-            spans.append(_CheckedRange(entry.raw_offset + at, min(block, entry.raw_bytes - at), crc32, entry.fqns[0]))
-    spans += [_CheckedRange(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in manifest.objects]
-    return spans
+            ranges.append(_CheckedRange(entry.raw_offset + at, min(block, entry.raw_bytes - at), crc32, entry.fqns[0]))
+    ranges += [_CheckedRange(stored.offset, stored.nbytes, stored.crc32, stored.fqns[0]) for stored in manifest.objects]
+    return ranges
 
 
-def _cut(spans: Sequence[_CheckedRange], nbytes: int) -> list[list[_Part]]:
-    """For each chunk of the file, the parts of the ranges inside it, and the gaps between them.
+def _cut(ranges: Sequence[_CheckedRange], nbytes: int) -> list[list[_Part]]:
+    """Return, for each chunk of the file, the parts of the ranges inside it, and the gaps between them.
 
-    If the parts overlap, which no writer makes, the whole chunk comes first, and there are no gaps.
+    If parts overlap, which no writer makes, the first part is the whole chunk, and there are no gaps.
     """
     parts: list[list[_Part]] = [[] for _ in range(0, nbytes, _CHUNK_BYTES)]
-    for number, span in enumerate(spans):
-        stop = span.start + span.nbytes
-        for chunk in range(span.start // _CHUNK_BYTES, -(-stop // _CHUNK_BYTES)):
-            low = max(span.start, chunk * _CHUNK_BYTES)
+    for number, checked in enumerate(ranges):
+        stop = checked.start + checked.nbytes
+        for chunk in range(checked.start // _CHUNK_BYTES, -(-stop // _CHUNK_BYTES)):
+            low = max(checked.start, chunk * _CHUNK_BYTES)
             parts[chunk].append((number, low, min(stop, (chunk + 1) * _CHUNK_BYTES)))
     starts = range(0, nbytes, _CHUNK_BYTES)
     return [
@@ -373,8 +389,8 @@ def _filled(parts: Sequence[_Part], start: int, stop: int) -> list[_Part]:
     return filled
 
 
-def _summed(file: str, parts: Sequence[_Part]) -> ReadRequest:
-    """Read one chunk of the file; the ``sums`` of its buffer get the CRC32 of each part, in their order."""
+def _checksum_request(file: str, parts: Sequence[_Part]) -> ReadRequest:
+    """Return the request that reads one chunk. The ``sums`` of its buffer get the CRC32 of each part, in order."""
     start, stop = parts[0][1], max(high for _, _, high in parts)
     buffer = ReassemblyBuffer(label=file, start=start, nbytes=stop - start)
     buffer.sums, buffer.pieces_left = [(0, 0)] * len(parts), len(parts)
@@ -385,14 +401,17 @@ def _summed(file: str, parts: Sequence[_Part]) -> ReadRequest:
 
 
 def _combine(first: int | None, second: int | None, nbytes: int) -> int | None:
-    """CRC32 of two runs of bytes, the second ``nbytes`` long; None if either could not be read."""
+    """Return the CRC32 of two consecutive runs of bytes, the second ``nbytes`` long.
+
+    None if either could not be read.
+    """
     if first is None or second is None:
         return None
     return int(isal_zlib.crc32_combine(first, second, nbytes))
 
 
 def _combine_all(parts: Iterable[tuple[int, int]]) -> int:
-    """CRC32 of consecutive (CRC32, length)."""
+    """Return the CRC32 of consecutive runs of bytes, each given as (CRC32, length)."""
     total = 0
     for crc32, nbytes in parts:
         total = isal_zlib.crc32_combine(total, crc32, nbytes)

@@ -465,7 +465,7 @@ def test_doubt_crosses_the_ranks(failing: int) -> None:
         ("save 12, anew planned", ("save", 12)),
         ("rollback 3", ("save", 3)),
         ("room 3", ("room", 3)),
-        ("load 2, turn 1", ("load", 2)),
+        ("load 2, round 1", ("load", 2)),
         ("the preemption", None),
         ("the opening", None),
     ],
@@ -503,7 +503,7 @@ def test_a_rank_that_lives_but_has_ended_the_call_is_named_at_once(waiting: int,
 def test_a_later_call_that_ended_first_hurries_nobody() -> None:
     async def main() -> bytes:
         async with two_here(SHORT_SECS) as (leader, other):
-            for topic in ("save 6", "save 4", "load 5, turn 2", "the preemption"):
+            for topic in ("save 6", "save 4", "load 5, round 2", "the preemption"):
                 other.end_call(topic)
             waiting = asyncio.create_task(leader.exchange("save 5", b"0", in_order, stage="agree"))
             with anyio.move_on_after(1.25 * SHORT_SECS):  # the time that passes is what is tested
@@ -529,9 +529,9 @@ def test_two_ranks_that_wait_in_different_calls_do_not_keep_each_other_alive() -
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-@pytest.mark.parametrize("here", ["save 2", "load 1, turn 1"])
+@pytest.mark.parametrize("here", ["save 2", "load 1, round 1"])
 def test_ranks_that_wait_in_calls_of_another_kind_are_told_of_both(waiting: int, here: str) -> None:
-    there = {"save 2": "load 1, turn 1", "load 1, turn 1": "save 2"}[here]
+    there = {"save 2": "load 1, round 1", "load 1, round 1": "save 2"}[here]
 
     async def main() -> tuple[float, list[str]]:
         async with two_here(SHORT_SECS) as both:
@@ -576,10 +576,10 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
             other.begin_call("load 1")
             both[rank].begin_call(begun)  # it is on its way there, in another thread
             saving = asyncio.create_task(leader.exchange("save 2", b"0", in_order, stage="agree"))
-            loading = asyncio.create_task(other.exchange("load 1, turn 1", b"1", in_order, stage="load"))
+            loading = asyncio.create_task(other.exchange("load 1, round 1", b"1", in_order, stage="load"))
             await asyncio.wait([loading, saving], timeout=2 * SHORT_SECS)  # the time that passes is what is tested
             found = other.exchange("save 2", b"1", in_order, stage="agree")
-            met = leader.exchange("load 1, turn 1", b"0", in_order, stage="load")
+            met = leader.exchange("load 1, round 1", b"0", in_order, stage="load")
             return b" ".join(await asyncio.gather(loading, saving, found, met))
 
     assert asyncio.run(main()) == b"0|1 0|1 0|1 0|1"
@@ -589,7 +589,7 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_if_either_has_begun_the_other
 def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool, moves: bool) -> None:
     """It was skipped here, say, and that other rank never heard of it. An old sign of life tells of an old wait."""
     own = Heartbeat(1, (("save", 3),) if over else (), begun={"save": 3, "load": 1})
-    timer = LivenessTimer(1e-6, "load 1, turn 1", "load")
+    timer = LivenessTimer(1e-6, "load 1, round 1", "load")
     for beat in range(3):  # at every look, and each time with another sign of life
         there = msgspec.msgpack.encode(Heartbeat(beat if moves else 1, begun={"save": 3}, waits=("rollback 3",)))
         found = lost_peer([1], [there], timer, own=own, unmet="")
@@ -599,13 +599,13 @@ def test_who_waits_in_a_call_that_has_ended_here_is_not_waited_for(over: bool, m
 def test_many_calls_of_one_kind_leave_what_ended_of_another_told() -> None:
     async def main() -> None:
         async with two_here(SHORT_SECS) as (leader, other):
-            leader.end_call("load 1, turn 1")
+            leader.end_call("load 1, round 1")
             for number in range(40):
                 leader.end_call(f"room {number}")
             beating = asyncio.create_task(keep_beating(leader))
             with pytest.raises(PeerFailedError, match="that call has ended there"):
                 async with asyncio.timeout(3 * SHORT_SECS):
-                    await other.exchange("load 1, turn 1", b"", never, stage="load")
+                    await other.exchange("load 1, round 1", b"", never, stage="load")
             beating.cancel()
 
     asyncio.run(main())
