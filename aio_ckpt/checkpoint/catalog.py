@@ -18,8 +18,8 @@ __all__ = [
     "Catalog",
     "Item",
     "Shards",
-    "Slot",
     "StoredObject",
+    "UnparsedItem",
     "catalog_of_manifests",
     "global_shape",
     "items_of",
@@ -64,7 +64,7 @@ class Item(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Whether the elements are the negatives of the stored ones (plain DCP)."""
 
 
-class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):
+class UnparsedItem(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Tensor item of plain DCP whose envelope is not parsed yet, so that the place of its raw bytes is unknown."""
 
     name: str
@@ -86,7 +86,7 @@ class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Stride of the shard according to the metadata, in elements; None before torch 2.15, which first stores it."""
 
 
-Shards: TypeAlias = "tuple[Item | Slot, ...]"
+Shards: TypeAlias = "tuple[Item | UnparsedItem, ...]"
 """All shards of one name."""
 
 
@@ -107,9 +107,9 @@ class StoredObject(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Whether the object was written through a stream extension of DCP."""
 
     @classmethod
-    def of_slot(cls, slot: Slot) -> StoredObject:
+    def of_item(cls, unparsed: UnparsedItem) -> StoredObject:
         """Return an item that is no plain tensor as an object, which ``torch.load`` reads as a whole."""
-        return cls(slot.name, slot.file, slot.item_offset, slot.item_bytes, None, is_transformed=False)
+        return cls(unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes, None, is_transformed=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt._torch import StorageInfo
-from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, Slot, StoredObject, global_shape
+from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, StoredObject, UnparsedItem, global_shape
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
 from aio_ckpt.checkpoint.requests import PieceRows, cut_requests
@@ -36,12 +36,12 @@ __all__ = [
     "check_object_zip",
     "check_zip",
     "descriptors_of",
-    "parse_slot",
-    "parse_slots",
+    "parse_item",
+    "parse_items",
     "place_of",
     "read_ends",
-    "slot_at",
     "stored_at",
+    "unparsed_item_of",
 ]
 
 Ends: TypeAlias = dict[int, tuple[bytearray, bytearray]]
@@ -63,7 +63,7 @@ def catalog_of_metadata(metadata: Metadata) -> Catalog:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             shards[name] = tuple(
-                slot_at(name, entry, chunk, place_of(MetadataIndex(name, chunk.offsets), places))
+                unparsed_item_of(name, entry, chunk, place_of(MetadataIndex(name, chunk.offsets), places))
                 for chunk in entry.chunks
             )
             if not shards[name] or global_shape(shards[name]) != tuple(entry.size):
@@ -92,9 +92,11 @@ def place_of(index: MetadataIndex, places: Mapping[MetadataIndex, StorageInfo]) 
     return place
 
 
-def slot_at(name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo) -> Slot:
+def unparsed_item_of(
+    name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata, place: StorageInfo
+) -> UnparsedItem:
     """Return the item of one chunk of a tensor, not parsed yet."""
-    return Slot(
+    return UnparsedItem(
         name=name,
         file=place.relative_path,
         item_offset=place.offset,
@@ -120,33 +122,35 @@ def descriptors_of(place: StorageInfo) -> Sequence[str]:
 # -- from both ends to items ----------------------------------------------------------------------
 
 
-async def parse_slots(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> dict[int, Item]:
+async def parse_items(
+    files: Files, unparsed_items: Sequence[UnparsedItem], *, executor: Executor, readers: int
+) -> dict[int, Item]:
     """Read both ends of each item and parse its envelope. Returns the parsed items by the ``id`` of the given ones.
 
     Raises:
         CorruptCheckpointError: an item lies outside its file, is damaged, or contradicts the metadata.
     """
-    ends = await read_ends(files, slots, executor=executor, readers=readers)
-    return await run_blocking(executor, _parse_all, slots, ends)
+    ends = await read_ends(files, unparsed_items, executor=executor, readers=readers)
+    return await run_blocking(executor, _parse_all, unparsed_items, ends)
 
 
-async def read_ends(files: Files, slots: Sequence[Slot], *, executor: Executor, readers: int) -> Ends:
-    """Read the bytes of each item that :func:`parse_slot` needs.
+async def read_ends(files: Files, unparsed_items: Sequence[UnparsedItem], *, executor: Executor, readers: int) -> Ends:
+    """Read the bytes of each item that :func:`parse_item` needs.
 
     Raises:
         CorruptCheckpointError: an item lies outside its file.
     """
     ends: Ends = {}
     pieces: dict[str, PieceRows] = {}
-    for slot in slots:
-        check_inside(slot.name, slot.file, slot.item_offset, slot.item_bytes, files.sizes)
-        head, tail = min(slot.item_bytes, HEAD_BYTES), min(slot.item_bytes, TAIL_BYTES)
-        ends[id(slot)] = bytearray(head), bytearray(tail)
-        starts = slot.item_offset, slot.item_offset + slot.item_bytes - tail
-        for start, end in zip(starts, ends[id(slot)], strict=True):
+    for unparsed in unparsed_items:
+        check_inside(unparsed.name, unparsed.file, unparsed.item_offset, unparsed.item_bytes, files.sizes)
+        head, tail = min(unparsed.item_bytes, HEAD_BYTES), min(unparsed.item_bytes, TAIL_BYTES)
+        ends[id(unparsed)] = bytearray(head), bytearray(tail)
+        starts = unparsed.item_offset, unparsed.item_offset + unparsed.item_bytes - tail
+        for start, end in zip(starts, ends[id(unparsed)], strict=True):
             address = address_of(memoryview(end)) if end else 0
-            row = (start, len(end), -1, address, 0, slot.name, None, 0)
-            pieces.setdefault(slot.file, PieceRows()).rows.append(row)
+            row = (start, len(end), -1, address, 0, unparsed.name, None, 0)
+            pieces.setdefault(unparsed.file, PieceRows()).rows.append(row)
     segments = [
         found for file, rows in pieces.items() for found in cut_requests(file, rows.ascending(), 4 * BLOCK_BYTES)
     ]
@@ -162,11 +166,11 @@ def check_inside(name: str, file: str, offset: int, nbytes: int, sizes: Mapping[
         )
 
 
-def _parse_all(slots: Sequence[Slot], ends: Ends) -> dict[int, Item]:
-    return {id(slot): parse_slot(slot, *ends[id(slot)]) for slot in slots}
+def _parse_all(unparsed_items: Sequence[UnparsedItem], ends: Ends) -> dict[int, Item]:
+    return {id(unparsed): parse_item(unparsed, *ends[id(unparsed)]) for unparsed in unparsed_items}
 
 
-def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
+def parse_item(unparsed: UnparsedItem, head: bytearray, tail: bytearray) -> Item:
     """Parse the envelope of an item from its first and last bytes.
 
     Raises:
@@ -174,26 +178,26 @@ def parse_slot(slot: Slot, head: bytearray, tail: bytearray) -> Item:
         UnsupportedLeafError: the item is no plain tensor.
     """
     try:
-        found = parse(bytes(head), bytes(tail), slot.item_bytes)
+        found = parse(bytes(head), bytes(tail), unparsed.item_bytes)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{slot.file}: tensor {slot.name!r}: {error}") from error
+        raise CorruptCheckpointError(f"{unparsed.file}: tensor {unparsed.name!r}: {error}") from error
     except UnsupportedLeafError as error:
         remedy = "dcp.load with an aio_ckpt.dcp.Reader loads what torch.load can"
-        raise UnsupportedLeafError(f"{slot.file}: tensor {slot.name!r}: {error}; {remedy}") from error
-    if found.shape != slot.shape or found.dtype != slot.dtype:
+        raise UnsupportedLeafError(f"{unparsed.file}: tensor {unparsed.name!r}: {error}; {remedy}") from error
+    if found.shape != unparsed.shape or found.dtype != unparsed.dtype:
         raise CorruptCheckpointError(
-            f"{slot.file}: tensor {slot.name!r} is {found.dtype} {found.shape}, "
-            f".metadata says {slot.dtype} {slot.shape}"
+            f"{unparsed.file}: tensor {unparsed.name!r} is {found.dtype} {found.shape}, "
+            f".metadata says {unparsed.dtype} {unparsed.shape}"
         )
     return Item(
-        name=slot.name,
-        file=slot.file,
-        dtype=slot.dtype,
-        shape=slot.shape,
+        name=unparsed.name,
+        file=unparsed.file,
+        dtype=unparsed.dtype,
+        shape=unparsed.shape,
         stride=found.stride,
-        offsets=slot.offsets,
+        offsets=unparsed.offsets,
         storage_offset=found.storage_offset,
-        raw_offset=slot.item_offset + found.raw_offset,
+        raw_offset=unparsed.item_offset + found.raw_offset,
         raw_bytes=found.raw_bytes,
         block_bytes=BLOCK_BYTES,
         sums=(),

@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeAlias
 from isal import isal_zlib
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from aio_ckpt.checkpoint.catalog import Slot, StoredObject
+from aio_ckpt.checkpoint.catalog import StoredObject, UnparsedItem
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch
-from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_slot, read_ends
+from aio_ckpt.checkpoint.foreign_items import Ends, check_inside, check_zip, parse_item, read_ends
 from aio_ckpt.checkpoint.open import Checkpoint, check_digest, check_metadata, check_rank, open_checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.checkpoint.requests import PieceRows, ReadRequest, ReassemblyBuffer
@@ -174,11 +174,15 @@ class _Verification:
         """Check a checkpoint of stock DCP."""
         with _collecting(self.faults, METADATA_FILE):
             catalog = checkpoint.catalog
-            slots = [shard for found in catalog.shards.values() for shard in found if isinstance(shard, Slot)]
+            unparsed_items = [
+                shard for found in catalog.shards.values() for shard in found if isinstance(shard, UnparsedItem)
+            ]
             for file in sorted(catalog.files):
                 with _collecting(self.faults, file):
                     await self.files.measure([file], catalog.files)
-                    ranges, others = await self._record_ranges([slot for slot in slots if slot.file == file])
+                    ranges, others = await self._record_ranges(
+                        [unparsed for unparsed in unparsed_items if unparsed.file == file]
+                    )
                     await self._check_ranges(file, ranges)
                     await self._check_zips(
                         [*others, *(stored for stored in catalog.objects.values() if stored.file == file)]
@@ -190,38 +194,40 @@ class _Verification:
         await self.files.measure([file.name], {file.name: file.nbytes})
         known = len(self.faults)
         crc32 = await self._check_ranges(file.name, _checked_ranges(manifest))
-        slots = [_slot_of(entry, file.name) for entry in manifest.tensors]
-        ends = await read_ends(self.files, slots, executor=self.executor, readers=self.readers)
-        await run_blocking(self.executor, self._compare_items, manifest, slots, ends)
+        unparsed_items = [_unparsed_item_of(entry, file.name) for entry in manifest.tensors]
+        ends = await read_ends(self.files, unparsed_items, executor=self.executor, readers=self.readers)
+        await run_blocking(self.executor, self._compare_items, manifest, unparsed_items, ends)
         # A fault of a block or an item explains a wrong checksum of the file, and names the tensor.
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
-            await run_blocking(self.executor, self._compare_envelopes, manifest, slots, ends)
+            await run_blocking(self.executor, self._compare_envelopes, manifest, unparsed_items, ends)
         if crc32 not in (None, file.crc32) and len(self.faults) == known:
             self._note(file.name, None, "the file does not match its CRC32, outside of tensors and objects")
 
-    def _compare_items(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
-        for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
-            with _collecting(self.faults, slot.file, slot.name):
-                item = parse_slot(slot, *ends[id(slot)])
+    def _compare_items(self, manifest: RankManifest, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
+        for entry, sums, unparsed in zip(manifest.tensors, block_sums(manifest), unparsed_items, strict=True):
+            with _collecting(self.faults, unparsed.file, unparsed.name):
+                item = parse_item(unparsed, *ends[id(unparsed)])
                 place = item.raw_offset, item.raw_bytes, item.stride, item.storage_offset
                 if place != (entry.raw_offset, entry.raw_bytes, entry.stride, 0):
-                    self._note(slot.file, slot.name, f"the manifest and the item's zip disagree: {place}")
+                    self._note(unparsed.file, unparsed.name, f"the manifest and the item's zip disagree: {place}")
                 lengths = _block_lengths(entry, manifest)
                 if item.record_crc32 not in (None, _combine_all(zip(sums, lengths, strict=True))):
-                    self._note(slot.file, slot.name, "the CRC32 in the item's zip is not that of its blocks")
+                    self._note(unparsed.file, unparsed.name, "the CRC32 in the item's zip is not that of its blocks")
 
-    def _compare_envelopes(self, manifest: RankManifest, slots: Sequence[Slot], ends: Ends) -> None:
+    def _compare_envelopes(self, manifest: RankManifest, unparsed_items: Sequence[UnparsedItem], ends: Ends) -> None:
         """Note the items whose header or trailer is not as this version renders it.
 
         Called only if the file does not match its CRC32: another version may have rendered sound items otherwise.
         """
-        for entry, sums, slot in zip(manifest.tensors, block_sums(manifest), slots, strict=True):
-            head, tail = ends[id(slot)]
-            wanted = render(TensorSpec(slot.dtype, entry.shape, entry.stride))
+        for entry, sums, unparsed in zip(manifest.tensors, block_sums(manifest), unparsed_items, strict=True):
+            head, tail = ends[id(unparsed)]
+            wanted = render(TensorSpec(unparsed.dtype, entry.shape, entry.stride))
             trailer = bytearray(wanted.trailer)
             fill_crc(trailer, wanted, _combine_all(zip(sums, _block_lengths(entry, manifest), strict=True)))
             if not (head.startswith(wanted.header) and tail.endswith(trailer)):
-                self._note(slot.file, slot.name, "the file does not match its CRC32: the item's zip is not as written")
+                self._note(
+                    unparsed.file, unparsed.name, "the file does not match its CRC32: the item's zip is not as written"
+                )
 
     def _compare_metadata(self, checkpoint: Checkpoint, places: Mapping[MetadataIndex, _Place]) -> None:
         stored = {
@@ -238,22 +244,24 @@ class _Verification:
 
     # -- plain DCP ----------------------------------------------------------------------------------
 
-    async def _record_ranges(self, slots: Sequence[Slot]) -> tuple[list[_CheckedRange], list[StoredObject]]:
+    async def _record_ranges(
+        self, unparsed_items: Sequence[UnparsedItem]
+    ) -> tuple[list[_CheckedRange], list[StoredObject]]:
         """Return the ranges to check of plain tensors, and the other tensors (such as subclasses) as objects.
 
         The zip of such an object has checksums, too.
         """
         ranges, others = list[_CheckedRange](), list[StoredObject]()
-        for slot in (slot for slot in slots if not slot.is_transformed):
-            with _collecting(self.faults, slot.file, slot.name):
-                ends = await read_ends(self.files, [slot], executor=self.executor, readers=1)
+        for unparsed in (unparsed for unparsed in unparsed_items if not unparsed.is_transformed):
+            with _collecting(self.faults, unparsed.file, unparsed.name):
+                ends = await read_ends(self.files, [unparsed], executor=self.executor, readers=1)
                 try:
-                    item = parse_slot(slot, *ends[id(slot)])
+                    item = parse_item(unparsed, *ends[id(unparsed)])
                 except UnsupportedLeafError:
-                    others.append(StoredObject.of_slot(slot))
+                    others.append(StoredObject.of_item(unparsed))
                     continue
                 if item.record_crc32 is not None:
-                    ranges.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, slot.name))
+                    ranges.append(_CheckedRange(item.raw_offset, item.raw_bytes, item.record_crc32, unparsed.name))
         return ranges, others
 
     async def _check_zips(self, objects: Iterable[StoredObject]) -> None:
@@ -332,8 +340,8 @@ def _block_lengths(entry: TensorEntry, manifest: RankManifest) -> list[int]:
     return [min(manifest.block_bytes, entry.raw_bytes - at) for at in range(0, entry.raw_bytes, manifest.block_bytes)]
 
 
-def _slot_of(entry: TensorEntry, file: str) -> Slot:
-    return Slot(
+def _unparsed_item_of(entry: TensorEntry, file: str) -> UnparsedItem:
+    return UnparsedItem(
         name=entry.fqns[0],
         file=file,
         item_offset=entry.item_offset,

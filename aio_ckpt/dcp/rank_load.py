@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aio_ckpt._torch import StorageInfo, narrow_tensor_by_index
-from aio_ckpt.checkpoint.catalog import Item, Slot, StoredObject, items_of
+from aio_ckpt.checkpoint.catalog import Item, StoredObject, UnparsedItem, items_of
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import fetch, synchronize
 from aio_ckpt.checkpoint.foreign_items import (
@@ -22,11 +22,11 @@ from aio_ckpt.checkpoint.foreign_items import (
     check_inside,
     check_object_zip,
     descriptors_of,
-    parse_slot,
+    parse_item,
     place_of,
     read_ends,
-    slot_at,
     stored_at,
+    unparsed_item_of,
 )
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
@@ -135,14 +135,16 @@ class Load:
             if self.checkpoint.root is not None:
                 await run_blocking(executor, _locate_ours, wanted, manifests, located)
             else:
-                slots = self._slots(wanted, located)
-                ends = await read_ends(files, list(slots.values()), executor=executor, readers=config.workers)
-                await run_blocking(executor, _parse, slots, ends, located)
+                unparsed_items = self._unparsed_items(wanted, located)
+                ends = await read_ends(files, list(unparsed_items.values()), executor=executor, readers=config.workers)
+                await run_blocking(executor, _parse, unparsed_items, ends, located)
         return located
 
-    def _slots(self, wanted: Mapping[MetadataIndex, StorageInfo], into: _Located) -> dict[MetadataIndex, Slot]:
+    def _unparsed_items(
+        self, wanted: Mapping[MetadataIndex, StorageInfo], into: _Located
+    ) -> dict[MetadataIndex, UnparsedItem]:
         """Of plain DCP: tensors whose envelope must be looked at; all else is put into ``into``."""
-        slots: dict[MetadataIndex, Slot] = {}
+        unparsed_items: dict[MetadataIndex, UnparsedItem] = {}
         for index, place in wanted.items():
             entry = self.metadata.state_dict_metadata.get(index.fqn)
             if isinstance(entry, TensorStorageMetadata) and not descriptors_of(place):
@@ -150,10 +152,10 @@ class Load:
                 chunks = [chunk for chunk in entry.chunks if tuple(chunk.offsets) == offsets]
                 if not chunks:
                     raise CorruptCheckpointError(f"{METADATA_FILE}: {index.fqn!r} has no chunk at {offsets}")
-                slots[index] = slot_at(index.fqn, entry, chunks[0], place)
+                unparsed_items[index] = unparsed_item_of(index.fqn, entry, chunks[0], place)
             else:
                 into.streams[index] = stored_at(index.fqn, place)
-        return slots
+        return unparsed_items
 
     # -- what the planner gets --------------------------------------------------------------------
 
@@ -210,9 +212,9 @@ def _items_by_place(manifest: RankManifest, file: FileEntry) -> dict[tuple[int, 
     return dict(zip(places, items_of(manifest, file), strict=True))
 
 
-def _parse(slots: Mapping[MetadataIndex, Slot], ends: Ends, into: _Located) -> None:
-    for index, slot in slots.items():
+def _parse(unparsed_items: Mapping[MetadataIndex, UnparsedItem], ends: Ends, into: _Located) -> None:
+    for index, unparsed in unparsed_items.items():
         try:
-            into.items[index] = parse_slot(slot, *ends[id(slot)])
+            into.items[index] = parse_item(unparsed, *ends[id(unparsed)])
         except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, say
-            into.streams[index] = StoredObject.of_slot(slot)
+            into.streams[index] = StoredObject.of_item(unparsed)

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import create_chunk_list
-from aio_ckpt.checkpoint.catalog import Item, Shards, Slot, StoredObject, global_shape
+from aio_ckpt.checkpoint.catalog import Item, Shards, StoredObject, UnparsedItem, global_shape
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.fetch import synchronize
-from aio_ckpt.checkpoint.foreign_items import check_inside, parse_slots
+from aio_ckpt.checkpoint.foreign_items import check_inside, parse_items
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError
@@ -61,18 +61,20 @@ async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: 
         check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
     objects = {name: found for name, found in stored.items() if not found.is_transformed}
     if checkpoint.root is not None:
-        return Source(items=shards, objects=objects, transformed={})  # type: ignore[arg-type]  # no Slot in ours
+        return Source(items=shards, objects=objects, transformed={})  # type: ignore[arg-type]  # no UnparsedItem in ours
     transformed = {name: found for name, found in shards.items() if any(_is_transformed(shard) for shard in found)}
-    slots = [shard for name in shards.keys() - transformed for shard in shards[name] if isinstance(shard, Slot)]
-    parsed = await parse_slots(files, slots, executor=ctx.executor, readers=ctx.readers)
+    unparsed_items = [
+        shard for name in shards.keys() - transformed for shard in shards[name] if isinstance(shard, UnparsedItem)
+    ]
+    parsed = await parse_items(files, unparsed_items, executor=ctx.executor, readers=ctx.readers)
     items = {
         name: tuple(parsed[id(shard)] for shard in found) for name, found in shards.items() if name not in transformed
     }
     return Source(items=items, objects=objects, transformed=transformed)
 
 
-def _is_transformed(shard: Item | Slot) -> bool:
-    return isinstance(shard, Slot) and shard.is_transformed
+def _is_transformed(shard: Item | UnparsedItem) -> bool:
+    return isinstance(shard, UnparsedItem) and shard.is_transformed
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
