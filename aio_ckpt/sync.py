@@ -1,4 +1,4 @@
-"""The sync face: the same engine for a classic loop."""
+"""The engine with blocking calls, for a training loop without asyncio."""
 
 from __future__ import annotations
 
