@@ -49,7 +49,7 @@ _NAME_BYTES = 255
 _STEP_DIGITS = 19
 """Digits of the largest step."""
 _AROUND_BYTES = len("-") + 19
-"""What a rollback puts in front of a step's name, and quarantine behind it: the time in ns."""
+"""Bytes that a rollback or the quarantine adds to the name of a step: the time in ns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

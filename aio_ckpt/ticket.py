@@ -96,7 +96,7 @@ class Milestone(Generic[T]):
         self._future.add_done_callback(lambda _: fn(self))
 
     def resolve(self, value: T) -> bool:
-        """Set the outcome to reached, with ``value``. If there is an outcome already, it stays, and this returns False."""
+        """Set the outcome to reached, with ``value``. If there is an outcome, keep it and return False."""
         try:
             self._future.set_result(value)
         except InvalidStateError:
@@ -104,7 +104,7 @@ class Milestone(Generic[T]):
         return True
 
     def fail(self, error: BaseException) -> bool:
-        """Set the outcome to failed, with ``error``. If there is an outcome already, it stays, and this returns False."""
+        """Set the outcome to failed, with ``error``. If there is an outcome, keep it and return False."""
         if not self._future.done():
             self._traceback = error.__traceback__
         try:

@@ -34,7 +34,7 @@ def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence
     checked = _prove(request, view, begins) if verify else 0
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
-    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else it stays in the view
+    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # pieces that are not moved stay in the view
     _move(moves[is_moved & (devices == 0)])
     numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
     try:

@@ -331,7 +331,7 @@ def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advan
                 readers=workers,
                 on_progress=on_progress,
             )
-        except AioCkptError as error:  # one that cannot be read at all must not hide the faults of the others
+        except AioCkptError as error:  # an unreadable checkpoint must not hide the faults of the others
             return (Fault(file=checkpoint.name, tensor=None, message=str(error)),)
 
     async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:

@@ -23,7 +23,7 @@ _log = logging.getLogger("aio_ckpt")
 
 @contextlib.contextmanager
 def second_to(error: BaseException | None) -> Iterator[None]:
-    """Only log an error of the block if ``error`` of the training loop came first; else raise it."""
+    """Raise an error of the block, or only log it if ``error`` of the training loop came first."""
     try:
         yield
     except Exception:

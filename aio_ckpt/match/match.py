@@ -104,7 +104,7 @@ class Match:
     """Tensors that share memory with themselves or each other. They are read before any tensor is touched."""
     arrays: list[ReplacedArray] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
-    """Names whose value is replaced by a decoded object."""
+    """Names of the leaves that a decoded object replaces."""
     open: dict[str, OpenPlace] = field(default_factory=dict)
     """Name of a Python value or empty container -> the stored values that it takes."""
     stateful: list[StatefulTarget] = field(default_factory=list)
@@ -411,7 +411,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
     return bool(value.__array_interface__["data"][0] == tensor.data_ptr())
 
 
-# -- what is given to load_state_dict ---------------------------------------------------------------
+# -- Stateful values -----------------------------------------------------------------------------
 
 
 def _match_stateful(

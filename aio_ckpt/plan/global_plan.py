@@ -101,7 +101,10 @@ def _volumes(table: MetadataTable, name: IntArray, dims: IntArray) -> IntArray:
 
 
 def _grids(table: MetadataTable, name: IntArray, sizes: IntArray) -> Flags:
-    """Return, per name, whether its shards are different cells of a grid, which never overlap. Meshes cut such grids."""
+    """Return, per name, whether its shards are different cells of a grid. Such cells never overlap.
+
+    The shards of a tensor over a mesh are such cells.
+    """
     columns = range(table.offsets.shape[1])
     is_grid = ~_repeated(table, name, [table.offsets[:, dim] for dim in columns])
     for dim in columns:
