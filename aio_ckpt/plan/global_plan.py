@@ -284,9 +284,8 @@ def _paths(ranks: Sequence[Stored]) -> dict[str, tuple[str | int, ...]]:
     for number, rank in enumerate(ranks):
         owners.setdefault(rank.local.skeleton, []).append(number)
     paths: dict[str, tuple[str | int, ...]] = {}
-    for skeleton, numbers in sorted(
-        owners.items(), key=lambda owned: owned[1][-1]
-    ):  # if ranks differ, the highest rank counts
+    # If ranks differ in the path of a name, the highest rank counts, so it comes last.
+    for skeleton, numbers in sorted(owners.items(), key=lambda owned: owned[1][-1]):
         decoded = tree.decode_skeleton(skeleton, name=rank_manifest_name(numbers[0]))
         paths |= tree.dcp_paths(decoded, rank=numbers[0], others=numbers[1:])
     return paths
