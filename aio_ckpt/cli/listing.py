@@ -48,7 +48,7 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     created_unix: float | None = None
     """Seconds since 1970; None for plain DCP."""
     metrics: dict[str, float | None] = {}
-    """Metrics given to ``save(metrics=)``; None for a value that is not finite."""
+    """What ``save(metrics=)`` was given; None stands for a value that is not finite."""
     is_protected: bool = False
     """Whether retention never deletes it."""
     fault: str | None = None
@@ -104,9 +104,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None
     """Ranks that wrote it; None for plain DCP."""
     tensor_bytes: int
-    """Length of all tensors, in bytes; tied ones count once."""
+    """Of all tensors, tied ones once."""
     object_bytes: int
-    """Length of all stored objects, in bytes."""
+    """Of all objects as stored."""
     leaves: tuple[LeafRow, ...]
     """Leaves, sorted by name."""
 
