@@ -45,7 +45,7 @@ from aio_ckpt.write.result import check_complete
 from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]
+__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "recover_unless_busy", "write_rank"]
 
 _MARK_POLLS, _MARK_POLL_SECS = 100, 0.02
 """Number of polls for the mark of this save, and the pause between two. A save that overtakes this one removes the
@@ -96,7 +96,7 @@ async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
         await begin_directory(storage, directory, save_id=save_id)
 
 
-async def mend(storage: Storage, directory: Path) -> bool:
+async def recover_unless_busy(storage: Storage, directory: Path) -> bool:
     """Do ``recover_directory``, but not while a save begins or is being committed: then raise RootError."""
     if not await storage.exists(directory):
         return False
@@ -117,7 +117,7 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
     if save.save_id in pending:
         return save
     if is_begun:
-        raise _overtaken(directory)
+        raise _other_save_error(directory)
     if len(pending) == 1:
         return replace(save, save_id=pending[0])
     raise RootError(
@@ -232,7 +232,7 @@ async def _write(
         cause = first_cause(error)
         with anyio.CancelScope(shield=True):
             await _clear(runtime.storage, directory, save, image, cause)
-            cause = await _explained(runtime.storage, directory, save, cause)
+            cause = await _error_to_raise(runtime.storage, directory, save, cause)
         if cause is error:
             raise
         raise cause from cause.__cause__
@@ -317,10 +317,10 @@ async def _check_mark(storage: Storage, directory: Path, save_id: str) -> None:
     The other save may have removed the files of this one before all of them were there.
     """
     if save_id not in await pending_saves(storage, directory):
-        raise _overtaken(directory)
+        raise _other_save_error(directory)
 
 
-async def _explained(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
+async def _error_to_raise(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
     """Return the error to raise for ``cause``: if a file is gone because another save began, that is the error.
 
     The other save removes the files of this one first, and its mark later.
@@ -330,7 +330,7 @@ async def _explained(storage: Storage, directory: Path, save: RankSave, cause: B
     with contextlib.suppress(AioCkptError, OSError):
         for _ in range(_MARK_POLLS):
             if save.save_id not in await pending_saves(storage, directory):
-                return _overtaken(directory)
+                return _other_save_error(directory)
             await anyio.sleep(_MARK_POLL_SECS)
     return cause
 
@@ -361,7 +361,7 @@ async def commit_save(
     root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
     with hold_directory(storage, directory):
         if await pending_saves(storage, directory) != [save_id]:
-            raise _overtaken(directory)
+            raise _other_save_error(directory)
         await _check_manifests(storage, directory, manifests)
         with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
             await _replace(storage, directory, data, root, save_id)
@@ -382,7 +382,7 @@ async def _check_manifests(storage: Storage, directory: Path, manifests: Sequenc
             )
 
 
-def _overtaken(directory: Path) -> RootError:
+def _other_save_error(directory: Path) -> RootError:
     return RootError(
         errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
     )

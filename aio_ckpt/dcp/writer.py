@@ -24,7 +24,15 @@ from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.live_state import LiveState
-from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
+from aio_ckpt.dcp.rank_save import (
+    ManifestResult,
+    RankSave,
+    begin_save,
+    commit_save,
+    find_save,
+    recover_unless_busy,
+    write_rank,
+)
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import plan_staging
@@ -318,7 +326,7 @@ def recover(path: str | os.PathLike[str]) -> bool:
     runtime = Runtime.open(EngineConfig(), None)
     try:
         return runtime.portal.call(
-            mend,
+            recover_unless_busy,
             runtime.storage,
             directory,
             timeout=runtime.config.stall_timeout_secs,
