@@ -44,7 +44,7 @@ class Milestone(Generic[T]):
 
     @property
     def state(self) -> str:
-        """``pending``, ``reached``, ``cancelled`` or ``failed: <type of the error>``."""
+        """State as text: ``pending``, ``reached``, ``cancelled`` or ``failed: <type of the error>``."""
         if not self._future.done():
             return "pending"
         error = self._future.exception()

@@ -94,7 +94,7 @@ class Shutdown:
         self._release()
 
     def drain(self, timeout_secs: float) -> None:
-        """At interpreter exit: wait at most ``timeout_secs``, log the steps that are lost, release."""
+        """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
         deadline = time.monotonic() + timeout_secs
         pending = self._in_flight.pending
         try:

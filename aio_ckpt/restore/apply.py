@@ -94,7 +94,7 @@ def prepare_apply(
 
 
 def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
-    """Complete tensors of the template that the reads did not fill: shared memory, and compound tensors."""
+    """Write the tensors of the template that the reads did not fill: shared memory, and compound tensors."""
     written = [*(target.tensor for target in found.shared), *(target.own.tensor for target in found.compounds)]
     devices = {tensor.device for tensor in written if tensor.device.type != "cpu"}
     synchronize(devices)
