@@ -173,7 +173,7 @@ class RootSession:
             CheckpointNotFoundError: ``step`` is not committed.
             StallError: steps are still being deleted.
         """
-        # A deletion in progress may have listed ``step`` as expired. It ends first, so that a step is left for certain.
+        # A deletion in progress may have listed ``step`` as expired. It ends first, else no step might be left.
         if wait(self._passes, self._ctx.config.stall_timeout_secs).not_done:
             raise StallError(f"rollback({step}): the deletion of expired steps under {self._ctx.root} does not end")
         return self._call(self._abandon_after, step, what="rollback()")
@@ -211,7 +211,7 @@ class RootSession:
         return self._retention.undeleted
 
     def delete_expired(self, good: int) -> None:
-        """Begin to delete expired steps and directories of failed saves, after the commit of step ``good``.
+        """After the commit of step ``good``: begin to delete expired steps and directories of failed saves.
 
         The deletion runs in the background. Without the lock no step expires, so only the leader of several ranks
         deletes steps, by its own settings.
