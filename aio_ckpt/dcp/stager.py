@@ -188,7 +188,7 @@ def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:
     """End the lease, as the last copy is gone. May run in the garbage collector, so it takes no lock."""
     if os.getpid() != pid:  # a forked child does not own the memory
         return
-    if portal.is_closed:  # no other thread leases from this manager any more
+    if portal.is_closed:  # nobody leases from this manager any more
         lease.let_go(holder)
     else:
         portal.post(lease.let_go, holder)
