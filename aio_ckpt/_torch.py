@@ -78,7 +78,7 @@ local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_te
 """Return the shard of a DTensor itself. If it moves: ``to_local()`` under ``no_grad``, which costs 5 us each."""
 
 DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-"""What stock writes as ``Metadata.version`` (since torch 2.9), else None. If it moves, follow stock's ``finish``."""
+"""Value of ``Metadata.version`` in stock DCP; None before torch 2.9. If it moves, follow stock's ``finish``."""
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """Return a lazily negated view. If it moves, negate the copy that was made of the tensor."""
@@ -119,7 +119,7 @@ def sparse_coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mark_coalesced(tensor: torch.Tensor, *, is_coalesced: bool) -> None:
-    """Say whether a sparse COO tensor is coalesced. If ``_coalesced_`` moves: leave the mark as it is."""
+    """Set the mark whether a sparse COO tensor is coalesced. If ``_coalesced_`` moves, leave the mark as it is."""
     tensor._coalesced_(is_coalesced)
 
 
@@ -141,7 +141,7 @@ def is_load_of_torch(value: Any) -> bool:
 
 
 def has_load_hooks(module: torch.nn.Module) -> bool:
-    """Return whether code that is not torch's sees or changes what this module loads.
+    """Return whether code outside of torch can see or change the values that this module loads.
 
     Torch's own hooks (FSDP2, BatchNorm's versions) leave a name that is in ``state_dict()`` under that name.
     If ``_load_state_dict_pre_hooks`` moves, follow ``Module.register_load_state_dict_pre_hook``.
@@ -168,12 +168,12 @@ def default_store() -> Store | None:
 
 
 def writer_transforms(extensions: Any) -> _StorageWriterTransforms:
-    """Return how stock applies stream extensions. If it moves, follow ``_FileSystemWriter.__init__``."""
+    """Return stock's object that applies stream extensions. If it moves, follow ``_FileSystemWriter.__init__``."""
     return filesystem._StorageWriterTransforms(extensions)
 
 
 def reader_transforms(registry: Any) -> _StorageReaderTransforms:
-    """Return how stock undoes stream extensions. If it moves, follow ``FileSystemReader.__init__``."""
+    """Return stock's object that undoes stream extensions. If it moves, follow ``FileSystemReader.__init__``."""
     return filesystem._StorageReaderTransforms(registry)
 
 

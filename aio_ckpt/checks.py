@@ -12,22 +12,22 @@ __all__ = ["MAX_SECS", "check_flag", "check_kind", "check_path", "check_seconds"
 __all__ += ["shown"]
 
 MAX_SECS = 1e9
-"""Longest time that every wait of the system takes."""
+"""Longest time, in seconds, that every wait of the operating system accepts."""
 _REPR = reprlib.Repr()
 _REPR.maxother = 200
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)`` for a message: at most 200 characters, and one for every value.
+    """Return ``repr(value)`` for a message, of at most 200 characters. Never raises.
 
-    The repr of a caller's value may raise, as that of an int of 5,000 digits does.
+    The repr of a caller's value may raise, such as that of an int of 5,000 digits.
     """
     return _REPR.repr_instance(value, 1)
 
 
 def check_seconds(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is a number of seconds above 0 and at most ``MAX_SECS``."""
-    # Comparisons alone: a nan fails them, and an int of a thousand digits has no float.
+    # The value is only compared: a nan fails comparisons, and an int of a thousand digits cannot become a float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECS:
         told = "so large a number" if isinstance(value, int) and value > MAX_SECS else shown(value)
         raise ConfigError(f"{name}={told}: give a finite number of seconds above 0")
@@ -36,7 +36,7 @@ def check_seconds(name: str, value: object) -> None:
 def check_wait(name: str, value: object) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is None (no limit) or a number of seconds.
 
-    One below 0 is a time that has passed: what is left until a deadline may well be.
+    A negative number is allowed: it is the time left until a deadline that has passed.
     """
     if value is None:
         return
@@ -46,8 +46,8 @@ def check_wait(name: str, value: object) -> None:
 
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raise ConfigError unless ``value``, called ``name``, is None or a ``kind``."""
-    # A class has the methods of a protocol too. Not by isinstance alone: from Python 3.12 on it overlooks methods that
-    # a wrapper passes on.
+    # A class itself is refused, because it has the methods of a protocol, too. ``isinstance`` alone does not do: from
+    # Python 3.12 on it overlooks methods that a wrapper passes on.
     is_one = isinstance(value, kind) or (getattr(kind, "_is_protocol", False) and _has_members_of(value, kind))
     if value is not None and (isinstance(value, type) or not is_one):
         raise ConfigError(f"{name}={shown(value)}: give one of type {kind.__name__}, or leave it away")
@@ -66,7 +66,7 @@ def check_path(name: str, value: object) -> Path:
 
 
 def is_path(text: str) -> bool:
-    """Whether a file system can hold this name."""
+    """Return whether a file system can hold this name."""
     try:
         return bool(text.encode(errors="surrogateescape")) and "\0" not in text
     except UnicodeEncodeError:  # a lone surrogate
@@ -81,5 +81,5 @@ def check_flag(name: str, value: object) -> None:
 
 def is_among(value: object, allowed: tuple[str, ...]) -> bool:
     """Return whether ``value`` is one of the strings ``allowed``."""
-    # An array would compare with each element.
+    # The type is checked first, because an array would be compared element by element.
     return isinstance(value, str) and value in allowed

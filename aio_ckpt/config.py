@@ -38,18 +38,18 @@ MetricMode = Literal["min", "max"]
 MAX_WORKERS = 256
 MAX_BYTES_PER_SEC = 1e15
 MIN_BYTES_PER_SEC = 1 << 20
-"""Smallest cap: a chunk of 32 MiB, which is written at once, then waits half a minute."""
+"""Smallest cap. With it, a chunk of 32 MiB, which is written at once, waits half a minute."""
 GATHER_BYTES = 64 << 20
 """Default of ``EngineConfig.gather_bytes``."""
 LEAST_BUDGET_BYTES = 64 << 10
 """Least ``EngineConfig.budget_bytes``: one chunk of a file."""
 _STEP_DIR = re.compile(r"(?!\.)[^{}/\x00\ud800-\udfff]*\{step(:d|:0[1-9]\d?d)?\}[^{}/\x00\ud800-\udfff]*")
 _NAME_BYTES = 255
-"""Of a name, as Linux file systems have it."""
+"""Most bytes of a name on Linux file systems."""
 _STEP_DIGITS = 19
-"""Of the largest step."""
+"""Digits of the largest step."""
 _AROUND_BYTES = len("-") + 19
-"""What a rollback puts in front of a step's name, and quarantine behind it: the time in ns."""
+"""Bytes that a rollback or the quarantine adds to the name of a step: the time in ns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class KeepBest:
     """
 
     metric: str
-    """Its name in ``metrics``."""
+    """Name of the metric in ``metrics``."""
 
     mode: MetricMode = "min"
     """Whether the smallest or the largest value is the best."""

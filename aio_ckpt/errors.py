@@ -1,4 +1,4 @@
-"""The exception tree.
+"""Exceptions of this package.
 
 Every error of this package is an :class:`AioCkptError` and also the builtin that it refines, so that
 ``except OSError`` or ``except FileNotFoundError`` in a trainer keeps working. None is a bare
@@ -41,32 +41,30 @@ __all__ = [
 
 
 class AioCkptError(Exception):
-    """Root of the tree.
-
-    ``target_modified`` is True when the error came after a load had begun to fill the caller's tensors,
-    so that the template may hold a mix of old and new values. ``stage`` says where a save failed: ``open`` (the
-    root's lock, what is committed, leftovers), ``capture``, ``write``, ``agree`` or ``commit``; else it is empty.
-    """
+    """Base of all errors of this package."""
 
     target_modified: bool = False
+    """Whether a load had begun to fill the caller's tensors. If so, the template may hold old and new values."""
     stage: str = ""
+    """Stage in which a save failed: ``open`` (the root's lock, committed steps, leftovers), ``capture``, ``write``,
+    ``agree`` or ``commit``; empty for other errors."""
     in_doubt: bool = False
-    """True when the save failed in the middle of its last rename: its step may still become visible, whole."""
+    """Whether a save failed during its last rename: its step may still become visible, whole."""
 
 
 class ConfigError(AioCkptError, ValueError):
-    """A setting or an argument is of the wrong type or out of range; names it, the value and what is allowed."""
+    """A setting or an argument has the wrong type or is out of range; names it, its value and the allowed values."""
 
 
 # -- the state that was given ---------------------------------------------------------------------
 
 
 class EmptyStateError(AioCkptError, ValueError):
-    """The state holds no leaf at all."""
+    """The state holds no leaf."""
 
 
 class DuplicateNameError(AioCkptError, ValueError):
-    """Two ranks give one name to things of different kind, dtype or shape."""
+    """Two ranks give one name to values of different kind, dtype or shape."""
 
 
 class UnsupportedLeafError(AioCkptError, TypeError):
@@ -78,7 +76,7 @@ class UnsafeObjectError(AioCkptError, TypeError):
 
 
 class SourceChangedError(AioCkptError, RuntimeError):
-    """Another thread freed or resized a tensor's memory, or changed a mapping, before or while it was captured."""
+    """Another thread freed or resized a tensor's memory, or changed a mapping, before the capture ended."""
 
 
 class TemplateMismatchError(AioCkptError, ValueError):
@@ -104,7 +102,7 @@ class StepOrderError(AioCkptError, ValueError):
 
 
 class CheckpointNotFoundError(AioCkptError, FileNotFoundError):
-    """No committed checkpoint, or not the one asked for."""
+    """There is no committed checkpoint, or not the one that the call names."""
 
 
 class CheckpointExistsError(AioCkptError, FileExistsError, RuntimeError):
@@ -112,18 +110,18 @@ class CheckpointExistsError(AioCkptError, FileExistsError, RuntimeError):
 
 
 class CorruptCheckpointError(AioCkptError, ValueError):
-    """Bytes on disk do not match their sums or sizes; names the file and, where known, the tensor."""
+    """Bytes on disk do not match their checksums or sizes; names the file and, if it is known, the tensor."""
 
 
 class MismatchError(CorruptCheckpointError):
-    """The proven kind: a sum or a length is not the one that was written, or a file that a manifest names is missing.
+    """Proven damage: a checksum or a length differs from the written one, or a file that a manifest names is missing.
 
-    Only this lets a writer quarantine a checkpoint; anything else that does not read may be sound elsewhere.
+    Only this error lets a writer quarantine a checkpoint. After any other, another machine may read it.
     """
 
 
 class FormatVersionError(AioCkptError, ValueError):
-    """A newer aio_ckpt or a newer torch wrote the checkpoint; names what is unknown here. It is no damage."""
+    """A newer aio_ckpt or torch wrote the checkpoint; names the part that is unknown. The checkpoint is not damaged."""
 
 
 # -- the engine -----------------------------------------------------------------------------------
@@ -134,15 +132,15 @@ class EngineClosedError(AioCkptError, RuntimeError):
 
 
 class EngineForkedError(EngineClosedError):
-    """The engine was opened by another process: open one of its own in the forked child."""
+    """The engine was opened by the parent process. A forked child has to open one of its own."""
 
 
 class WrongThreadError(AioCkptError, RuntimeError):
-    """A blocking wait on the engine's own thread, which would never end."""
+    """A blocking wait was called on the engine's own thread, where it would never end."""
 
 
 class ThreadDiedError(AioCkptError, RuntimeError):
-    """What an I/O thread ran ended with ``SystemExit`` or the like, which is the cause; the engine goes on."""
+    """A call in an I/O thread ended with ``SystemExit`` or the like, which is the cause. The engine goes on."""
 
 
 class BusyError(AioCkptError, RuntimeError):
@@ -150,11 +148,11 @@ class BusyError(AioCkptError, RuntimeError):
 
 
 class BudgetExceededError(AioCkptError, MemoryError):
-    """What must be captured at once is larger than ``budget_bytes``."""
+    """Bytes that must be captured at once do not fit ``budget_bytes``."""
 
 
 class PlanChangedError(AioCkptError, RuntimeError):
-    """What was written is not what was asked for; nothing was committed and the plan cache was dropped."""
+    """The written items are not the requested ones. Nothing was committed, and the plan cache was dropped."""
 
 
 class SaveCancelledError(AioCkptError, RuntimeError):
@@ -168,7 +166,7 @@ class StallError(AioCkptError, TimeoutError):
 class PeerFailedError(AioCkptError, RuntimeError):
     """Another rank failed; names its rank, the stage and the cause.
 
-    ``cause`` is the type and the text of the error that came to ``rank``; empty where nothing was heard of one.
+    ``cause`` is the type and the text of the error of ``rank``; empty if the rank did not tell one.
     """
 
     def __init__(self, message: str, *, rank: int, stage: str, cause: str = "") -> None:
@@ -190,4 +188,4 @@ class WriteError(AioCkptError, OSError):
 
 
 class ReadError(AioCkptError, OSError):
-    """Reading failed in the operating system (not a mismatch of sums: :class:`CorruptCheckpointError`)."""
+    """Reading failed in the operating system. A mismatch of checksums is a :class:`CorruptCheckpointError`."""

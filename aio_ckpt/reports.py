@@ -1,4 +1,4 @@
-"""What a save and a load report to their caller. Sizes are bytes; :func:`amount` writes them for people."""
+"""Reports of saves, loads and reads. Sizes are bytes; :func:`amount` formats them for messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StageTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What one save did."""
+    """Report of one save."""
 
     step: int
     """Step that was saved."""
@@ -66,14 +66,14 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedCheckpoint:
-    """A checkpoint that ``load`` walked past."""
+    """Checkpoint that ``load`` passed over."""
 
     step: int
     """Step of the checkpoint."""
     path: Path
     """Directory in which it was found."""
     error: AioCkptError
-    """What did not verify."""
+    """Why the checkpoint was passed over."""
     quarantined: Path | None = None
     """Where it was moved to; None if it was left in place: the mismatch is not proven, or the engine does not hold the
     writer's lock (yet: its first save moves it)."""
@@ -81,7 +81,7 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one load did."""
+    """Report of one load."""
 
     step: int
     """Step that was loaded; -1 for a directory that was given by its path and tells none (stock DCP)."""
@@ -103,7 +103,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadReport:
-    """What one ``read(with_report=True)`` did."""
+    """Report of one ``read(with_report=True)``."""
 
     step: int
     """Step that was read; -1 for a directory that was given by its path and tells none (stock DCP)."""
@@ -122,7 +122,7 @@ class ReadReport:
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in decimal units, three digits: ``58.1 MB``."""
+    """Return a number of bytes in decimal units with three digits: ``58.1 MB``."""
     power = 0
     while nbytes >= 999.5 and power < len(_UNITS) - 1:
         nbytes, power = nbytes / 1000, power + 1

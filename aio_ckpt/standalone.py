@@ -29,7 +29,7 @@ __all__ = ["load", "read"]
 
 T = TypeVar("T")
 _Use = Callable[[ReadContext, CommittedCheckpoint, bool], Awaitable[T]]
-"""Reads a checkpoint; the second time (True) past the page cache."""
+"""Function that reads a checkpoint. With True, it is the second reading, which goes past the page cache."""
 
 
 def load(
@@ -54,9 +54,9 @@ def load(
         allow_missing: leave template names that the checkpoint lacks as they are.
         skip_untrusted: leave objects that only running code reads as they are, and list them in the report.
         cast: convert tensors of another dtype to that of the template, as far as ``torch.can_cast`` allows.
-        rename: what the template calls a stored leaf: a mapping from stored names of leaves or branches, or a function
+        rename: names in the template of stored leaves: a mapping from stored names of leaves or branches, or a function
             from the stored name of each leaf. A renamed leaf takes the place of one of that name.
-        config: ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` count.
+        config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
 
     Raises:
         CheckpointNotFoundError: ``path`` holds no checkpoint.
@@ -82,14 +82,14 @@ def read(
     with_report: bool = False,
     config: EngineConfig | None = None,
 ) -> Any:
-    """The nested state of the checkpoint in the directory ``path``, in fresh host memory. Blocks.
+    """Return the nested state of the checkpoint in the directory ``path``, in new host memory. Blocks.
 
     Args:
         path: directory of a checkpoint, of an engine or of stock ``dcp.save``; of a root, give one of its steps.
         only: names of leaves, or of branches above them.
         skip_untrusted: put an :class:`UntrustedObject` in the place of objects that only running code reads.
         with_report: return a tuple of the state and a :class:`ReadReport`.
-        config: ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` count.
+        config: only ``trusted_objects``, ``verify``, ``workers`` and ``direct_io`` are used.
 
     Raises:
         CheckpointNotFoundError: ``path`` holds no checkpoint.
@@ -114,7 +114,7 @@ def _own_rank() -> tuple[int, int]:
 
 
 def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]) -> T:
-    """Return the result of ``use``, run on threads that end with this call. After Ctrl-C, no thread fills anything."""
+    """Return the result of ``use``, run on threads that end with this call. After Ctrl-C, no thread fills a tensor."""
     check_kind("config", config, EngineConfig)
     settings = config or EngineConfig()
     directory, (rank, world_size), given_up = check_path("path", path), _own_rank(), Future[None]()
@@ -126,7 +126,7 @@ def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]
         found = await given(storage, directory, StepNames(settings.step_dir))
         try:
             return await use(ctx, found, False)
-        except CorruptCheckpointError:  # a bad transfer is no damage on the disk
+        except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more
             return await use(ctx, found, True)
 
     try:

@@ -1,4 +1,4 @@
-"""The sync face: the same engine for a classic loop."""
+"""The engine with blocking calls, for a training loop without asyncio."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from aio_ckpt.engine.engine import BaseEngine
-from aio_ckpt.engine.shutdown import second_to
+from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.runtime.futures import outcome_blocking
@@ -77,6 +77,6 @@ class SyncCheckpointEngine(BaseEngine):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        with second_to(error):
+        with log_if_second_to(error):
             self.close()
         return False

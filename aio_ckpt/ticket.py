@@ -1,7 +1,7 @@
-"""What ``save()`` returns: :class:`SaveTicket` with two :class:`Milestone` s, waited for from any thread or loop.
+"""Result of ``save()``: a :class:`SaveTicket` with two :class:`Milestone` s. Any thread and any loop can wait for them.
 
-Giving up a wait (a cancelled await, ``asyncio.timeout``, a timeout) never cancels the save: only
-:meth:`SaveTicket.cancel` does.
+If a wait is given up (a cancelled await, ``asyncio.timeout``, a timeout), the save goes on. Only
+:meth:`SaveTicket.cancel` cancels it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Milestone(Generic[T]):
-    """Something that a save reaches once, or fails to reach.
+    """Milestone of a save: staged or committed. The save reaches it once, or fails to.
 
     Invariant: the outcome is set once, by the engine, and never by a waiter. Each await has a private future of
     its own loop, woken by a callback. All waiters of a failure get the same exception object, with the traceback
@@ -32,7 +32,7 @@ class Milestone(Generic[T]):
     """
 
     def __init__(self, name: str, portal_check: Callable[[str], None]) -> None:
-        """``name`` stands in errors; ``portal_check(what)`` raises on the engine's own threads and in a fork."""
+        """``name`` is used in errors. ``portal_check(what)`` raises on the engine's threads and in a forked child."""
         self.name = name
         self._check = portal_check
         self._future: Future[T] = Future()
@@ -44,7 +44,7 @@ class Milestone(Generic[T]):
 
     @property
     def state(self) -> str:
-        """``pending``, ``reached``, ``cancelled`` or ``failed: <type of the error>``."""
+        """State as text: ``pending``, ``reached``, ``cancelled`` or ``failed: <type of the error>``."""
         if not self._future.done():
             return "pending"
         error = self._future.exception()
@@ -62,11 +62,11 @@ class Milestone(Generic[T]):
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait in this thread, at most ``timeout`` seconds (None: as long as it takes).
+        """Wait in this thread, at most ``timeout`` seconds (None: without a limit).
 
         Raises:
             StallError: the time is over; the save goes on.
-            WrongThreadError: this would block the engine's own thread for ever. Once ``done()``, it is no wait.
+            WrongThreadError: the wait would block the engine's own thread for ever. It is not raised once ``done()``.
             EngineForkedError: the save belongs to another process.
             Exception: why the milestone was not reached.
         """
@@ -81,7 +81,7 @@ class Milestone(Generic[T]):
         return error
 
     def peek(self) -> BaseException | None:
-        """The failure if there is one by now; never waits and does not count as observed."""
+        """Return the failure if there is one by now. Never waits, and the failure does not count as observed."""
         return self._future.exception() if self._future.done() else None
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -92,11 +92,11 @@ class Milestone(Generic[T]):
         return self._take()
 
     def add_done_callback(self, fn: Callable[[Milestone[T]], object]) -> None:
-        """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or now if it is known."""
+        """Call ``fn(self)`` once the outcome is known: in the thread that sets it, or at once if it is known."""
         self._future.add_done_callback(lambda _: fn(self))
 
     def resolve(self, value: T) -> bool:
-        """Reached. The first outcome stands; False if there was one before."""
+        """Set the outcome to reached, with ``value``. If there is an outcome, keep it and return False."""
         try:
             self._future.set_result(value)
         except InvalidStateError:
@@ -104,7 +104,7 @@ class Milestone(Generic[T]):
         return True
 
     def fail(self, error: BaseException) -> bool:
-        """Not reached, and why. The first outcome stands; False if there was one before."""
+        """Set the outcome to failed, with ``error``. If there is an outcome, keep it and return False."""
         if not self._future.done():
             self._traceback = error.__traceback__
         try:
@@ -155,9 +155,9 @@ def _set_if_pending(waiter: asyncio.Future[None]) -> None:
 
 
 class SaveTicket:
-    """One save in the background. ``await ticket`` is ``await ticket.committed``.
+    """Handle of one save in the background. ``await ticket`` is ``await ticket.committed``.
 
-    A skipped save (``when_busy="skip"``) has ``skipped=True`` and both milestones reached, with None for a report.
+    A skipped save (``when_busy="skip"``) has ``skipped=True``. Both milestones are reached, and the report is None.
     """
 
     def __init__(
@@ -170,17 +170,17 @@ class SaveTicket:
         skipped: bool = False,
         waited_secs: float = 0.0,
     ) -> None:
-        """``cancel`` asks the engine to cancel, ``fence(stream)`` to make a stream wait for the copies."""
+        """``cancel`` asks the engine to cancel the save. ``fence(stream)`` makes a stream wait for the copies."""
         self.step = step
         """Step that is saved."""
         self.skipped = skipped
         """Whether the save was not begun because others were pending."""
         self.waited_secs = waited_secs
-        """How long ``save()`` kept its caller waiting for room."""
+        """Seconds that ``save()`` waited for room."""
         self.staged: Milestone[None] = Milestone(f"staged of step {step}", portal_check)
-        """Everything is copied: the sources may be changed."""
+        """Reached once everything is copied. The sources may be changed then."""
         self.committed: Milestone[SaveReport | None] = Milestone(f"committed of step {step}", portal_check)
-        """Durable and visible."""
+        """Reached once the checkpoint is durable and visible."""
         self._cancel = cancel
         self._fence = fence
         if skipped:
@@ -207,7 +207,10 @@ class SaveTicket:
         return self.committed.exception(timeout)
 
     def cancel(self) -> bool:
-        """Ask that nothing becomes visible; False if it is too late. The outcome is then SaveCancelledError."""
+        """Ask the engine to cancel the save; False if it is too late.
+
+        A cancelled save never becomes visible, and its outcome is SaveCancelledError.
+        """
         cancel = self._cancel
         return cancel is not None and cancel()
 
@@ -215,7 +218,7 @@ class SaveTicket:
         """Make ``stream`` (None: the current one) wait for the copies out of guarded tensors.
 
         Raises:
-            ConfigError: it is no stream.
+            ConfigError: ``stream`` is no stream.
         """
         if stream is not None and not isinstance(stream, torch.Stream):
             raise ConfigError(f"fence(stream={shown(stream)}): give a torch.Stream, None for the current one")

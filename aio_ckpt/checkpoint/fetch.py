@@ -12,7 +12,7 @@ import torch
 
 from aio_ckpt.checkpoint.data_files import Files
 from aio_ckpt.checkpoint.requests import ReadRequest, ReassemblyBuffer
-from aio_ckpt.checkpoint.scatter import finish, place
+from aio_ckpt.checkpoint.scatter import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
 from aio_ckpt.memory.copies import Copies, HostCopies
 from aio_ckpt.memory.cuda import begin_uploads, takes_registered, using
@@ -22,7 +22,7 @@ from aio_ckpt.runtime.portal import Executor, run_blocking
 
 __all__ = ["Fetched", "fetch", "synchronize"]
 
-_PLACERS = 2
+_COPIERS = 2
 """Requests that are verified and copied while the allowed number of reads stays in flight."""
 
 
@@ -60,7 +60,7 @@ async def fetch(
         ReadError: the operating system could not read.
     """
     longest = max((request.nbytes for request in requests), default=0)
-    buffers = bounce_buffers(longest, min(readers + _PLACERS, len(requests)))
+    buffers = bounce_buffers(longest, min(readers + _COPIERS, len(requests)))
     locking = next(filter(takes_registered, devices), None)
     async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
@@ -146,11 +146,13 @@ class _Run:
             _check_length(request, request.start + got)
         finally:
             self._reading.release()
-        self.sums_checked += await run_blocking(self._executor, place, request, view, self._verify, self._copies)
+        self.sums_checked += await run_blocking(self._executor, copy_pieces, request, view, self._verify, self._copies)
         full = [reassembly for reassembly, count in reassemblies.items() if _count_down(reassembly, count)]
         complete = [reassembly for reassembly in full if reassembly.needs_finish]
         if complete:
-            self.sums_checked += await run_blocking(self._executor, finish, complete, self._verify, self._copies)
+            self.sums_checked += await run_blocking(
+                self._executor, finish_buffers, complete, self._verify, self._copies
+            )
 
 
 def _free_scratch(requests: Sequence[ReadRequest]) -> None:

@@ -147,7 +147,7 @@ class ReadPlan:
             self._add_raw(item, target, device)
 
     def _add_raw(self, item: Item, target: torch.Tensor, device: int) -> None:
-        """Fill ``target`` from an item whose blocks have one sum together, or none."""
+        """Fill ``target`` from an item that has one checksum for all blocks, or none."""
         if item.raw_bytes:
             buffer = ReassemblyBuffer(
                 label=_label(item), start=item.raw_offset, nbytes=item.raw_bytes, crc32=item.record_crc32
@@ -157,7 +157,7 @@ class ReadPlan:
 
     def _add_box(self, item: Item, start: Sequence[int], view: torch.Tensor) -> None:
         """Fill ``view`` from the box of its shape that begins at ``start`` inside the item."""
-        if item.sums or item.record_crc32 is None:  # else one sum proves all of it together
+        if item.sums or item.record_crc32 is None:  # otherwise one checksum covers the whole item
             for part_start, part in _parts(item, start, view):
                 self._add_box_part(item, part_start, part)
         else:
@@ -254,7 +254,7 @@ def _copy_box(view: torch.Tensor, item: Item, first: int, scratch: torch.Tensor,
 def _parts(item: Item, start: Sequence[int], view: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
     """Cut a box so that about ``_BOX_BYTES`` of the item hold each part; yield its start in the item and its view.
 
-    Cuts are at the ends of blocks, if rows end there at all.
+    Cuts are at the ends of blocks, if any row ends there.
     """
     strides = [step if length > 1 else 0 for step, length in zip(item.stride, view.shape, strict=True)]
     row_bytes = max(strides, default=0) * item.dtype.itemsize

@@ -15,13 +15,13 @@ from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.memory.host_copy import copy_all, memmove
 from aio_ckpt.memory.read_buffers import address_of
 
-__all__ = ["finish", "place"]
+__all__ = ["copy_pieces", "finish_buffers"]
 
 _SMALL_COPY_BYTES = 64 << 10
 """Longest copy that is made together with others in one call. A longer one is one ``memmove``."""
 
 
-def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
+def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence[Copies]) -> int:
     """Verify the pieces of a request, then copy them to their targets. Returns the number of matched checksums.
 
     ``copies``: the copies to each device, by its number in ``Pieces.devices``. The loops take 1 us a piece.
@@ -31,10 +31,10 @@ def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence
     """
     pieces = request.pieces
     begins = pieces.starts - request.start
-    checked = _prove(request, view, begins) if verify else 0
+    checked = _verify(request, view, begins) if verify else 0
     addresses, devices = _places(pieces)
     moves = np.stack([addresses, begins + address_of(view), pieces.nbytes], axis=1)
-    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # else it stays in the view
+    is_moved = (moves[:, 0] != 0) & (moves[:, 0] != moves[:, 1])  # pieces that are not moved stay in the view
     _move(moves[is_moved & (devices == 0)])
     numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
     try:
@@ -45,7 +45,7 @@ def place(request: ReadRequest, view: memoryview, verify: bool, copies: Sequence
     return checked
 
 
-def finish(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
+def finish_buffers(reassemblies: Sequence[ReassemblyBuffer], verify: bool, copies: Sequence[Copies]) -> int:
     """Finish full reassembly buffers and free their memory. Returns the number of matched checksums."""
     try:
         combine = isal_zlib.crc32_combine if verify else None
@@ -91,7 +91,7 @@ def _runs(moves: IntArray) -> IntArray:
     return np.column_stack([moves[first, :2], np.add.reduceat(moves[:, 2], first)])
 
 
-def _prove(request: ReadRequest, view: memoryview, begins: IntArray) -> int:
+def _verify(request: ReadRequest, view: memoryview, begins: IntArray) -> int:
     pieces, crc32 = request.pieces, isal_zlib.crc32
     ends = begins + pieces.nbytes
     is_summed = pieces.crcs >= 0

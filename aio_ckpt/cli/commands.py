@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; its exit code. Whatever goes wrong is one line on standard error."""
+    """Run one command line and return its exit code. An error is one line on standard error."""
     try:
         code = commands.main(list(arguments) or ["--help"], prog_name="aio-ckpt", standalone_mode=False)
         sys.stdout.flush()
@@ -74,7 +74,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def _call(work: Callable[[Storage, Executor], Coroutine[Any, Any, T]], *, readers: int = 4) -> T:
-    """Run ``work`` on a loop of its own."""
+    """Return the result of ``work``, run on a loop of its own."""
     portal = Portal("aio_ckpt-cli", readers + _HOUSEKEEPING_THREADS)
     try:
         portal.start()
@@ -274,15 +274,15 @@ def _leaf_cells(leaf: LeafRow) -> tuple[str, ...]:
 
 
 class _Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """What the verification of one checkpoint found."""
+    """Result of the verification of one checkpoint."""
 
     path: str
     nbytes: int
-    """Of all files in it."""
+    """Length of all its files, in bytes."""
     secs: float
-    """How long it took."""
+    """Duration of the verification."""
     faults: tuple[Fault, ...]
-    """Empty: every byte is what was written."""
+    """Faults; empty if every byte is as it was written."""
     is_gone: bool = False
     """Whether its writer deleted it before it was verified."""
 
@@ -331,7 +331,7 @@ def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advan
                 readers=workers,
                 on_progress=on_progress,
             )
-        except AioCkptError as error:  # one that cannot be read at all must not hide the faults of the others
+        except AioCkptError as error:  # an unreadable checkpoint must not hide the faults of the others
             return (Fault(file=checkpoint.name, tensor=None, message=str(error)),)
 
     async def work(storage: Storage, executor: Executor) -> tuple[Fault, ...]:
@@ -343,7 +343,7 @@ def _verify(checkpoint: Path, names: StepNames, nbytes: int, workers: int, advan
             after = await storage.status(checkpoint)
             is_gone = after is None
             if is_gone or after == before or not faults:
-                break  # else its writer replaced it while it was read
+                break  # otherwise its writer replaced it while it was read: verify it again
         return () if is_gone else faults
 
     faults = _call(work, readers=workers)

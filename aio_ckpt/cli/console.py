@@ -1,4 +1,4 @@
-"""What the commands show: rich on a terminal, plain lines everywhere else."""
+"""Output of the commands: rich on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rich.text import Text
 __all__ = ["Advance", "Screen", "printable"]
 
 Advance: TypeAlias = Callable[[int, str], None]
-"""``advance(done, words)``: how much is done in all, and what to say about it."""
+"""``advance(done, words)``: shows the total amount done so far, and a text."""
 
 _PLAIN_LINES = 10
-"""Lines that a plain progress prints, at most."""
+"""Most lines that a plain progress prints."""
 
 
 class Screen:
-    """Where a command writes. With ``as_json``, standard output is left to the one JSON document."""
+    """Output of one command. With ``as_json``, standard output holds one JSON document and nothing more."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -33,24 +33,25 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether someone looks at it."""
+        """Whether the output is a terminal."""
         return self._console.is_terminal
 
     def line(self, text: str = "", *, style: str = "") -> None:
-        """One line; never wrapped, so that a name can be copied."""
+        """Write one line. It is never wrapped, so that a name can be copied."""
         if self.is_terminal:
             self._console.print(Text(text, style=style), soft_wrap=True)
         else:
             print(text, file=self._stream, flush=True)
 
     def json(self, document: Any) -> None:
-        """The result, on standard output, in ASCII: a file's name that is no UTF-8 comes back by ``json.loads``."""
+        """Write ``document`` to standard output, in ASCII: ``json.loads`` restores file names that are no UTF-8."""
         print(json.dumps(msgspec.to_builtins(document), indent=2))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-        """Write a table; the first ``left`` columns are text, the others numbers. Nothing is folded or cut.
+        """Write a table. The first ``left`` columns are text, the others numbers. No cell is folded or cut.
 
-        Not rich's table: it folds or cuts at the width of the terminal, and takes 6 s for 20,000 rows instead of 0.1 s.
+        Rich's table is not used: it folds or cuts at the width of the terminal. For 20,000 rows it takes 6 s instead of
+        0.1 s.
         """
         widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
         for row in (columns, *rows):
@@ -62,7 +63,7 @@ class Screen:
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Advance]:
-        """Show how far something is. ``advance`` may be called from any one thread."""
+        """Show the progress towards ``total``. Any one thread may call the yielded function."""
         if not self.is_terminal:
             yield _plain_advance(self.line, label, total)
             return
@@ -86,5 +87,5 @@ def _plain_advance(line: Callable[[str], None], label: str, total: int) -> Advan
 
 
 def printable(text: str) -> str:
-    """``text`` without what would steer a terminal: names come from files of others."""
+    """Return ``text`` with control characters escaped: names come from files of others and could steer a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""What ``aio-ckpt ls`` and ``inspect`` tell about checkpoints. Reads manifests, never tensors."""
+"""Contents of checkpoints and roots for ``aio-ckpt ls`` and ``inspect``. Reads manifests, never tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     """One committed checkpoint of a root."""
 
     step: int
-    """Step, by the name of the directory."""
+    """Step in the name of the directory."""
     path: str
     """Directory of the checkpoint."""
     nbytes: int
@@ -44,7 +44,7 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     """Ranks that wrote it; None for plain DCP."""
     torch: str | None = None
-    """Version that wrote it; None if it is not told."""
+    """Version of torch that wrote it; None if the manifest does not hold it."""
     created_unix: float | None = None
     """Seconds since 1970; None for plain DCP."""
     metrics: dict[str, float | None] = {}
@@ -52,11 +52,11 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     is_protected: bool = False
     """Whether retention never deletes it."""
     fault: str | None = None
-    """Why its root manifest cannot be read."""
+    """Why its root manifest cannot be read; None if it can."""
 
 
 class RootTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies under a root."""
+    """Contents of a root."""
 
     root: str
     """Absolute path of the root."""
@@ -74,27 +74,27 @@ class LeafRow(msgspec.Struct, frozen=True, kw_only=True):
     """One name of a checkpoint."""
 
     name: str
-    """Its fully qualified name."""
+    """Fully qualified name."""
     kind: str
     """``tensor`` or ``object``."""
     dtype: str | None
-    """Without ``torch.``; None for an object."""
+    """Dtype without ``torch.``; None for an object."""
     shape: tuple[int, ...] | None
     """Global shape; None for an object."""
     nbytes: int
-    """Of the whole tensor, or of the object as stored."""
+    """Length of the whole tensor, or of the stored object, in bytes."""
     shards: int
-    """Items that hold it."""
+    """Number of items that hold it."""
     tied_to: str | None
     """Name under which the same item is stored; None unless this is a second name."""
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What one checkpoint holds."""
+    """Contents of one checkpoint."""
 
     path: str
     step: int | None
-    """Its step; None where nothing tells it."""
+    """Step; None if neither manifest nor directory name holds one."""
     format: str
     """``aio_ckpt 1.0`` or ``plain DCP``."""
     written_by: dict[str, str]
@@ -112,13 +112,13 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def list_root(storage: Storage, executor: Executor, root: Path, names: StepNames) -> RootTable:
-    """Every checkpoint under ``root``; a damaged manifest is told in its row.
+    """List every checkpoint under ``root``. The row of a damaged manifest holds its fault.
 
     Raises:
         ReadError: the root cannot be read.
-        ConfigError: it is no root but a checkpoint.
+        ConfigError: ``root`` is a checkpoint, no root.
     """
-    await storage.list_dir(root)  # or a root that is not there would pass for an empty one
+    await storage.list_dir(root)  # raises for a missing root, which would otherwise look empty
     marked = await protected_steps(storage, root)
     rows = [
         await _root_row(storage, executor, found, is_protected=found.step in marked)
@@ -138,14 +138,14 @@ async def list_root(storage: Storage, executor: Executor, root: Path, names: Ste
 
 
 async def _below(storage: Storage, root: Path, directory: str) -> tuple[str, ...]:
-    """What one of the engine's own directories holds, as paths below the root."""
+    """Return the entries of one of the engine's own directories, as paths below the root."""
     return tuple(f"{directory}/{name}" for name in await names_in(storage, root / directory))
 
 
 async def _root_row(
     storage: Storage, executor: Executor, found: CommittedCheckpoint, *, is_protected: bool
 ) -> RootRow | None:
-    """None: its writer deleted it since it was found."""
+    """Return the row of one checkpoint; None if its writer has deleted it since it was found."""
     step, path = found.step, str(found.path)
     try:
         nbytes = await run_blocking(executor, bytes_of, found.path)
@@ -173,16 +173,16 @@ async def _root_row(
 
 
 def bytes_of(directory: Path) -> int:
-    """Length of all files in ``directory``."""
+    """Return the length of all files in ``directory``, in bytes."""
     with os.scandir(directory) as entries:
         return sum(entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False))
 
 
 async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Path]:
-    """The checkpoint at ``path``, or those of the root at ``path``, ascending by step.
+    """Return the checkpoint at ``path``, or the checkpoints of the root at ``path``, ascending by step.
 
     Raises:
-        CheckpointNotFoundError: neither.
+        CheckpointNotFoundError: ``path`` is neither.
     """
     if await _is_checkpoint(storage, path):
         return [path]
@@ -192,23 +192,23 @@ async def locate(storage: Storage, path: Path, names: StepNames) -> Sequence[Pat
         paths = [path / name for name in sorted(steps, key=steps.__getitem__)]
         found = [each for each in paths if await _is_checkpoint(storage, each)]
         if all([await storage.exists(each) for each in paths if each not in found]):
-            break  # else a writer deleted what was listed
+            break  # otherwise a writer deleted a listed directory: list again
     if not found:
         raise CheckpointNotFoundError(f"{path}: neither a checkpoint nor a root that holds one")
     return found
 
 
 async def _is_checkpoint(storage: Storage, path: Path) -> bool:
-    """Whether it is one, or was: without ``.metadata`` it is none any more, which only a verification would notice."""
+    """Return whether ``path`` holds ``.metadata`` or a root manifest. If only the latter, verify reports the fault."""
     return await storage.exists(path / METADATA_FILE) or await storage.exists(path / ROOT_MANIFEST)
 
 
 async def describe_newest(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:
-    """The checkpoint at ``path``, or the newest of the root at ``path``, also beside a writer that deletes.
+    """Describe the checkpoint at ``path``, or the newest of the root at ``path``. A writer may delete meanwhile.
 
     Raises:
-        CheckpointNotFoundError: neither.
-        CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
+        CheckpointNotFoundError: ``path`` is neither.
+        CorruptCheckpointError, FormatVersionError: the manifests are damaged, or of a newer version.
     """
     for _ in range(MAX_RETRIES):
         newest = (await locate(storage, path, names))[-1]
@@ -224,11 +224,11 @@ async def describe_newest(storage: Storage, executor: Executor, path: Path, name
 
 
 async def describe(storage: Storage, executor: Executor, path: Path, names: StepNames) -> Contents:
-    """The checkpoint at ``path``.
+    """Describe the checkpoint at ``path``.
 
     Raises:
-        CheckpointNotFoundError: it is none.
-        CorruptCheckpointError, FormatVersionError: its manifests are not what was written.
+        CheckpointNotFoundError: ``path`` is no checkpoint.
+        CorruptCheckpointError, FormatVersionError: the manifests are damaged, or of a newer version.
     """
     checkpoint = await open_checkpoint(storage, path, executor=executor)
     leaves = await run_blocking(executor, _leaves, checkpoint)

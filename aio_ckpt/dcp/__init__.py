@@ -1,7 +1,7 @@
 """Faces for ``torch.distributed.checkpoint``: ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` on this package.
 
-``Writer`` and ``Reader`` stand where ``FileSystemWriter`` and ``FileSystemReader`` stand, ``AsyncStager`` where
-``DefaultStager`` stands. A checkpoint is a directory of the caller's (:mod:`aio_ckpt.commit.directory`).
+``Writer`` replaces ``FileSystemWriter``, ``Reader`` replaces ``FileSystemReader``, and ``AsyncStager`` replaces
+``DefaultStager``. A checkpoint is a directory that the caller names (:mod:`aio_ckpt.commit.directory`).
 """
 
 from aio_ckpt.dcp.reader import Reader

@@ -1,4 +1,4 @@
-"""A state that ``dcp.async_save`` saves from where it lies, because staging memory cannot hold a copy of it."""
+"""State that ``dcp.async_save`` saves without a copy, because staging memory cannot hold one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["LiveState"]
 
 
 class LiveState(dict[str, Any]):
-    """A state whose tensors are the caller's own, until the thread of ``dcp.async_save`` has captured them.
+    """State whose tensors are the caller's own, until the thread of ``dcp.async_save`` has captured them.
 
-    DCP reads the items in that thread before all else, which tells the saves of one writer apart.
+    DCP first reads the items in that thread. So the thread that reads them is the one that saves this state.
     """
 
     def __init__(self, state: dict[str, Any], budget_bytes: int) -> None:
@@ -23,12 +23,12 @@ class LiveState(dict[str, Any]):
         self._tensors = Handover()
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """As a dict's."""
+        """Return the items, and note that the current thread saves this state."""
         self._tensors.take()
         return super().items()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse a copy for another process, which would be as large as the state."""
+        """Raise BudgetExceededError: a copy for another process would be as large as the state."""
         self._tensors.release()
         raise BudgetExceededError(
             f"the state cannot be staged within budget_bytes={self._budget_bytes}: raise it, or save by a thread of "
@@ -37,20 +37,20 @@ class LiveState(dict[str, Any]):
 
     @property
     def is_saved_here(self) -> bool:
-        """Whether the current thread saves it."""
+        """Whether the current thread saves this state."""
         return self._tensors.is_taken_here
 
     def release(self) -> None:
-        """Everything is captured, or the save has failed: the caller may go on.
+        """Let the caller go on: all tensors are captured, or the save has failed.
 
         Raises:
-            SaveCancelledError: the caller went on before, and may have changed the tensors.
+            SaveCancelledError: the caller has gone on before, and may have changed the tensors.
         """
         if not self._tensors.release():
             raise SaveCancelledError("dcp.async_save was interrupted before the last wave was captured")
 
     def wait_captured(self, begin_secs: float) -> None:
-        """Wait until the thread that saves has called :meth:`release` or has ended; its future tells how.
+        """Wait until the thread that saves has called :meth:`release` or has ended. Its future holds its error.
 
         Raises:
             StallError: no thread has begun to save within ``begin_secs``.

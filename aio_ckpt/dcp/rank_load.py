@@ -1,4 +1,4 @@
-"""One load by DCP's plan: which bytes of which file each read item needs, read and proven, given to the planner."""
+"""Load by a plan of DCP: find the bytes of each read item, read and verify them, and give them to the planner."""
 
 from __future__ import annotations
 
@@ -48,27 +48,25 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class _Located:
-    """Where the items of a plan are, every place inside the real files."""
+    """Places of the items of a plan. Each was checked to lie inside its file."""
 
     items: dict[MetadataIndex, Item] = field(default_factory=dict)
     """Tensors whose raw bytes are known."""
     streams: dict[MetadataIndex, StoredObject] = field(default_factory=dict)
-    """All else."""
+    """Objects, and tensors that only ``torch.load`` or a stream extension can read."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """One rank's load."""
+    """Load of one rank."""
 
     runtime: Runtime
-    """Threads."""
     checkpoint: Checkpoint
-    """Opened."""
     metadata: Metadata
-    """What the plan was made by."""
+    """Metadata that the plan was made from."""
 
     def run(self, plan: LoadPlan, planner: LoadPlanner, transforms: Any) -> None:
-        """Read everything; the planner is called on this thread alone. See :meth:`Reader.read_data`."""
+        """Read all items of the plan. The planner is called on this thread only. See :meth:`Reader.read_data`."""
         located = self._wait(lambda: self._locate(plan))
         reads = ReadPlan()
         targets = [
@@ -93,7 +91,7 @@ class Load:
                 self._give(item, streams[item.storage_index], planner, transforms)
 
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Ctrl-C ends it; then, too, no thread fills a target any more."""
+        """Return the result of ``work``. After Ctrl-C, this raises once no thread fills a target any more."""
         given_up: Future[None] = Future()
         return outcome_blocking(self.runtime.portal.submit(unless_given_up, given_up, work), given_up)
 
@@ -119,7 +117,7 @@ class Load:
                 devices=reads.devices,
             )
 
-    # -- where everything is ----------------------------------------------------------------------
+    # -- places of the items ----------------------------------------------------------------------
 
     async def _locate(self, plan: LoadPlan) -> _Located:
         places = self.metadata.storage_data
@@ -143,7 +141,7 @@ class Load:
     def _unparsed_items(
         self, wanted: Mapping[MetadataIndex, StorageInfo], into: _Located
     ) -> dict[MetadataIndex, UnparsedItem]:
-        """Of plain DCP: tensors whose envelope must be looked at; all else is put into ``into``."""
+        """Return the tensors of plain DCP whose envelope must be parsed; add the other items to ``into.streams``."""
         unparsed_items: dict[MetadataIndex, UnparsedItem] = {}
         for index, place in wanted.items():
             entry = self.metadata.state_dict_metadata.get(index.fqn)
@@ -157,10 +155,10 @@ class Load:
                 into.streams[index] = stored_at(index.fqn, place)
         return unparsed_items
 
-    # -- what the planner gets --------------------------------------------------------------------
+    # -- values for the planner -------------------------------------------------------------------
 
     def _give(self, item: ReadItem, data: bytes, planner: LoadPlanner, transforms: Any) -> None:
-        """An object, or a tensor that is stored as bytes, to the planner as stock gives it."""
+        """Give an object, or a tensor that is stored as bytes, to the planner, as stock DCP does."""
         descriptors = descriptors_of(place_of(item.storage_index, self.metadata.storage_data))
         if self.checkpoint.root is None and not descriptors and item.type is LoadItemType.BYTE_IO:
             check_object_zip(item.storage_index.fqn, data)
@@ -178,7 +176,7 @@ class Load:
 
 def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     target: torch.Tensor = planner.resolve_tensor(item).detach()
-    if target.layout is torch.sparse_coo:  # the planner's is a copy
+    if target.layout is torch.sparse_coo:  # the planner made this target as a copy, so filling it has no effect
         raise TemplateMismatchError(f"{item.dest_index.fqn!r}: a sparse COO tensor cannot be filled; give a dense one")
     if tuple(target.shape) != tuple(item.lengths):
         raise TemplateMismatchError(
@@ -190,7 +188,11 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
 def _locate_ours(
     wanted: Mapping[MetadataIndex, StorageInfo], manifests: Mapping[str, RankManifest], into: _Located
 ) -> None:
-    """By the manifests, which hold the sums; what ``.metadata`` says must be the same."""
+    """Add the places of all ``wanted`` items to ``into``, by the manifests, because these hold the checksums.
+
+    Raises:
+        CorruptCheckpointError: ``.metadata`` has another place for an item.
+    """
     items = {name: _items_by_place(ours, ours.file) for name, ours in manifests.items() if ours.file is not None}
     objects = {(name, entry.offset): entry for name, ours in manifests.items() for entry in ours.objects}
     for index, place in wanted.items():
@@ -206,7 +208,7 @@ def _locate_ours(
 
 
 def _items_by_place(manifest: RankManifest, file: FileEntry) -> dict[tuple[int, int], Item]:
-    """The items of a rank by offset and length of each."""
+    """Return the items of a rank by (offset, length)."""
     columns = manifest.columns
     places = zip(columns.item_offsets.tolist(), columns.item_bytes.tolist(), strict=True)
     return dict(zip(places, items_of(manifest, file), strict=True))
@@ -216,5 +218,5 @@ def _parse(unparsed_items: Mapping[MetadataIndex, UnparsedItem], ends: Ends, int
     for index, unparsed in unparsed_items.items():
         try:
             into.items[index] = parse_item(unparsed, *ends[id(unparsed)])
-        except UnsupportedLeafError:  # a tensor that only torch.load knows: quantized, say
+        except UnsupportedLeafError:  # only torch.load can read it, such as a quantized tensor
             into.streams[index] = StoredObject.of_item(unparsed)

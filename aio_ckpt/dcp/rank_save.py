@@ -1,4 +1,4 @@
-"""One save into a directory: what each rank writes, and what the leader makes visible."""
+"""One save into a directory: the write of each rank, and the commit of the leader."""
 
 from __future__ import annotations
 
@@ -45,47 +45,48 @@ from aio_ckpt.write.result import check_complete
 from aio_ckpt.write.trace_file import NO_TRACE
 from aio_ckpt.write.writer import ChunkPreparer, new_file, write_image
 
-__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "mend", "write_rank"]
+__all__ = ["ManifestResult", "RankSave", "begin_save", "commit_save", "find_save", "recover_unless_busy", "write_rank"]
 
-_LOOKS_FOR_MARK, _LOOKS_APART_SECS = 100, 0.02
-"""The mark of a save that another one ends goes behind its files: a directory is fsynced in between."""
+_MARK_POLLS, _MARK_POLL_SECS = 100, 0.02
+"""Number of polls for the mark of this save, and the pause between two. A save that overtakes this one removes the
+files first, fsyncs the directory, and then removes the mark."""
 _MANIFEST_INDEX = MetadataIndex("aio_ckpt.manifest")
 
 
 @dataclass(frozen=True)
 class RankSave:
-    """One rank's part of a save; goes from the leader to the rank in its plan."""
+    """Part of a rank in a save. The leader sends it to the rank in its plan."""
 
     save_id: str
-    """In the name of every file of the save."""
+    """Id of the save. The name of every file of the save contains it."""
     rank: int
     """Number of the rank's plan."""
     world_size: int
     """Number of plans."""
     step: int
-    """That of the directory's name, 0 if it is named for none."""
+    """Step in the name of the directory; 0 if the name holds none."""
 
     @property
     def data_file(self) -> str:
-        """Name of the data file; DCP's own begin with the rank, so that none is ever written over."""
+        """Name of the data file. It differs from DCP's names, which begin with the rank, so it never replaces one."""
         return f"__{self.save_id}{data_file_name(self.rank).removeprefix('_')}"
 
     @property
     def manifest(self) -> str:
-        """Name of the rank manifest."""
+        """Name of the rank manifest of this save."""
         return rank_manifest_name(self.rank).replace("aio_ckpt.", f"aio_ckpt.{self.save_id}.", 1)
 
 
 @dataclass(frozen=True)
 class ManifestResult(WriteResult):
-    """Tells the leader of a rank's manifest, beside the results of its items; ``storage_data`` is its FileEntry."""
+    """Result by which the leader learns a rank's manifest. ``storage_data`` is the FileEntry of the manifest."""
 
     save_id: str
-    """Of the save that it belongs to."""
+    """Id of the save."""
 
 
 async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
-    """Leader, before any rank writes: mend what a crash left, mark the new save.
+    """Recover the directory from a crash and mark the new save. The leader calls this before any rank writes.
 
     Raises:
         RootError: another save is being committed there, or begins at the same time.
@@ -95,8 +96,8 @@ async def begin_save(storage: Storage, directory: Path, save_id: str) -> None:
         await begin_directory(storage, directory, save_id=save_id)
 
 
-async def mend(storage: Storage, directory: Path) -> bool:
-    """``recover_directory``, but not while a save begins or is being committed."""
+async def recover_unless_busy(storage: Storage, directory: Path) -> bool:
+    """Do ``recover_directory``, but not while a save begins or is being committed: then raise RootError."""
     if not await storage.exists(directory):
         return False
     with hold_directory(storage, directory):
@@ -104,18 +105,19 @@ async def mend(storage: Storage, directory: Path) -> bool:
 
 
 async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_begun: bool) -> RankSave:
-    """The pending save that ``save`` means. DCP's plan cache hands out that of an earlier one, whose mark is gone.
+    """Return the pending save that ``save`` belongs to.
 
-    ``is_begun``: known to be no earlier one.
+    DCP's plan cache may return the plan of an earlier save, whose mark is gone. Then the one pending save is taken.
+    ``is_begun``: whether ``save`` is known to be of the current save.
 
     Raises:
-        RootError: not one save is pending: the ranks see different directories, or another save has begun here.
+        RootError: none or several saves are pending (the ranks see different directories), or another save has begun.
     """
     pending = await pending_saves(storage, directory)
     if save.save_id in pending:
         return save
     if is_begun:
-        raise _overtaken(directory)
+        raise _other_save_error(directory)
     if len(pending) == 1:
         return replace(save, save_id=pending[0])
     raise RootError(
@@ -132,14 +134,14 @@ async def find_save(storage: Storage, directory: Path, save: RankSave, *, is_beg
 def write_rank(
     runtime: Runtime, directory: Path, save: RankSave, sources: Sources, *, on_captured: Callable[[], None]
 ) -> list[WriteResult]:
-    """Write the rank's data file and manifest, durably, while the tensors are captured on this thread.
+    """Write the rank's data file and manifest, durably, while this thread captures the tensors.
 
-    ``on_captured`` is called once no tensor is needed any more; what it raises fails the save.
+    ``on_captured`` is called once no tensor is needed any more. If it raises, the save fails.
 
     Raises:
-        WriteError: with errno and path.
+        WriteError: the operating system could not write; has errno and path.
         StallError: no progress for ``stall_timeout_secs``.
-        Exception: the first error of any stage; then what was written is removed.
+        Exception: the first error of any stage. The written files were removed.
     """
     if sources.is_empty:
         on_captured()
@@ -230,7 +232,7 @@ async def _write(
         cause = first_cause(error)
         with anyio.CancelScope(shield=True):
             await _clear(runtime.storage, directory, save, image, cause)
-            cause = await _explained(runtime.storage, directory, save, cause)
+            cause = await _error_to_raise(runtime.storage, directory, save, cause)
         if cause is error:
             raise
         raise cause from cause.__cause__
@@ -272,7 +274,7 @@ async def _write_data(
 async def _write_manifest(
     storage: Storage, directory: Path, save: RankSave, sources: Sources, written: Written | None
 ) -> ManifestResult:
-    """The rank's manifest; ``written`` is None if the rank has nothing to write."""
+    """Write the rank's manifest. ``written``: result of the data file; None if the rank has nothing to write."""
     layout = sources.planned.plan.layout
     if written is not None:
         _check_written(sources, written)
@@ -300,30 +302,36 @@ def _check_written(sources: Sources, written: Written) -> None:
 
 
 async def _clear(storage: Storage, directory: Path, save: RankSave, image: Image, cause: BaseException) -> None:
-    """Wake a capture that waits for room, then remove what was written, once its threads let go of it."""
+    """Wake a capture that waits for room, then remove the written files."""
     image.fail_slots(cause if isinstance(cause, Exception) else SaveCancelledError("the save was cancelled"))
     if isinstance(cause, WriteError) and cause.errno == errno.EEXIST:
-        return  # another save's
+        return  # the file belongs to another save
     with anyio.move_on_after(SETTLE_SECS), contextlib.suppress(AioCkptError, OSError):
         for name in (save.manifest, save.data_file):
             await storage.remove_file(directory / name)
 
 
 async def _check_mark(storage: Storage, directory: Path, save_id: str) -> None:
-    """Who overtook the save may have looked for what to remove before all of it was there."""
+    """Raise RootError if the mark of this save is gone: another save has begun.
+
+    The other save may have removed the files of this one before all of them were there.
+    """
     if save_id not in await pending_saves(storage, directory):
-        raise _overtaken(directory)
+        raise _other_save_error(directory)
 
 
-async def _explained(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
-    """A file that is gone went when another save began; the mark of its own follows."""
+async def _error_to_raise(storage: Storage, directory: Path, save: RankSave, cause: BaseException) -> BaseException:
+    """Return the error to raise for ``cause``: if a file is gone because another save began, that is the error.
+
+    The other save removes the files of this one first, and its mark later.
+    """
     if getattr(cause, "errno", 0) != errno.ENOENT:
         return cause
     with contextlib.suppress(AioCkptError, OSError):
-        for _ in range(_LOOKS_FOR_MARK):
+        for _ in range(_MARK_POLLS):
             if save.save_id not in await pending_saves(storage, directory):
-                return _overtaken(directory)
-            await anyio.sleep(_LOOKS_APART_SECS)
+                return _other_save_error(directory)
+            await anyio.sleep(_MARK_POLL_SECS)
     return cause
 
 
@@ -340,20 +348,20 @@ async def commit_save(
     step: int,
     timeout_secs: float,
 ) -> None:
-    """Make the save visible in the place of what the directory held; if that fails, what it held stands again.
+    """Make the save visible in place of the checkpoint before it. If that fails, restore the checkpoint before it.
 
     Raises:
-        RootError: a rank's manifest is not there, or another save has begun.
-        WriteError: with errno and path.
+        RootError: a rank's manifest is missing, or another save has begun.
+        WriteError: the operating system could not write; has errno and path.
         StallError: the commit did not end within ``timeout_secs``.
 
-    An error with ``in_doubt`` came after the last rename: the new checkpoint stands, but may not outlive a power loss.
+    An error with ``in_doubt`` came after the last rename: the new checkpoint is visible, but a power loss may undo it.
     """
     data = dump_metadata(metadata)
     root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
     with hold_directory(storage, directory):
         if await pending_saves(storage, directory) != [save_id]:
-            raise _overtaken(directory)
+            raise _other_save_error(directory)
         await _check_manifests(storage, directory, manifests)
         with anyio.move_on_after(timeout_secs, shield=True) as scope:  # renames that were begun are finished or undone
             await _replace(storage, directory, data, root, save_id)
@@ -374,7 +382,7 @@ async def _check_manifests(storage: Storage, directory: Path, manifests: Sequenc
             )
 
 
-def _overtaken(directory: Path) -> RootError:
+def _other_save_error(directory: Path) -> RootError:
     return RootError(
         errno.EBUSY, "another save into this directory has begun: let one at a time save into it", str(directory)
     )
@@ -389,6 +397,6 @@ async def _replace(storage: Storage, directory: Path, metadata: bytes, root: byt
     except (AioCkptError, OSError) as error:
         with contextlib.suppress(AioCkptError, OSError):
             await recover_directory(storage, directory)
-            if isinstance(error, AioCkptError):  # what was renamed and not made durable stands, for now
+            if isinstance(error, AioCkptError):  # the last rename may be visible and not yet durable
                 error.in_doubt = await is_held_by(storage, directory, save_id=save_id)
         raise

@@ -1,4 +1,4 @@
-"""``Reader``: a ``FileSystemReader`` for ``dcp.load`` that reads only the ranges it needs, and proves them."""
+"""``Reader``: a ``FileSystemReader`` for ``dcp.load`` that reads only the ranges it needs, and verifies them."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ __all__ = ["Reader"]
 
 
 class Reader(Face, StorageReader):
-    """Loads for ``dcp.load(storage_reader=...)``: what :class:`Writer`, an engine (a step's directory) or stock saved.
+    """Storage reader for ``dcp.load`` of a checkpoint of :class:`Writer`, of an engine (one step) or of stock DCP.
 
-    Of a shard only the blocks that a rank needs are read. What has a sum is checked before it is passed on; tensors
-    of the template are filled as they are proven, so after an error they may hold a mix. ``.metadata`` is read without
-    running code; an object is unpickled by DCP's planner, as with stock: load what you trust. Where a save died in the
-    directory, the checkpoint that it was to replace is read.
+    Of a shard, only the blocks that the rank needs are read. Bytes with a checksum are verified before they are passed
+    on. Tensors of the template are filled block by block, so after an error they may hold a mix of old and new values.
+    ``.metadata`` is read without running code. Objects are unpickled by DCP's planner, as with stock: load only
+    checkpoints that you trust. If a save died in the directory, the checkpoint that it would have replaced is read.
 
     Args:
         path: directory of the checkpoint.
-        _extension_registry: knows the extensions that a checkpoint was written with, as stock's.
-        config: ``workers`` (reads in flight), ``direct_io``, ``verify`` and ``stall_timeout_secs`` have their meaning.
-        storage: where the bytes are; the local file system unless given.
+        _extension_registry: registry of the stream extensions that the checkpoint was written with, as for stock DCP.
+        config: only ``workers`` (reads in flight), ``direct_io``, ``verify`` and ``stall_timeout_secs`` are used.
+        storage: file system of the checkpoint; None for the local one.
 
     Raises:
-        ConfigError: an argument of another type.
-        RootError: ``path`` is none.
+        ConfigError: an argument has the wrong type.
+        RootError: ``path`` is no path.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class Reader(Face, StorageReader):
         self._fault: AioCkptError | None = None
         self._transforms = _transforms(_extension_registry)
 
-    # -- what DCP calls, in this order ------------------------------------------------------------
+    # -- called by DCP, in this order -------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins; from ``checkpoint_id`` if one is given."""
+        """Begin a load, from ``checkpoint_id`` if one is given."""
         self.storage_data, self._checkpoint, self._metadata, self._fault = {}, None, None, None
         if checkpoint_id:
             self.path = checked_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and prove the small files. ``rank``: those of a checkpoint that stock saved without collectives.
+        """Read and check the small files. With ``rank``: those that stock DCP saved without collectives.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
-            CorruptCheckpointError: a small file is missing or not the one that was written; names it.
+            CorruptCheckpointError: a small file is missing, or differs from the one that was written; names it.
         """
         rank: int | None = kwargs.get("rank")
         try:
@@ -93,8 +93,8 @@ class Reader(Face, StorageReader):
             if rank is None or self._fault is None:
                 self._fault = error
                 raise
-            # DCP asks once more with a rank, and in place of what either call raised it says that there are no
-            # metadata. So that the first fault reaches the caller it is raised where the reader is set up.
+            # If both calls fail, with and without a rank, DCP reports that there is no metadata and drops the errors.
+            # Therefore this call succeeds, and set_up_storage_reader raises the first error.
             return Metadata({}, storage_data={})
         self._fault = None
         if metadata.storage_meta is None:
@@ -104,7 +104,7 @@ class Reader(Face, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take over where everything is; raises what was wrong with the small files, if DCP kept that to itself."""
+        """Keep the metadata. Raises the error of :meth:`read_metadata` if DCP would have dropped it."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
@@ -113,20 +113,20 @@ class Reader(Face, StorageReader):
         self._metadata, self.storage_data = metadata, metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return ``plans`` unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of ``plan``; returns when all is read and proven.
+        """Read every item of ``plan``. Returns once all items are read and verified.
 
         Raises:
-            CorruptCheckpointError: names file and tensor.
+            CorruptCheckpointError: bytes are damaged; names file and tensor.
             TemplateMismatchError: the planner gives a tensor of another shape than it planned.
-            ReadError: with errno and path.
+            ReadError: the operating system could not read; has errno and path.
         """
         if self._checkpoint is None or self._metadata is None:
             self.set_up_storage_reader(self.read_metadata(), is_coordinator=False)
@@ -139,16 +139,16 @@ class Reader(Face, StorageReader):
         future.set_result(None)
         return future
 
-    # -- the rest ---------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------
 
     @property
     def checkpoint_id(self) -> str:
-        """Path of the checkpoint as it was given."""
+        """Path of the checkpoint, as the caller gave it."""
         return str(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, as stock decides it."""
+        """Return whether stock DCP accepts ``checkpoint_id`` as a path."""
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
 
@@ -166,7 +166,7 @@ async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
 
 
 def _transforms(registry: Any) -> Any:
-    """Return torch's own way to undo extensions."""
+    """Return torch's own object that undoes stream extensions."""
     if registry is not None and not hasattr(registry, "from_descriptor_list"):
         raise ConfigError(f"_extension_registry={shown(registry)}: give a registry of torch's stream extensions")
     return reader_transforms(registry)

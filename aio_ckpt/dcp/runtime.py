@@ -1,4 +1,4 @@
-"""What a face runs on: a portal, a storage, staging memory; for one call, or for the life of a ``with``."""
+"""Runtime of the DCP faces: threads, storage and memory, for one call or for the block of a ``with``."""
 
 from __future__ import annotations
 
@@ -29,33 +29,30 @@ from aio_ckpt.write.throttle import WriteThrottle
 __all__ = ["Face", "Runtime", "peers_on_host"]
 
 _WINDOW_CHUNKS = 2
-"""Chunks of an image that are in memory at once, for each write in flight: one is filled while another is written."""
+"""Chunks of an image in memory for each write in flight: one is filled while another is written."""
 _WINDOW_SHARE = 4
-"""The window has at most one part in so many of the budget: the rest is for staging."""
+"""Largest part of the budget for the window, as 1 / this. The rest is for staging."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Threads and memory. Whoever opened it closes it; what is lent then returns with its last user."""
+    """Threads and memory of a face. Its opener closes it. Leased memory is freed once its last user has ended."""
 
     config: EngineConfig
-    """Settings."""
     portal: Portal
-    """Its loop and I/O threads."""
+    """Loop and I/O threads."""
     storage: Storage
-    """Where files are."""
+    """File system of the checkpoints."""
     window: LifetimeManager
-    """Lends the window through which an image is written."""
+    """Memory of the window: the chunks of an image that are in memory while it is written."""
     staging: LifetimeManager
-    """Lends memory that holds a whole state."""
+    """Memory of the stager, for whole states."""
     throttle: WriteThrottle
-    """Paces the writes."""
     copy_engines: CopyEngines = field(default_factory=CopyEngines)
-    """Side streams and gather buffers."""
 
     @classmethod
     def open(cls, config: EngineConfig, storage: Storage | None) -> Runtime:
-        """Start the threads; no memory is taken yet."""
+        """Start the threads. No memory is allocated yet. ``storage``: None for the local file system."""
         log_untried_torch()
         portal = Portal(
             f"aio_ckpt-dcp-{uuid.uuid4().hex[:8]}",
@@ -78,32 +75,35 @@ class Runtime:
             )
 
     def arena_kind(self, source: torch.device | None) -> ArenaKind:
-        """For tensors from ``source``. An engine asks the driver first; most runtimes live for one call only."""
+        """Return the kind of memory for tensors from ``source``.
+
+        Unlike an engine, this does not ask the driver first, because most runtimes live for one call only.
+        """
         if self.config.staging != "auto":
             return self.config.staging
         return "pageable" if source is None else "pinned"
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads and close the memory. Idempotent."""
         self.window.close()
         self.staging.close()
         self.portal.close(STOP_SECS)
 
 
 def peers_on_host() -> int:
-    """Ranks of this host, on each of which a face runs; 1 without a process group."""
+    """Return the number of ranks on this host; 1 without a process group."""
     return ranks_on_host(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
 class Face:
-    """Base of the faces: a :class:`Runtime` of its own.
+    """Base of the faces. A face has a :class:`Runtime` of its own.
 
-    Inside ``with`` the face keeps one, so that threads and staging memory are used again from call to call; outside,
-    each call opens one and closes it before it returns. A face that keeps none can be pickled and survives a fork.
+    Inside ``with``, the face keeps one runtime, so that all calls share threads and staging memory. Outside, each call
+    opens a runtime and closes it before it returns. A face that keeps none can be pickled and survives a fork.
     """
 
     def __init__(self, config: EngineConfig | None, storage: Storage | None) -> None:
-        """Raises ConfigError for a ``config`` or ``storage`` of another type."""
+        """Raise ConfigError if ``config`` or ``storage`` has the wrong type."""
         check_kind("config", config, EngineConfig)
         check_kind("storage", storage, Storage)
         self._config = config or EngineConfig()
@@ -121,14 +121,14 @@ class Face:
         self.close()
 
     def close(self) -> None:
-        """End the threads that are kept, if any. Idempotent; a later call works, for itself."""
+        """Close the kept runtime, if there is one. Idempotent. Later calls open a runtime each."""
         with self._opening:
             kept, self._kept = self._kept, None
         if kept is not None:
             kept.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without threads and memory: another process opens its own."""
+        """Return the state without threads and memory: another process opens its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_opening"} | {"_kept": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Face:
         self._opening = Lock()
 
     def _keep(self) -> Runtime:
-        """The runtime that is kept until :meth:`close`; opened by the first call."""
+        """Return the runtime that is kept until :meth:`close`. The first call opens it."""
         with self._opening:
             kept = self._kept = self._kept or Runtime.open(self._config, self._storage)
         kept.portal.check_thread(type(self).__name__)
@@ -144,7 +144,7 @@ class Face:
 
     @contextmanager
     def _running(self) -> Iterator[Runtime]:
-        """The kept runtime, or one for this block."""
+        """Yield the kept runtime, or one that is opened for this block."""
         kept = self._kept
         if kept is not None:
             kept.portal.check_thread(type(self).__name__)

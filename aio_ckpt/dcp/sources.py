@@ -1,4 +1,4 @@
-"""What one rank writes, taken from DCP's plan: tensors laid out in an image, and streams of bytes behind them."""
+"""Sources of one rank's data file, from a plan of DCP: tensors laid out in an image, then streams of bytes."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """An item that is stored as bytes: an object, what went through extensions, a tensor that only torch.save knows."""
+    """Item that is stored as bytes: an object, a transformed item, or a tensor that only ``torch.save`` can write."""
 
     index: MetadataIndex
-    """DCP's name for it."""
+    """Index of the item in DCP's metadata."""
     data: bytes
-    """What stands in the file."""
+    """Bytes of the item in the file."""
     descriptors: tuple[str, ...]
-    """Extensions that made it, outermost first; empty if none did."""
+    """Stream extensions that were applied, outermost first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """One rank's share of a save, resolved; lives no longer than the save."""
+    """Values that one rank writes. Kept only until the save ends."""
 
     planned: PlannedImage
-    """Tensors, and where each goes."""
+    """Tensors, and their places in the image."""
     indices: tuple[MetadataIndex, ...]
-    """Of each tensor leaf of ``planned``."""
+    """Per tensor leaf of ``planned``, its index in DCP's metadata."""
     aliases: tuple[int, ...]
-    """Per tensor leaf, the leaf that is stored for it."""
+    """Per tensor leaf, the leaf whose item holds its bytes."""
     streams: tuple[Stream, ...]
-    """In the order in which they follow the tensors."""
+    """Other items, in the order in which they follow the tensors."""
 
     @property
     def is_empty(self) -> bool:
@@ -63,7 +63,7 @@ class Sources:
         return sum(len(stream.data) for stream in self.streams)
 
     def object_entries(self) -> list[ObjectEntry]:
-        """The streams as the rank manifest lists them."""
+        """Return the entries of the streams in the rank manifest."""
         start = self.planned.plan.layout.tensor_bytes
         entries = []
         for stream in self.streams:
@@ -73,7 +73,7 @@ class Sources:
         return entries
 
     def places(self, file: str) -> dict[MetadataIndex, StorageInfo]:
-        """Where ``file`` holds each item, as ``.metadata`` tells it."""
+        """Return the place of each item in the data file ``file``, as stored in ``.metadata``."""
         by_leaf = {
             item.leaf: StorageInfo(file, item.item_offset, item.envelope.item_bytes)
             for item in self.planned.plan.layout.items
@@ -93,13 +93,13 @@ def _storage_info(file: str, entry: ObjectEntry, descriptors: Sequence[str]) -> 
 def collect_sources(
     plan: SavePlan, planner: SavePlanner, transforms: Any, *, gather_bytes: int, budget_bytes: int
 ) -> Sources:
-    """Resolve every item of ``plan``; ``transforms`` is torch's ``_StorageWriterTransforms``, None without extensions.
+    """Resolve every item of ``plan``. ``transforms``: torch's ``_StorageWriterTransforms``; None without extensions.
 
-    Tensors are resolved before the first is copied, so a planner that makes new ones needs room for all of them.
+    All tensors are resolved before the first is copied, so a planner that makes new tensors needs memory for all.
 
     Raises:
-        UnsupportedLeafError: a sparse COO tensor.
-        PlanChangedError: a tensor has not the shape that was planned.
+        UnsupportedLeafError: a tensor is a sparse COO tensor.
+        PlanChangedError: a tensor does not have the planned shape.
         SourceChangedError: a tensor's memory was freed.
     """
     items: list[WriteItem] = []
@@ -129,7 +129,7 @@ def collect_sources(
 
 
 def is_plain(data: object) -> bool:
-    """Whether ``data`` is a tensor whose raw bytes, dtype, shape and stride are all of it."""
+    """Return whether ``data`` is a tensor that raw bytes, dtype, shape and stride describe completely."""
     return (
         type(data) in _PLAIN_TYPES
         and isinstance(data, torch.Tensor)
@@ -147,11 +147,14 @@ def plan_tensors(
     gather_bytes: int,
     budget_bytes: int,
 ) -> tuple[PlannedImage, list[int]]:
-    """Lay tensors out, those that share bytes once; ``boxes`` holds global shape and offsets of each.
+    """Lay out tensors in an image. Tensors that share bytes are stored once.
 
-    ``budget_bytes`` of memory are there for the image.
+    Args:
+        boxes: (global shape, offsets) of each tensor.
+        budget_bytes: memory for the image.
 
-    Returns the plan and, per tensor, the first that shares its bytes.
+    Returns:
+        The plan and, per tensor, the index of the first one that shares its bytes.
     """
     flat = tree.FlatState(list(names), list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
     leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards=dict(enumerate(boxes)), objects=[])
@@ -187,7 +190,7 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
 
 
 def _encode(item: WriteItem, data: Any, transforms: Any) -> Stream:
-    """As stock writes it: an object's own bytes, a tensor by torch.save, each through the extensions."""
+    """Encode an item as stock DCP does: an object's bytes, or a tensor by ``torch.save``, through the extensions."""
     out = io.BytesIO()
     stream, descriptors = transforms.transform_save_stream(item, out) if transforms is not None else (out, [])
     if item.type is WriteItemType.BYTE_IO:
@@ -195,12 +198,12 @@ def _encode(item: WriteItem, data: Any, transforms: Any) -> Stream:
     else:
         torch.save(_on_host(data), stream)
     if stream is not out:
-        stream.close()  # which ends the transformation and leaves what is below it open
+        stream.close()  # ends the transformation and leaves ``out`` open
     return Stream(index=item.index, data=out.getvalue(), descriptors=tuple(descriptors))
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, without bytes of its storage that are not its own, which torch.save would store too."""
+    """Return the tensor on the CPU, with a storage that holds only its own bytes: ``torch.save`` stores all of it."""
     tensor = tensor.detach().cpu()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
         return tensor.clone()

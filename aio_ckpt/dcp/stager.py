@@ -1,4 +1,4 @@
-"""``AsyncStager``: copies a state for ``dcp.async_save`` into memory that is lent until nobody can read it any more."""
+"""``AsyncStager``: copies a state for ``dcp.async_save`` into staging memory, leased until no copy is left."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ __all__ = ["AsyncStager", "Staging", "plan_staging"]
 
 
 class AsyncStager(Face, staging.AsyncStager):
-    """Stages for ``dcp.async_save(async_stager=...)``, with any storage writer.
+    """Stager for ``dcp.async_save(async_stager=...)``, with any storage writer.
 
-    Every tensor is copied, host tensors too, and every other value deep-copied, before :meth:`stage` returns. The
-    copies are on the CPU, in memory that is used again by a later call once the last of them is gone: DCP holds them
-    until its save has ended, so that calls that overlap get memory of their own. Close it after the last save.
+    Before :meth:`stage` returns, every tensor is copied to host memory, host tensors too, and every other value is
+    deep-copied. A later call uses the memory again once the last copy in it is gone. DCP holds the copies until its
+    save has ended, so overlapping calls get different memory. Close the stager after the last save.
 
     Args:
-        config: ``staging``, ``budget_bytes``, ``gather_bytes``, ``stall_timeout_secs``, ``drain_timeout_secs`` and
-            ``debug`` have their meaning.
+        config: only ``staging``, ``budget_bytes``, ``gather_bytes``, ``stall_timeout_secs``, ``drain_timeout_secs``
+            and ``debug`` are used.
     """
 
     _synchronize_after_execute = False
@@ -50,12 +50,12 @@ class AsyncStager(Face, staging.AsyncStager):
         super().__init__(config, None)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state_dict``; what is not in the copy later is nobody's but the caller's.
+        """Return a copy of ``state_dict``. The caller may change ``state_dict`` at once.
 
         Raises:
-            BudgetExceededError: the state is larger than what ``budget_bytes`` leaves for staging. This stager does
-                not know when the writer has captured; ``Writer`` itself stages a state of any size.
-            StallError: copies of earlier calls hold the budget, for ``stall_timeout_secs``.
+            BudgetExceededError: the state is larger than the staging memory of ``budget_bytes``. This stager cannot
+                stage in waves, as it does not know when the writer has captured; ``Writer`` as the stager can.
+            StallError: copies of earlier calls have held the memory for ``stall_timeout_secs``.
             SourceChangedError: a tensor's memory was freed.
         """
         runtime = self._keep()
@@ -68,20 +68,20 @@ class AsyncStager(Face, staging.AsyncStager):
         return staging.copied(runtime)
 
     def synchronize_staging(self) -> None:
-        """Nothing: :meth:`stage` returns when everything is copied."""
+        """Do nothing: :meth:`stage` returns once everything is copied."""
 
 
 @dataclass(slots=True)
-class _Found:
+class _PlainTensors:
     """Tensors of a state that are copied by address."""
 
     owners: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What stands in the state, by ``id``."""
+    """Tensors of the state, by ``id``."""
     local: list[torch.Tensor] = field(default_factory=list)
-    """The part of each that this rank holds."""
+    """Local tensor of each, which is the tensor itself or the shard of a DTensor."""
 
     def add_all(self, values: Iterable[object]) -> None:
-        """Look through containers, as DCP does when it flattens a state."""
+        """Add the tensors in ``values`` and in their containers, as DCP does when it flattens a state."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 self._add(value)
@@ -99,14 +99,14 @@ class _Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staging:
-    """One state and where its tensors would stand in staging memory."""
+    """State to be staged, and the layout of its tensors in staging memory."""
 
     state: dict[str, Any]
-    """As the caller gave it."""
+    """State of the caller."""
     owners: Mapping[int, torch.Tensor]
     """Tensors that are copied by address, by ``id``."""
     planned: PlannedImage | None
-    """The image of them; None if there are none."""
+    """Image of these tensors; None if there are none."""
     aliases: Sequence[int]
     """Per tensor, the leaf of the image that holds its bytes."""
     budget_bytes: int
@@ -114,7 +114,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Length of the image."""
+        """Length of the image, in bytes."""
         return 0 if self.planned is None else image_bytes_of(self.planned.plan, 0)
 
     @property
@@ -123,24 +123,24 @@ class Staging:
         return self.nbytes <= self.budget_bytes
 
     def copied(self, runtime: Runtime) -> dict[str, Any]:
-        """Copy the state into memory of ``runtime.staging``, which returns there when the last copy is gone."""
+        """Copy the state into memory of ``runtime.staging``. The memory is free again once the last copy is gone."""
         memo: dict[int, Any] = {}
         if self.planned is not None:
             views = _views(self.planned.plan, _captured(runtime, self.planned))
             for leaf, (key, owner) in zip(self.aliases, self.owners.items(), strict=True):
                 memo[key] = _like(owner, views[leaf])
-        # Every other value is copied with its containers; each tensor is found in the memo, by its id.
+        # deepcopy finds each of these tensors in the memo by its id, and copies every other value.
         return copy.deepcopy(self.state, memo)
 
     def live(self) -> LiveState:
-        """The state with its own tensors, and a copy of all else."""
+        """Return the state with its own tensors, and copies of all other values."""
         memo: dict[int, Any] = dict(self.owners)
         return LiveState(copy.deepcopy(self.state, memo), self.budget_bytes)
 
 
 def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
-    """Look for the tensors of ``state`` and lay them out; nothing is copied yet."""
-    found = _Found()
+    """Find the tensors of ``state`` and lay them out. Nothing is copied yet."""
+    found = _PlainTensors()
     found.add_all([state])
     planned, aliases, budget_bytes = None, list[int](), runtime.staging.budget_bytes
     if found.local:
@@ -152,7 +152,7 @@ def plan_staging(runtime: Runtime, state: dict[str, Any]) -> Staging:
 
 
 def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
-    """The whole image as bytes, for as long as anybody holds the tensor or a view of it."""
+    """Capture the image and return its bytes as a tensor. The lease ends with the last view of the tensor."""
     config = runtime.config
     image = lease_image(
         planned,
@@ -185,8 +185,8 @@ def _captured(runtime: Runtime, planned: PlannedImage) -> torch.Tensor:
 
 
 def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:
-    """The last copy is gone. Runs wherever that happened, in the garbage collector even: there no lock may be taken."""
-    if os.getpid() != pid:  # a fork, which has the names and none of the memory
+    """End the lease, as the last copy is gone. May run in the garbage collector, so it takes no lock."""
+    if os.getpid() != pid:  # a forked child does not own the memory
         return
     if portal.is_closed:  # nobody leases from this manager any more
         lease.let_go(holder)
@@ -195,7 +195,7 @@ def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:
 
 
 def _views(plan: ImagePlan, line: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Each stored leaf as a tensor over its bytes in the image."""
+    """Return each stored leaf as a view of its bytes in the image."""
     return {
         item.leaf: torch.as_strided(
             line[item.raw_offset : item.trailer_offset].view(item.spec.dtype), item.spec.shape, item.spec.stride

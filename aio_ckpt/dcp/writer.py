@@ -24,7 +24,15 @@ from aio_ckpt.checks import check_flag, shown
 from aio_ckpt.commit.directory import ASIDE
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.live_state import LiveState
-from aio_ckpt.dcp.rank_save import ManifestResult, RankSave, begin_save, commit_save, find_save, mend, write_rank
+from aio_ckpt.dcp.rank_save import (
+    ManifestResult,
+    RankSave,
+    begin_save,
+    commit_save,
+    find_save,
+    recover_unless_busy,
+    write_rank,
+)
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import collect_sources
 from aio_ckpt.dcp.stager import plan_staging
@@ -41,16 +49,16 @@ _log = logging.getLogger("aio_ckpt")
 
 
 class Writer(Face, StorageWriter, AsyncStager):
-    """Saves into a directory of the caller's, for ``dcp.save(storage_writer=...)`` and ``dcp.async_save``.
+    """Storage writer into a directory of the caller, for ``dcp.save(storage_writer=...)`` and ``dcp.async_save``.
 
-    Data goes to one new file a rank, by O_DIRECT where the file system takes it; everything is summed and fsynced; the
-    checkpoint that the directory held stays whole and visible until the new one is durable, then it is removed. Files
-    that are not ours stay. One job at a time saves into a directory.
+    Each rank writes one new data file, by O_DIRECT if the file system supports it. All files have checksums and are
+    fsynced. The checkpoint before stays whole and visible until the new one is durable, and is then removed. Files of
+    other programs stay. One job at a time may save into a directory.
 
-    Outside ``with`` every call starts threads of its own and ends them before it returns; inside, they and the memory
-    are kept from save to save. As a stager (``dcp.async_save`` without ``async_stager=``) it copies the whole state,
-    host tensors too, before ``async_save`` returns. If ``budget_bytes`` holds no copy, ``async_save`` returns when the
-    last wave of the state is captured.
+    Outside ``with``, every call starts threads of its own and ends them before it returns. Inside, threads and memory
+    are kept from save to save. As a stager (``dcp.async_save`` without ``async_stager=``), it copies the whole state,
+    host tensors too, before ``async_save`` returns. If ``budget_bytes`` cannot hold a copy, ``async_save`` returns
+    when the last wave of the state is captured.
 
     Args:
         path: the directory; made if it is missing.
@@ -59,18 +67,18 @@ class Writer(Face, StorageWriter, AsyncStager):
         thread_count: writes in flight at once; ``config.workers`` unless given.
         per_thread_copy_ahead: accepted; how far copies run ahead follows from the chunks in flight.
         cache_staged_state_dict: accepted; inside ``with`` staging memory is always used again.
-        overwrite: replace a checkpoint that is there; False refuses to.
-        _extensions: applied to each item as stock does. Each item is transformed in memory.
+        overwrite: whether a checkpoint in the directory is replaced; if False, CheckpointExistsError is raised.
+        _extensions: stream extensions, applied to each item as stock does. Each item is transformed in memory.
         serialization_format: only torch's own, ``TORCH_SAVE``.
         config: ``workers``, ``staging``, ``direct_io``, ``budget_bytes``, ``gather_bytes``,
             ``max_write_bytes_per_sec``, ``thread_nice``, ``thread_ioprio``,
-            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` have their meaning; the rest is
-            an engine's.
-        storage: where the bytes go; the local file system unless given.
+            ``stall_timeout_secs``, ``drain_timeout_secs``, ``step_dir`` and ``debug`` are used; the others are for
+            an engine.
+        storage: file system of the checkpoint; None for the local one.
 
     Raises:
-        ConfigError: an argument of another type, or one that stock has and that cannot be had here.
-        RootError: ``path`` is none.
+        ConfigError: an argument has the wrong type, or is one of stock's that this writer does not support.
+        RootError: ``path`` is no path.
     """
 
     _synchronize_after_execute = False
@@ -103,27 +111,31 @@ class Writer(Face, StorageWriter, AsyncStager):
         self.overwrite = overwrite
         self._fresh_ids: list[str] = []
         self._taken_id = ""
-        self._begun: dict[str, Path] = {}  # by id: DCP turns a writer to another path while it still saves
-        self._unwritten: set[str] = set()  # ids that no plan has brought yet: DCP's plan cache brings old ones again
-        self._awaited: LiveState | None = None  # the caller's thread is about to wait for it, or waits
-        self._live: list[LiveState] = []  # the same, until it is captured
+        self._begun: dict[str, Path] = {}
+        """Path of each begun save, by id. DCP may set another path while a save still runs."""
+        self._unwritten: set[str] = set()
+        """Ids of begun saves that no plan has named yet. DCP's plan cache may name the id of an earlier save."""
+        self._awaited: LiveState | None = None
+        """State that the caller's thread waits for, or is about to."""
+        self._live: list[LiveState] = []
+        """States that are not captured yet."""
         self._transforms = _transforms(_extensions)
 
-    # -- what DCP calls, in this order ------------------------------------------------------------
+    # -- called by DCP, in this order -------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins; into ``checkpoint_id`` if one is given."""
+        """Begin a save, into ``checkpoint_id`` if one is given."""
         if checkpoint_id:
             self.path = checked_path(checkpoint_id)
         self._fresh_ids.clear()
         self._taken_id = ""
 
     def storage_meta(self) -> StorageMeta | None:
-        """Told to the planner, and stored in ``.metadata``."""
+        """Return the path and the id of the save, for the planner and ``.metadata``."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ConfigError for ``use_collectives=False``: the ranks' parts would never be one checkpoint."""
+        """Raise ConfigError for ``use_collectives=False``: without a leader, the ranks cannot commit one checkpoint."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: not supported here; use stock's FileSystemWriter for it")
 
@@ -131,8 +143,8 @@ class Writer(Face, StorageWriter, AsyncStager):
         """Make the directory.
 
         Raises:
-            CheckpointExistsError: with ``overwrite=False``, it holds a checkpoint.
-            WriteError: it cannot be made.
+            CheckpointExistsError: with ``overwrite=False``, the directory holds a checkpoint.
+            WriteError: the directory cannot be made.
         """
         with translated(WriteError, self.path):
             make_dirs(self.path.absolute())
@@ -143,7 +155,7 @@ class Writer(Face, StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leader: mend the directory if a crash left it torn, mark the save, tell each rank which part is its own."""
+        """Begin the save on the leader: recover the directory from a crash, mark the save, give each rank its part."""
         save_id, path = self._take_id(), self.path.absolute()
         self._begun[save_id] = self.path
         self._unwritten.add(save_id)
@@ -155,10 +167,11 @@ class Writer(Face, StorageWriter, AsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; returns when they are durable.
+        """Write this rank's items. Returns once they are durable.
 
         Raises:
-            WriteError, StallError, SourceChangedError, PlanChangedError, RootError, BusyError: nothing becomes visible.
+            WriteError, StallError, SourceChangedError, PlanChangedError, RootError, BusyError: the save failed, and
+                nothing becomes visible.
         """
         path = self.path.absolute()
         save_id = plan.storage_data.save_id
@@ -188,10 +201,10 @@ class Writer(Face, StorageWriter, AsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Leader, when all ranks have written: make the checkpoint visible.
+        """Make the checkpoint visible. DCP calls this on the leader once all ranks have written.
 
         Raises:
-            WriteError, RootError, StallError: what the directory held before stands again.
+            WriteError, RootError, StallError: the commit failed, and the checkpoint before is restored.
         """
         manifests = [found for of_rank in results for found in of_rank if isinstance(found, ManifestResult)]
         if DCP_VERSION is not None:
@@ -219,22 +232,22 @@ class Writer(Face, StorageWriter, AsyncStager):
             )
             runtime.portal.call(commit, runtime.storage, path, timeout=2 * timeout_secs, what="finish()")
 
-    # -- the rest ---------------------------------------------------------------------------------
+    # -- staging and properties -------------------------------------------------------------------------------
 
     @property
     def checkpoint_id(self) -> str:
-        """Path of the checkpoint as it was given, as ``.metadata`` stores it."""
+        """Path of the checkpoint, as the caller gave it and ``.metadata`` stores it."""
         return str(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path that can be written to, as stock decides it."""
+        """Return whether stock DCP accepts ``checkpoint_id`` as a path to write to."""
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`.
+        """Return a copy of ``state_dict`` in host memory, see :class:`aio_ckpt.dcp.AsyncStager`.
 
-        If the state is larger than what ``budget_bytes`` leaves for staging, its tensors are the caller's own, and
+        If the state is larger than the staging memory of ``budget_bytes``, the caller's own tensors are returned, and
         :meth:`synchronize_staging` waits until they are captured.
         """
         with self._running() as runtime:
@@ -266,10 +279,10 @@ class Writer(Face, StorageWriter, AsyncStager):
         live, self._awaited = self._awaited, None
         if live is not None:
             live.wait_captured(self._config.stall_timeout_secs)
-            self._forget(live)  # not after an exception: the save has still to hear of it
+            self._forget(live)  # not after an exception, so that the save still learns of it
 
     def _captured(self) -> None:
-        """The save of this thread needs the caller's tensors no more, if they are not copies."""
+        """Release the states that this thread saves without a copy: their tensors are captured."""
         for live in [state for state in self._live if state.is_saved_here]:
             self._forget(live)
             live.release()
@@ -279,7 +292,7 @@ class Writer(Face, StorageWriter, AsyncStager):
 
     @property
     def save_id(self) -> str:
-        """Id of the save since the last :meth:`reset`, as ``.metadata`` stores it; before one began, of the next."""
+        """Id of the save since the last :meth:`reset`, for ``.metadata``; before a save begins, that of the next."""
         if self._taken_id:
             return self._taken_id
         try:
@@ -289,7 +302,7 @@ class Writer(Face, StorageWriter, AsyncStager):
             return self.save_id
 
     def _take_id(self) -> str:
-        """One that no other save gets, also of those that overlap."""
+        """Return an id that no other save gets, not even an overlapping one."""
         try:
             self._taken_id = self._fresh_ids.pop()
         except IndexError:
@@ -301,19 +314,19 @@ class Writer(Face, StorageWriter, AsyncStager):
 
 
 def recover(path: str | os.PathLike[str]) -> bool:
-    """Mend a directory in which a save died, for those who read it without :class:`Reader`; no save may be under way.
+    """Recover a directory in which a save died, so that stock DCP can read it. No save may run meanwhile.
 
-    The next save and ``Reader`` do without it. Returns whether an older checkpoint came back.
+    The next save and ``Reader`` need no such call. Returns whether an older checkpoint was restored.
 
     Raises:
-        WriteError, ReadError: with errno and path.
-        RootError: ``path`` is none.
+        WriteError, ReadError: the operating system could not write or read; has errno and path.
+        RootError: ``path`` is no path.
     """
     directory = checked_path(path).absolute()
     runtime = Runtime.open(EngineConfig(), None)
     try:
         return runtime.portal.call(
-            mend,
+            recover_unless_busy,
             runtime.storage,
             directory,
             timeout=runtime.config.stall_timeout_secs,
@@ -334,10 +347,10 @@ def _stands_for_a_checkpoint(name: str) -> bool:
 
 
 def _transforms(extensions: Sequence[Any] | None) -> Any:
-    """Return torch's own way to apply extensions; None without any.
+    """Return torch's own object that applies stream extensions; None if there are none.
 
     Raises:
-        ConfigError: no list of extensions.
+        ConfigError: ``extensions`` is no list.
     """
     if not extensions:
         return None

@@ -1,4 +1,4 @@
-"""What the demo trains: a small GPT over bytes, and batches of the standard library's sources."""
+"""Model and data of the demo: a small GPT over bytes, and batches of the standard library's sources."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class ModelSize:
     """Size of the model and of its batches."""
 
     layers: int = 6
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     width: int = 256
     """Width of the residual stream, a multiple of ``heads``."""
     heads: int = 8
-    """Attention heads."""
+    """Number of attention heads."""
     context: int = 64
     """Bytes of text that one sample spans."""
     batch: int = 8
-    """Samples in a batch."""
+    """Number of samples in a batch."""
     dropout: float = 0.1
-    """Above 0, so that a resumed run continues only if the state of the random numbers does."""
+    """Above 0, so that a resumed run is identical only if the state of the random numbers was restored."""
 
 
 class _Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and beside the residual stream."""
+    """Transformer block: attention and a two-layer perceptron, each with a norm before it and a residual connection."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Block(nn.Module):
         self.contract = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, context, width)`` to the same shape."""
+        """Return the output of the block for ``(batch, context, width)``, in the same shape."""
         batch, context, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -62,7 +62,7 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes. The head is tied to the embedding: two names, one tensor in the checkpoint."""
+    """Decoder over bytes. The head is tied to the embedding: two names, one tensor in the checkpoint."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -77,7 +77,10 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, text: Tensor) -> Tensor:
-        """Mean cross entropy, in nats a byte, of int64 ``(batch, context + 1)`` given what stands before each byte."""
+        """Return the mean cross entropy of predicting each byte from the bytes before it, in nats a byte.
+
+        ``text``: int64 of shape ``(batch, context + 1)``.
+        """
         given, wanted = text[:, :-1], text[:, 1:]
         x = self.embed(given) + self.positions(torch.arange(given.shape[1]))
         for block in self.blocks:
@@ -87,19 +90,19 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Text to learn."""
+    """Text to train on."""
 
     text: Tensor
     """uint8, one dimension."""
     files: int
-    """How many sources it was joined from."""
+    """Number of source files that it was joined from."""
 
 
 def read_corpus(max_bytes: int = _MAX_CORPUS_BYTES) -> Corpus:
-    """The top-level modules of the standard library, in the order of their names.
+    """Read the top-level modules of the standard library, in the order of their names.
 
     Raises:
-        FileNotFoundError: this Python carries no sources (a zipped or frozen library).
+        FileNotFoundError: this Python has no sources (a zipped or frozen library).
     """
     folder = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
@@ -114,7 +117,7 @@ def read_corpus(max_bytes: int = _MAX_CORPUS_BYTES) -> Corpus:
 
 
 class Batches:
-    """Batches in an order fixed by ``seed``. Stateful: the position is what a checkpoint must hold."""
+    """Batches in an order that ``seed`` fixes. Stateful: a checkpoint must hold the position in that order."""
 
     def __init__(self, corpus: Corpus, size: ModelSize, *, seed: int) -> None:
         windows = (corpus.text.numel() - 1) // size.context
@@ -123,7 +126,7 @@ class Batches:
         self.position = 0
 
     def next(self) -> Tensor:
-        """int64 ``(batch, context + 1)``."""
+        """Return the next batch, int64 of shape ``(batch, context + 1)``."""
         size = self._size
         picked = torch.arange(self.position * size.batch, (self.position + 1) * size.batch) % len(self._order)
         starts = self._order[picked] * size.context
@@ -131,9 +134,9 @@ class Batches:
         return self._text[starts[:, None] + torch.arange(size.context + 1)].long()
 
     def state_dict(self) -> dict[str, object]:
-        """Where in the order it stands."""
+        """Return the position in the order."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Set the position to the saved one."""
         self.position = state["position"]

@@ -1,4 +1,4 @@
-"""What the demo found: whether the resumed run continued bit for bit, and the plot of the losses."""
+"""Result of the demo: the comparison of the resumed run bit for bit, and the plot of the losses."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _GREY, _ORANGE, _BLUE, _GREEN = "#b0b0b0", "#d55e00", "#0072b2", "#009e73"
 
 @dataclass(slots=True)
 class Run:
-    """The events of one run, as they were received."""
+    """Events of one run, in the order in which they were received."""
 
     started: Started | None = None
-    """None if the run ended before it could train."""
+    """First event; None if the run ended before it could train."""
     steps: list[Stepped] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     """Saves that became durable before the run ended."""
     digest: str = ""
-    """Of the final state; empty if the run was killed."""
+    """Digest of the final state; empty if the run was killed."""
 
     def add(self, event: Event) -> None:
         """Add one event."""
@@ -40,12 +40,12 @@ class Run:
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the killed and the resumed run together equal the undisturbed one."""
+    """Comparison of the killed and the resumed run with the undisturbed one."""
 
     losses_compared: int
-    """Losses compared with those of the undisturbed run."""
+    """Number of losses that were compared."""
     difference: str | None
-    """The first thing that differs; None if every bit is the same."""
+    """Description of the first difference; None if every bit is the same."""
 
     @property
     def is_identical(self) -> bool:
@@ -54,20 +54,19 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``aio-ckpt demo --json`` prints."""
+    """Report of the demo, as ``aio-ckpt demo --json`` prints it."""
 
     seed: int
-    """Seed that repeats this very run."""
+    """Seed that repeats this run."""
     is_identical: bool
     """Whether the resumed run continued bit for bit."""
     continuation: Continuation
-    """What was compared."""
     killed_after: int
     """Last step that the killed run finished."""
     resumed_from: int | None
     """Step that was loaded; None if none was."""
     secs: float = 0.0
-    """Length of the whole demo."""
+    """Duration of the whole demo."""
     plot: str | None = None
     """Path of the plot; None without matplotlib."""
 
@@ -103,7 +102,7 @@ def report_on(undisturbed: Run, killed: Run, resumed: Run, *, seed: int) -> Demo
 
 
 def draw(path: Path, undisturbed: Run, killed: Run, resumed: Run) -> Path | None:
-    """Write the losses of the three runs as a PNG; None if matplotlib, an extra, is not installed."""
+    """Plot the losses of the three runs as a PNG and return its path; None if matplotlib, an extra, is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""``aio-ckpt demo``: train, be killed, resume, and prove that nothing was lost."""
+"""``aio-ckpt demo``: train, kill the trainer, resume it, and check that nothing was lost."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from aio_ckpt.reports import amount
 __all__ = ["MIN_STEPS", "DemoError", "DemoSpec", "OutError", "Screen", "run_demo"]
 
 Advance: TypeAlias = Callable[[int, str], None]
-"""``advance(done, words)``: the steps done in all, and what to say about them."""
+"""``advance(done, words)``: shows the number of steps done so far, and a text."""
 
 MIN_STEPS = 20
-"""Fewer leave no save that is surely durable before the kill: ``save()`` waits for the one before."""
+"""Least number of steps. With fewer, no save is certainly durable before the kill."""
 
 _MARKER = "demo.json"
 _MAX_THREADS = 4
 
 
 class Screen(Protocol):
-    """Where the demo writes; the command line has one."""
+    """Interface of the demo's output. The command line implements it."""
 
     def line(self, text: str = "", *, style: str = "") -> None:
         """Write one line."""
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Advance]:
-        """Show the progress of something that ends at ``total``."""
+        """Show the progress towards ``total`` during the block."""
 
 
 class DemoError(AioCkptError, RuntimeError):
-    """The demo could not be run to its end; says what to do."""
+    """The demo could not run to its end. The text names a remedy."""
 
 
 class OutError(DemoError):
@@ -57,23 +57,22 @@ class OutError(DemoError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSpec:
-    """What the demo does."""
+    """Parameters of the demo."""
 
     out: Path
     """Directory for checkpoints, logs, ``demo.json`` and the plot."""
     steps: int = 100
-    """Steps of training, at least ``MIN_STEPS``; a save every tenth of them."""
+    """Steps of training, at least ``MIN_STEPS``. There are ten saves."""
     seed: int = field(default_factory=lambda: secrets.randbelow(1 << 31))
-    """Of the model, of the batches and of the step at which the run is killed."""
+    """Seed of the model, of the batches and of the step at which the run is killed."""
     size: ModelSize = field(default_factory=ModelSize)
-    """Of the model."""
 
 
 def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
-    """Run it, showing progress; what it found. Everything stays in ``spec.out``.
+    """Run the demo with its progress on ``screen`` and return its report. All files stay in ``spec.out``.
 
     Raises:
-        OutError: ``out`` holds something else or cannot be written.
+        OutError: ``out`` holds files of no demo, or cannot be written.
         DemoError: a run failed.
     """
     begin = time.perf_counter()
@@ -101,7 +100,7 @@ def run_demo(spec: DemoSpec, screen: Screen) -> DemoReport:
 
 
 def _prepare(out: Path) -> None:
-    """Make ``out``, or clear what an earlier demo left there, and nothing else."""
+    """Make ``out``, or clear the files that an earlier demo left there. Other files are not touched."""
     if out.exists() and not out.is_dir():
         raise OutError(f"{out} is a file: give a directory with --out")
     if out.is_dir() and any(out.iterdir()) and not (out / _MARKER).is_file():
@@ -139,7 +138,7 @@ def _run(spec: DemoSpec, name: str, train: TrainSpec, screen: Screen, *, kill_st
             run.add(event)
             _show(event, train.steps, advance, screen)
             if isinstance(event, Stepped) and event.step == kill_step:
-                time.sleep(instant * event.secs)  # anywhere in the next step: in a write, a commit or neither
+                time.sleep(instant * event.secs)  # the kill may hit a write, a commit or neither
                 child.kill()
         code = child.wait()
     if code not in (0, -signal.SIGKILL) or (code and kill_step is None):
@@ -152,7 +151,7 @@ def _run(spec: DemoSpec, name: str, train: TrainSpec, screen: Screen, *, kill_st
 
 @contextmanager
 def _child(train: TrainSpec, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that trains; gone, whatever happens, when the block ends."""
+    """Yield a process that trains. It is killed at the end of the block, if it still runs."""
     # Threads of OpenMP that spin while they wait for each other would take the engine's core.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "aio_ckpt.demo.train", msgspec.json.encode(train).decode()]
@@ -169,7 +168,7 @@ def _child(train: TrainSpec, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 def _events(child: subprocess.Popen[bytes]) -> Iterator[Event]:
     assert child.stdout is not None
     for line in child.stdout:
-        if line.endswith(b"\n"):  # else the kill cut it
+        if line.endswith(b"\n"):  # a line without an end was cut by the kill
             yield decode_event(line)
 
 

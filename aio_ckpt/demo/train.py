@@ -1,7 +1,7 @@
-"""The demo's trainer, and a model of use: an async loop that saves while it trains.
+"""Trainer of the demo, and an example of use: an async loop that saves while it trains.
 
-Each run is a process of its own, ``python -m aio_ckpt.demo.train SPEC``, that tells what it does as one JSON
-event a line, so that whoever started it can kill it at any moment and still know how far it came.
+Each run is a process of its own, ``python -m aio_ckpt.demo.train SPEC``. It prints its progress as one JSON event a
+line. So the parent process can kill it at any moment and still know how far it came.
 """
 
 from __future__ import annotations
@@ -34,38 +34,37 @@ _LEARNING_RATE = 1e-3
 
 
 class TrainSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run does."""
+    """Parameters of one run."""
 
     root: str
     """Root of the checkpoints."""
     seed: int
-    """Of weights, dropout and the order of the batches."""
+    """Seed of weights, dropout and the order of the batches."""
     steps: int
-    """Step at which it ends."""
+    """Step at which the run ends."""
     save_every: int
     """Steps between saves; 0 saves nothing."""
     resumes: bool = False
-    """Whether it goes on from the newest good checkpoint."""
+    """Whether the run continues from the newest good checkpoint."""
     threads: int = 2
-    """Threads of torch: another number adds in another order, so it is fixed."""
+    """Threads of torch. The number is fixed, because another one sums in another order."""
     size: ModelSize = ModelSize()
-    """Of the model."""
 
 
-# -- what a run tells -------------------------------------------------------------------------------
+# -- events of a run --------------------------------------------------------------------------------
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ready to train."""
+    """Event: the run is ready to train."""
 
     parameters: int
-    """Of the model, tied ones counted once."""
+    """Number of parameters of the model; tied ones count once."""
     corpus_bytes: int
-    """Length of the text."""
+    """Length of the text, in bytes."""
     corpus_files: int
-    """Sources it was joined from."""
+    """Number of source files that the text was joined from."""
     resumed_from: int | None = None
-    """Step that was loaded."""
+    """Step that was loaded; None if the run did not resume."""
     skipped: tuple[int, ...] = ()
     """Newer steps that did not verify."""
     bytes_read: int = 0
@@ -73,24 +72,24 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step of training."""
+    """Event: a step of training is done."""
 
     step: int
-    """Its number, from 1."""
+    """Number of the step, from 1."""
     loss: float
-    """Exactly as computed: JSON keeps every bit of a float."""
+    """Loss exactly as computed, because JSON keeps every bit of a float."""
     secs: float
-    """Forward, backward and optimizer."""
+    """Duration of forward, backward and optimizer."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A save is durable."""
+    """Event: a save is durable."""
 
     step: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All steps done, all saves durable."""
+    """Event: all steps are done, and all saves are durable."""
 
     digest: str
     """SHA-256 of every leaf of the state."""
@@ -106,7 +105,7 @@ decode_event = msgspec.json.Decoder(Event).decode
 
 
 class Trainer:
-    """Model, AdamW, schedule and batches. Seeds torch, so that the same spec gives the same numbers."""
+    """Model, AdamW, schedule and batches. It seeds torch, so that the same spec gives the same numbers."""
 
     def __init__(self, spec: TrainSpec) -> None:
         torch.manual_seed(spec.seed)
@@ -118,7 +117,7 @@ class Trainer:
         self.step = 0
 
     def state(self) -> dict[str, object]:
-        """All that the next step depends on. Each rank has its own place in the data and its own dice."""
+        """Return all values that the next step depends on. Batches and random numbers are each rank's own."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -128,7 +127,7 @@ class Trainer:
         }
 
     async def resume(self, engine: CheckpointEngine) -> Started:
-        """Go on from the newest checkpoint that verifies."""
+        """Continue from the newest checkpoint that verifies."""
         rng = torch.get_rng_state()
         report = await engine.load({**self.state(), "rng": PerRank(rng)})
         torch.set_rng_state(rng)
@@ -153,7 +152,7 @@ class Trainer:
         )
 
     def train_step(self) -> float:
-        """One batch; the loss in nats a byte."""
+        """Train on one batch and return the loss, in nats a byte."""
         loss: torch.Tensor = self.model(self.batches.next())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -164,7 +163,7 @@ class Trainer:
         return loss.item()
 
     def digest(self) -> str:
-        """SHA-256 over the names and every bit of all leaves of the state."""
+        """Return the SHA-256 over the names and every bit of all leaves of the state."""
         sums, flat = hashlib.sha256(), flatten(self.state(), rank=0)
         for name, value in zip(flat.names, flat.values, strict=True):
             sums.update(name.encode())
@@ -176,7 +175,7 @@ class Trainer:
 
 
 def _rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Return the factor of the learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < _WARM_UP_STEPS:
         return (step + 1) / _WARM_UP_STEPS
     progress = min(1.0, (step - _WARM_UP_STEPS) / max(1, steps - _WARM_UP_STEPS))
@@ -187,7 +186,7 @@ def _rate_factor(step: int, steps: int) -> float:
 
 
 async def train(spec: TrainSpec, emit: Emit) -> None:
-    """Train to ``spec.steps``, saving while training; every save is durable when this returns."""
+    """Train to step ``spec.steps`` and save meanwhile. Every save is durable when this returns."""
     trainer = Trainer(spec)
     tickets: deque[SaveTicket] = deque()
     async with CheckpointEngine(spec.root, EngineConfig(keep_last=3)) as engine:
@@ -218,7 +217,7 @@ def main() -> None:
     spec = msgspec.json.Decoder(TrainSpec).decode(sys.argv[1])
     torch.set_num_threads(spec.threads)
     torch.use_deterministic_algorithms(True)
-    # Not sys.stdout: what a library prints there must not break into the events.
+    # Events go to a copy of standard output, so that prints of libraries cannot mix with them.
     events = os.dup(1)
     os.dup2(2, 1)
     with os.fdopen(events, "wb", buffering=0) as out:

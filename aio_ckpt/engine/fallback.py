@@ -119,12 +119,12 @@ class FallbackSearch:
     """Whether any reading has begun to fill the template."""
 
     async def use(self, candidate: discovery.CommittedCheckpoint, use: Use[T]) -> T:
-        """Call ``use`` with a checkpoint, and once more if it does not verify: a bad transfer is no damage on the disk.
+        """Call ``use`` with a checkpoint, and once more if it does not verify, because the transfer may have been bad.
 
         Raises:
-            CorruptCheckpointError: it verified neither time; noted in ``damaged``.
-            FormatVersionError: a newer torch or aio_ckpt wrote it; noted in ``damaged``, never as proven.
-            ChangedError: a writer has deleted or replaced it.
+            CorruptCheckpointError: neither reading verified. The checkpoint is added to ``damaged``.
+            FormatVersionError: a newer torch or aio_ckpt wrote the checkpoint. It is added to ``damaged``, unproven.
+            ChangedError: a writer has deleted or replaced the checkpoint.
         """
         try:
             return await self._read(candidate, use, again=False)
@@ -156,7 +156,7 @@ class FallbackSearch:
         return value
 
     async def settle(self) -> tuple[SkippedCheckpoint, ...]:
-        """After an older checkpoint was good: set aside the proven ones. Returns those passed by, for the report."""
+        """Set aside the checkpoints that are proven damaged, once an older one was good. Returns those passed by."""
         ctx = self.ctx
         proven = (
             CorruptCandidate(checkpoint=found.checkpoint, error=found.error)
@@ -178,7 +178,7 @@ class FallbackSearch:
         )
 
     def complete(self, error: Exception) -> None:
-        """Add to ``error``, which ends the search, whether the template was touched and what was passed by."""
+        """Note on ``error``, which ends the search, whether the template was touched, and the checkpoints passed by."""
         if self.is_modified:
             tell_modified(error)
         # An error about a checkpoint names it itself.
@@ -221,7 +221,7 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
 
 
 async def _why_empty(ctx: EngineContext) -> str:
-    """What may be wrong with a root that holds no checkpoint, and the remedy; or nothing."""
+    """Return why a root may hold no checkpoint, and the remedy; '' if the reason is unknown."""
     root, storage = ctx.root, ctx.storage
     if await storage.exists(root / METADATA_FILE):
         return f" (the root is itself a checkpoint: give its parent {root.parent} as the root, or load it by path=)"

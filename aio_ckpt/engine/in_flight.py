@@ -375,7 +375,7 @@ class InFlight:
             raise
 
     def _finish(self, save: PendingSave, work: Capture, *, is_staged: bool) -> None:
-        """Reach ``staged`` once all issued copies are done, or now if ``is_staged``."""
+        """Resolve ``staged`` once all issued copies are done, or now if ``is_staged``."""
 
         def finish() -> None:
             work.finish()

@@ -60,7 +60,7 @@ class SavePipeline:
     throttle: WriteThrottle
     """Limits the rate of writing."""
     quarantine: Quarantine
-    """Its lock ``renames`` orders all renames under the root."""
+    """Quarantine of the root. Its lock ``renames`` orders all renames under the root."""
     pending_cleanup: cleanup.PendingCleanup
     """Gets the directories of failed saves, which are deleted later."""
     rescue: Rescue = field(default_factory=Rescue)
@@ -241,7 +241,7 @@ class SavePipeline:
     async def _publish(
         self, save: PendingSave, pending: Path, metadata: MetadataFile | None, votes: Sequence[Vote]
     ) -> None:
-        """On the leader: make the pending directory durable, then visible as a checkpoint, by one rename."""
+        """Make the pending directory durable, then visible by one rename. Only the leader calls this."""
         ctx = self.ctx
         save.begin("waiting for the commit of the save before")
         await _await_earlier(save)
@@ -341,7 +341,7 @@ class SavePipeline:
         return report
 
     async def _clean_up(self, save: PendingSave, cause: BaseException, stage: str) -> BaseException:
-        """After a failure: tell the other ranks, then delete what the save has made. Returns the first error."""
+        """Tell the other ranks of a failure, then delete the files of the save. Returns the first error."""
         end = await save.round.end(cause, stage=stage, limit_secs=_tell_secs(save.call.deadline))
         await cleanup.settle_failure(
             self.ctx.storage,

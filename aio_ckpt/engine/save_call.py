@@ -327,7 +327,7 @@ class SaveFrontend:
     def _assign(
         self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline
     ) -> tuple[PlannedSave, ObjectBytes]:
-        """After a plan miss: agree which rank writes what, and keep this rank's share.
+        """Agree which rank writes which shard, after a plan miss, and narrow the plan to this rank's share.
 
         Blocks until all ranks call save().
         """

@@ -16,14 +16,14 @@ from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.errors import StallError
 from aio_ckpt.runtime.futures import follow
 
-__all__ = ["Shutdown", "second_to"]
+__all__ = ["Shutdown", "log_if_second_to"]
 
 _log = logging.getLogger("aio_ckpt")
 
 
 @contextlib.contextmanager
-def second_to(error: BaseException | None) -> Iterator[None]:
-    """Only log an error of the block if ``error`` of the training loop came first; else raise it."""
+def log_if_second_to(error: BaseException | None) -> Iterator[None]:
+    """Raise an error of the block, or only log it if ``error`` of the training loop came first."""
     try:
         yield
     except Exception:
@@ -62,7 +62,7 @@ class Shutdown:
         An engine that stayed open would hold its root until the process ends.
         """
         cancelled: asyncio.CancelledError | None = None
-        with second_to(error), anyio.CancelScope(shield=True):
+        with log_if_second_to(error), anyio.CancelScope(shield=True):
             while True:
                 try:
                     await self.finish()
@@ -94,7 +94,7 @@ class Shutdown:
         self._release()
 
     def drain(self, timeout_secs: float) -> None:
-        """At interpreter exit: wait at most ``timeout_secs``, log the steps that are lost, release."""
+        """Wait at most ``timeout_secs``, log the steps that are lost, and release. Called at interpreter exit."""
         deadline = time.monotonic() + timeout_secs
         pending = self._in_flight.pending
         try:

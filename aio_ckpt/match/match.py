@@ -104,7 +104,7 @@ class Match:
     """Tensors that share memory with themselves or each other. They are read before any tensor is touched."""
     arrays: list[ReplacedArray] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
-    """Names whose value is replaced by a decoded object."""
+    """Names of the leaves that a decoded object replaces."""
     open: dict[str, OpenPlace] = field(default_factory=dict)
     """Name of a Python value or empty container -> the stored values that it takes."""
     stateful: list[StatefulTarget] = field(default_factory=list)
@@ -158,7 +158,7 @@ def match_template(
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
     faults += ambiguous
-    faults += _set_apart(checkpoint.catalog, found, template)
+    faults += _separate_overlapping(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
     missing, faults = missing + unmatched, faults + misfits
     found.own, misfits = own_below(
@@ -166,7 +166,7 @@ def match_template(
     )
     faults += misfits
     if missing and not allow_missing:
-        remedy = _wrapped_otherwise(missing, checkpoint) or "allow_missing=True leaves them as they are"
+        remedy = _per_rank_remedy(missing, checkpoint) or "allow_missing=True leaves them as they are"
         if unused := sorted(checkpoint.stored_names.keys() - {*template.names, *_names_below(found)}):
             pairs = ", ".join(f"{checkpoint.stored_names[name]!r} as {name!r}" for name in unused[:_SHOWN])
             remedy += f"; rename= gives it {pairs}{_more(unused)}"
@@ -191,7 +191,7 @@ def _names_below(found: Match) -> set[str]:
     return set().union(*groups)
 
 
-def _wrapped_otherwise(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
+def _per_rank_remedy(missing: Iterable[str], checkpoint: Checkpoint) -> str | None:
     """Return the remedy if a missing name differs from a stored one by ``PerRank`` alone (``w`` and ``w.rank0``)."""
     names = checkpoint.catalog.names()
     for name in missing:
@@ -321,7 +321,7 @@ def _holds_nothing(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, deque)) and not value)
 
 
-def _set_apart(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
+def _separate_overlapping(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
     """Move targets that share memory to ``found.shared``. Returns the faults of those that cannot be filled so."""
     spans = [span_of(memory_of(tensor)) for _, tensor in (*found.tensors, *found.shared)]
     starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
@@ -411,7 +411,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
     return bool(value.__array_interface__["data"][0] == tensor.data_ptr())
 
 
-# -- what is given to load_state_dict ---------------------------------------------------------------
+# -- Stateful values -----------------------------------------------------------------------------
 
 
 def _match_stateful(

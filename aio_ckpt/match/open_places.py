@@ -16,7 +16,7 @@ from aio_ckpt.errors import MissingNameError
 from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state import flatten as tree
 
-__all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_numbers"]
+__all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_int_keys"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def build_at(
             built[name] = values[place.branch]
         else:
             nested = nested_at(checkpoint, place.branch, stored)
-            built[name] = with_numbers(nested) if name.rpartition(".")[2] == "state" else nested
+            built[name] = with_int_keys(nested) if name.rpartition(".")[2] == "state" else nested
     return built
 
 
@@ -131,6 +131,6 @@ def nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> 
     return nested
 
 
-def with_numbers(state: Any) -> Any:
+def with_int_keys(state: Any) -> Any:
     """Return the ``state`` of an optimizer with keys of digits as ints, by which the optimizer looks them up."""
     return {int(key) if str(key).isdigit() else key: item for key, item in state.items()}

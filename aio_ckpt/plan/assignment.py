@@ -1,7 +1,7 @@
-"""Assignment: which rank writes what. Pure. In: what every rank holds. Out: an ``Assignment`` for each rank.
+"""Assignment: which rank writes which shard. Pure. In: the shards of every rank. Out: one ``Assignment`` per rank.
 
-A replica is written once, by a rank that captures it for this very save. Replicas go to the rank that has least to
-write, the largest first; objects, and replicas that differ, go to the lowest rank.
+Replicas are written once, by a rank that captures them for this save. The largest one is assigned first, each to the
+rank that has least to write. Objects, and replicas that differ, are written by the lowest rank.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Writers:
-    """Who writes each box so far.
+    """Writer of each box, as assigned so far.
 
     Invariant: a box is taken if and only if exactly one of its rows is written.
     """
 
     held: ShardTable
-    """What all ranks hold."""
+    """Shards of all ranks."""
     box: IntArray
-    """Per row, its box."""
+    """Per row, the number of its box."""
     is_written: Flags
     """Per row, whether its rank writes it."""
     is_taken: Flags
@@ -48,26 +48,26 @@ class Writers:
 
     @classmethod
     def of(cls, held: ShardTable, box: IntArray, count: int) -> Writers:
-        """Nobody writes anything."""
+        """Return the state in which no rank writes any of the ``count`` boxes."""
         return cls(held=held, box=box, is_written=np.zeros(len(box), np.bool_), is_taken=np.zeros(count, np.bool_))
 
     def take(self, rows: IntArray) -> None:
-        """These rows, of different boxes, are written, those apart whose box another rank writes already."""
+        """Mark rows of different boxes as written. Rows whose box is written already are left out."""
         new = rows[~self.is_taken[self.box[rows]]]
         self.is_written[new] = True
         self.is_taken[self.box[new]] = True
 
     def items(self) -> IntArray:
-        """Per rank, of how many items it writes something."""
+        """Return, per rank, the number of items that it writes in part or whole."""
         return np.bincount(self.held.rank[self._first_rows()], minlength=self.held.ranks)
 
     def _first_rows(self) -> IntArray:
-        """The first written row of each item."""
+        """Return the first written row of each item."""
         rows = np.flatnonzero(self.is_written)
         return rows[self.held.is_first(rows)]
 
     def load_bytes(self) -> IntArray:
-        """Per rank, raw bytes that it writes."""
+        """Return, per rank, the raw bytes that it writes."""
         rows = self._first_rows()
         load = np.zeros(self.held.ranks, np.int64)
         np.add.at(load, self.held.rank[rows], self.held.nbytes[self.held.signature[rows]])
@@ -76,29 +76,29 @@ class Writers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidates:
-    """Which rows may be written, box by box."""
+    """Rows that may be written, box by box."""
 
     rows: IntArray
-    """Rows in the order of boxes, those of one box by rank."""
+    """Rows in the order of boxes, and by rank within a box."""
     counts: IntArray
-    """Per box, how many."""
+    """Per box, the number of its rows."""
     begins: IntArray
-    """Per box, where its rows begin in ``rows``."""
+    """Per box, the index of its first row in ``rows``."""
 
     def of_boxes(self, boxes: IntArray) -> tuple[IntArray, IntArray]:
-        """(all rows of ``boxes``, in that order; how many each has)."""
+        """Return all rows of ``boxes``, in that order, and the number of rows of each box."""
         counts = self.counts[boxes]
         return self.rows[_ranges(self.begins[boxes], counts)], counts
 
 
-def assign_replicas(writers: Writers, boxes: IntArray, candidates: Candidates, *, came_first: IntArray) -> None:
-    """Give each of ``boxes`` to one of its candidates.
+def assign_replicas(writers: Writers, boxes: IntArray, candidates: Candidates, *, first_rows: IntArray) -> None:
+    """Assign each of ``boxes`` to one of its candidates, the largest first.
 
-    Largest first, of equals the one that came last (``came_first``: the first row of each of ``boxes``).
+    Of equally large boxes, the one with the highest of ``first_rows`` (the first row of each box) is assigned first.
     """
     held = writers.held
     nbytes = held.nbytes[held.signature[candidates.rows[candidates.begins[boxes]]]]
-    order = np.lexsort((came_first, nbytes))[::-1]
+    order = np.lexsort((first_rows, nbytes))[::-1]
     boxes, nbytes = boxes[order], nbytes[order]
     load = writers.load_bytes()
     for equals in np.split(boxes, np.flatnonzero(np.diff(nbytes)) + 1):
@@ -106,25 +106,26 @@ def assign_replicas(writers: Writers, boxes: IntArray, candidates: Candidates, *
 
 
 def _assign_equal_replicas(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
-    """The same for boxes of equal length, with so many of ``rows`` each.
+    """Assign boxes of equal length. ``rows``: their candidates, box by box; ``counts``: number of them per box.
 
-    A box waits for those before it that one of its ranks holds too. Where all ranks of each box come to it as their
-    k-th (a model over a mesh), all k-th boxes are one step: 5,000 pairs of ranks take no more steps than one pair.
+    Boxes that share a rank must be assigned one after the other. If every box is the k-th one for all of its ranks (a
+    model over a mesh), all k-th boxes are independent and are assigned in one vectorised step. So 5,000 pairs of ranks
+    take no more steps than one pair.
     """
     held, begins = writers.held, np.cumsum(counts) - counts
     occurrence = _occurrences(held.rank[rows])
     is_even = (np.minimum.reduceat(occurrence, begins) == np.maximum.reduceat(occurrence, begins)).all()
     if held.is_tied[rows].any() or not is_even:
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-            _place_one(writers, rows[begin : begin + count], load=load)
+            _assign_one(writers, rows[begin : begin + count], load=load)
         return
     order = np.argsort(occurrence[begins], kind="stable")
     for step in np.split(order, np.flatnonzero(np.diff(occurrence[begins][order])) + 1):
-        _place_at_once(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
+        _assign_independent(writers, rows[_ranges(begins[step], counts[step])], counts[step], load=load)
 
 
-def _place_at_once(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
-    """Boxes of which no two share a rank: each to the lowest of those ranks that have least to write."""
+def _assign_independent(writers: Writers, rows: IntArray, counts: IntArray, *, load: IntArray) -> None:
+    """Assign boxes that share no rank: each to the rank that has least to write, the lowest of several such ranks."""
     held, begins = writers.held, np.cumsum(counts) - counts
     mine = load[held.rank[rows]]
     least = np.flatnonzero(mine == np.repeat(np.minimum.reduceat(mine, begins), counts))
@@ -133,12 +134,12 @@ def _place_at_once(writers: Writers, rows: IntArray, counts: IntArray, *, load: 
     load[held.rank[chosen]] += held.nbytes[held.signature[chosen]]
 
 
-def _place_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
-    """One box, and what is tied to it on the rank that gets it."""
+def _assign_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
+    """Assign one box, and the names that are tied to it on the rank that writes it."""
     if writers.is_taken[writers.box[rows[0]]]:
-        return  # tied to one that was placed before
+        return  # it was tied to a box that is assigned already
     held = writers.held
-    row = int(rows[load[held.rank[rows]].argmin()])  # the first of equals: the lowest rank
+    row = int(rows[load[held.rank[rows]].argmin()])  # argmin returns the first of several, which is the lowest rank
     rank = int(held.rank[row])
     start, stop = held.starts[rank : rank + 2]
     first, end = np.searchsorted(held.item[start:stop], held.item[row] + np.arange(2))
@@ -149,7 +150,7 @@ def _place_one(writers: Writers, rows: IntArray, *, load: IntArray) -> None:
 
 
 def _occurrences(rank: SmallInts) -> IntArray:
-    """Per entry, how many before it are of the same rank."""
+    """Return, per entry, the number of earlier entries of the same rank."""
     order = np.argsort(rank, kind="stable")
     counts = np.bincount(rank)
     occurrence = np.empty(len(rank), np.int64)
@@ -158,7 +159,7 @@ def _occurrences(rank: SmallInts) -> IntArray:
 
 
 def _ranges(begins: IntArray, counts: IntArray) -> IntArray:
-    """``begins[i]`` and the ``counts[i] - 1`` numbers behind it, of every i, one after the other."""
+    """Return the ranges from ``begins[i]`` to ``begins[i] + counts[i]``, for every i, as one array."""
     found: IntArray = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
     return found
 
@@ -167,46 +168,46 @@ _SHOWN = 5
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank writes of what it holds: one bit each, the lowest of a byte first."""
+    """Share of a rank: the parts of its plan that it writes, as bits, the lowest bit of a byte first."""
 
     tensors: bytes
-    """For each name of each tensor item of its plan."""
+    """One bit for each name of each tensor item of its plan."""
     objects: bytes
-    """For each of its objects."""
+    """One bit for each object of its plan."""
 
     @classmethod
     def of(cls, tensors: Sequence[bool] | Flags, objects: Sequence[bool]) -> Assignment:
-        """The share of those that are True."""
+        """Return the share of the names and objects that are True."""
         return cls(_packed(tensors), _packed(objects))
 
     def items(self, items: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
-        """(item, the names of it that are written), ascending, of a plan with these names of its items.
+        """Return (item, its names that are written), ascending. ``items``: all names of each item of the plan.
 
         Raises:
-            PlanChangedError: the share is of another plan.
+            PlanChangedError: the share belongs to another plan.
         """
         is_written = iter(_bits(self.tensors, sum(map(len, items))).tolist())
         named = ((index, tuple(name for name in fqns if next(is_written))) for index, fqns in enumerate(items))
         return [(index, names) for index, names in named if names]
 
     def object_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of the objects of a plan that are written.
+        """Return the written ones of ``names``, which are the objects of the plan.
 
         Raises:
-            PlanChangedError: the share is of another plan.
+            PlanChangedError: the share belongs to another plan.
         """
         is_written = _bits(self.objects, len(names)).tolist()
         return tuple(name for name, written in zip(names, is_written, strict=True) if written)
 
     def count_objects(self) -> int:
-        """How many objects are written."""
+        """Return the number of written objects."""
         return int.from_bytes(self.objects, "little").bit_count()
 
     def rows(self, count: int) -> IntArray:
-        """Which of ``count`` names of items are written.
+        """Return the indices of the written ones of the ``count`` names of all items.
 
         Raises:
-            PlanChangedError: the share is of another plan.
+            PlanChangedError: the share belongs to another plan.
         """
         return np.flatnonzero(_bits(self.tensors, count))
 
@@ -223,18 +224,18 @@ def _bits(packed: bytes, count: int) -> Flags:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Boxes:
-    """The parts of tensors that are held: a box is a name and where in that tensor a shard begins."""
+    """Boxes of all shards. Shards of one name that begin at one place of the tensor are replicas: they have one box."""
 
     order: IntArray
-    """Rows by box, those of one box by rank."""
+    """Rows by box, and by rank within a box."""
     of: IntArray
-    """Per row, its box."""
+    """Per row, the number of its box."""
     count: int
     """Number of boxes."""
 
     @classmethod
     def of_rows(cls, held: ShardTable) -> Boxes:
-        """Sort what is held.
+        """Number the boxes of all shards.
 
         Raises:
             PlanChangedError: the tensors together have more than 2**63 elements.
@@ -250,16 +251,15 @@ class Boxes:
         return cls(order=order, of=of, count=int(number[-1]) + 1 if len(number) else 0)
 
     def candidates(self, rows: IntArray) -> Candidates:
-        """These rows, in the order of boxes, as those that may be written."""
+        """Return ``rows``, which are in the order of boxes, as candidates."""
         counts = np.bincount(self.of[rows], minlength=self.count)
         return Candidates(rows=rows, counts=counts, begins=np.cumsum(counts) - counts)
 
 
 def _keys(held: ShardTable) -> IntArray:
-    """A number for every row, equal for equal boxes: the place of the shard's first element among all tensors'."""
-    of_signature = [
-        math.prod(side + 1 for side in signature.size) for signature in held.signatures
-    ]  # a shard may begin at the very end
+    """Return a number for every row, equal for equal boxes: the position of the first element, over all tensors."""
+    # Each side counts one more, because an empty shard may begin at the end.
+    of_signature = [math.prod(side + 1 for side in signature.size) for signature in held.signatures]
     volumes = [of_signature[signature] for signature in held.signature_of_name.tolist()]
     if sum(volumes) >= 1 << 63:
         raise PlanChangedError(f"the tensors of all ranks have {sum(volumes)} elements, more than can be numbered")
@@ -272,10 +272,10 @@ def _keys(held: ShardTable) -> IntArray:
 
 
 def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) -> Flags:
-    """Per box, whether its content differs between ranks. ``sums``: of a rank, an int64 for each of its items.
+    """Return, per box, whether its content differs between ranks. ``sums``: by rank, an int64 for each of its items.
 
     Raises:
-        PeerFailedError: the sums of a rank are of another plan.
+        PeerFailedError: the sums of a rank do not fit its plan.
     """
     unequal = np.zeros(boxes.count, np.bool_)
     content, is_summed = np.zeros(len(held.name), np.int64), np.zeros(len(held.name), np.bool_)
@@ -293,13 +293,13 @@ def unequal_replicas(held: ShardTable, boxes: Boxes, sums: Mapping[int, bytes]) 
 
 
 def unequal_objects(held: ShardTable, sums: Mapping[int, bytes]) -> set[str]:
-    """Names of objects whose bytes differ between ranks. ``sums``: of a rank, a uint32 for each of its objects.
+    """Return the names of objects whose bytes differ between ranks. ``sums``: by rank, a uint32 for each object.
 
     Raises:
-        PeerFailedError: the sums of a rank are of another plan.
+        PeerFailedError: the sums of a rank do not fit its plan.
     """
     first: dict[str, int] = {}
-    seen: set[tuple[int, bytes]] = set()  # equal names are one tuple
+    seen: set[tuple[int, bytes]] = set()  # ranks with equal names share one tuple
     unequal: set[str] = set()
     for rank, found in sums.items():
         names = held.objects[rank]
@@ -317,12 +317,14 @@ def unequal_objects(held: ShardTable, sums: Mapping[int, bytes]) -> set[str]:
 def assign(
     held: ShardTable, boxes: Boxes, kept: Mapping[int, Assignment], unequal: Flags
 ) -> tuple[list[Assignment], list[int]]:
-    """The share of every rank, and how many items it has.
+    """Return the share of every rank, and its number of items.
 
-    ``kept``: ranks that captured only the share that they have. ``unequal``: boxes whose replicas differ.
+    Args:
+        kept: shares of the ranks that keep the share that they have, because they captured only that.
+        unequal: per box, whether its replicas differ.
 
     Raises:
-        PlanChangedError: nobody captured something that a rank holds; every rank has to plan anew.
+        PlanChangedError: no rank captured a shard that a rank holds. Every rank has to plan anew.
     """
     writers = Writers.of(held, boxes.of, boxes.count)
     is_kept = np.zeros(held.ranks, np.bool_)
@@ -341,7 +343,7 @@ def assign(
     several = np.flatnonzero(is_open & ~is_single)
     if len(several):
         all_rows = boxes.candidates(boxes.order)
-        assign_replicas(writers, several, candidates, came_first=boxes.order[all_rows.begins[several]])
+        assign_replicas(writers, several, candidates, first_rows=boxes.order[all_rows.begins[several]])
     starts, objects = held.starts.tolist(), _assign_objects(held, kept)
     shares = [
         Assignment.of(writers.is_written[start:stop], own)
@@ -351,9 +353,9 @@ def assign(
 
 
 def _assign_objects(held: ShardTable, kept: Mapping[int, Assignment]) -> list[list[bool]]:
-    """Per rank and object, whether the rank writes it."""
+    """Return, per rank and object, whether the rank writes it."""
     writers = {name: rank for rank, share in kept.items() for name in share.object_names(held.objects[rank])}
-    seen: set[int] = set()  # equal names are one tuple: of such ranks the first decides
+    seen: set[int] = set()  # ranks with equal names share one tuple, and the first such rank decides
     for rank, names in enumerate(held.objects):
         if rank not in kept and id(names) not in seen:
             seen.add(id(names))

@@ -30,27 +30,27 @@ __all__ = [
 ]
 
 SMALL_COPY_BYTES = 256 << 10
-"""Host copies up to this size go by one ``memmove`` with the GIL held; larger ones by torch, on many threads."""
+"""Largest host copy that is one ``memmove`` with the GIL held. Torch makes larger ones, on many threads."""
 
 _GATHER_PAYS_ITEMS = 32
-"""Fewer are issued one by one: the buffer, which stays for the next save, is not worth it."""
+"""Least number of items of a gather run. Fewer are copied one by one, as they do not pay for a buffer."""
 _RUNS_A_BUFFER = 4
-"""So many of the longest runs fit the gather buffer at once: one is gathered while another is transferred."""
+"""Number of longest runs that fit the gather buffer at once: one is gathered while another is transferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatherRun:
-    """A run of items that are small, side by side in the image, gathered on the device and moved in one transfer.
+    """Run of small items, adjacent in the image, gathered on the device and moved in one transfer.
 
-    The bytes between its pieces are constants of the image, rendered again when the chunk is prepared.
+    The bytes between its pieces are constants of the image. They are rendered again when the chunk is prepared.
     """
 
     start: int
     """Image offset of the first raw byte."""
     stop: int
-    """Image offset behind the last raw byte."""
+    """Image offset after the last raw byte."""
     device: torch.device
-    """Where it is gathered."""
+    """Device on which the run is gathered."""
     pieces: tuple[Piece, ...]
     """Whole items, ascending."""
     leaves: tuple[int, ...]
@@ -59,22 +59,22 @@ class GatherRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkCopyMethods:
-    """The pieces of one chunk, by the way they go."""
+    """Pieces of one chunk, by their copy method."""
 
     moved: tuple[Piece, ...]
-    """Small dense host tensors: by address, at once."""
+    """Small dense host tensors, copied by address at once."""
     issued: tuple[Piece, ...]
-    """Dense tensors on CUDA: by address, on a side stream."""
+    """Dense tensors on CUDA, copied by address on a side stream."""
     gathered: tuple[GatherRun, ...]
-    """Small dense tensors on CUDA that lie side by side."""
+    """Small dense tensors on CUDA that are adjacent in the image."""
     copied: tuple[Piece, ...]
-    """Other host tensors: by torch."""
+    """Other host tensors, copied by torch."""
     converted: tuple[Piece, ...]
-    """Other tensors on devices: by torch, on a side stream."""
+    """Other tensors on devices, copied by torch on a side stream."""
 
 
 def image_order(device: torch.device, *, is_gathered: bool) -> tuple[bool, str, bool]:
-    """Sort key of an item: what is on a device first, what is gathered there together."""
+    """Return the sort key of an item: items on devices come first, and gathered ones are adjacent."""
     is_host = device.type == "cpu"
     return (is_host, "" if is_host else str(device), not is_host and not is_gathered)
 
@@ -89,8 +89,10 @@ def choose_copy_methods(
 ) -> tuple[ChunkCopyMethods, ...]:
     """Return the copy method of every piece, per chunk of ``layout``.
 
-    ``copies_by_address`` tells whether a device can copy by address, ``gathers`` whether it gathers tensors of so many
-    bytes. The gather buffer of a device may have ``gather_bytes``.
+    Args:
+        copies_by_address: whether a device can copy by address.
+        gathers: whether a device gathers tensors of a length in bytes.
+        gather_bytes: largest gather buffer of a device.
     """
 
     def is_dense(leaf: int) -> bool:
@@ -166,17 +168,17 @@ def _cut(pieces: Sequence[Piece], run_bytes: int) -> Iterator[list[Piece]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceCopies:
-    """Copies by address from one device: tensors whole, ascending in the image."""
+    """Copies by address of whole tensors from one device, ascending in the image."""
 
     vectors: CopyVectors
-    """(image offset, source address, bytes)."""
+    """(image offset, source address, bytes) of each copy."""
     leaves: IntArray
-    """Leaf of each."""
+    """Leaf of each copy."""
     _cuts: dict[tuple[int, int], CopyVectors] = field(default_factory=dict)
-    """What :meth:`within` has found: each save of a layout asks for the same."""
+    """Results of :meth:`within`. Each save of a layout asks for the same ones."""
 
     def within(self, start: int, stop: int) -> CopyVectors:
-        """What lies between two image offsets; what reaches beyond is cut there. Read-only: it is given again."""
+        """Return the copies between two image offsets, cut at these. The result is read-only, because it is cached."""
         rows = self._cuts.get((start, stop))
         if rows is None:
             rows = self._cuts[start, stop] = self._cut(start, stop)
@@ -194,25 +196,25 @@ class DeviceCopies:
         return rows
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> DeviceCopies:
-        """Return the copies whose row is wanted."""
+        """Return the copies whose flag is set."""
         return DeviceCopies(self.vectors[is_wanted], self.leaves[is_wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyDescriptors:
-    """Addresses of what is copied by address, valid for one fingerprint only."""
+    """Copies by address, with addresses. Valid for one fingerprint only."""
 
     fingerprint: list[int]
     """Address of every tensor leaf."""
     vectors: tuple[CopyVectors, ...]
-    """Per chunk, small host tensors: (image offset, source address, bytes)."""
+    """Per chunk, (image offset, source address, bytes) of small host tensors."""
     device_copies: Mapping[torch.device, DeviceCopies]
-    """Tensors on CUDA."""
+    """Copies of tensors on CUDA, by device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Parts of leaves and where they go, each number a column."""
+    """Parts of leaves and their places in the image, as columns."""
 
     starts: IntArray
     """Image offset of each part."""
@@ -225,27 +227,27 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int, int]]) -> Rows:
-        """Of (start, leaf, raw start, bytes) each."""
+        """Return the columns of rows of (start, leaf, raw start, bytes)."""
         return cls(*(np.array(column, dtype=np.int64) for column in (zip(*rows, strict=True) if rows else [()] * 4)))
 
     def vectors(self, addresses: CopyVectors) -> CopyVectors:
-        """With the address of every tensor leaf."""
+        """Return the copies, given the address of every tensor leaf."""
         sources = addresses[self.leaves] + self.raw_starts.astype(np.uint64)
         return np.stack([self.starts.astype(np.uint64), sources, self.nbytes.astype(np.uint64)], axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """What is copied by address and where to: all of :class:`CopyDescriptors` but the addresses."""
+    """Copies by address without the addresses; with them, they are :class:`CopyDescriptors`."""
 
     moved: tuple[Rows, ...]
-    """Per chunk, small host tensors."""
+    """Small host tensors, per chunk."""
     issued: Mapping[torch.device, Rows]
-    """Tensors on CUDA, whole."""
+    """Whole tensors on CUDA, by device."""
 
     @classmethod
     def of(cls, structure: Structure, layout: ImageLayout, copy_methods: Sequence[ChunkCopyMethods]) -> Places:
-        """Of the pieces that ``copy_methods`` send by address."""
+        """Return the places of the pieces that are copied by address."""
 
         def rows(pieces: Iterable[Piece]) -> Rows:
             return Rows.of([(p.image_start, layout.items[p.item].leaf, p.raw_start, p.nbytes) for p in pieces])
@@ -253,7 +255,7 @@ class Places:
         issued: dict[torch.device, list[Piece]] = {}
         for item in dict.fromkeys(piece.item for route in copy_methods for piece in route.issued):
             whole = layout.items[item]
-            piece = Piece(item, 0, whole.raw_offset, whole.raw_bytes)  # no item goes by two ways
+            piece = Piece(item, 0, whole.raw_offset, whole.raw_bytes)  # all pieces of an item have one copy method
             issued.setdefault(structure.devices[whole.leaf], []).append(piece)
         return cls(
             moved=tuple(rows(route.moved) for route in copy_methods),
@@ -261,7 +263,7 @@ class Places:
         )
 
     def at(self, fingerprint: list[int]) -> CopyDescriptors:
-        """With the address of every tensor leaf."""
+        """Return the copy descriptors, given the address of every tensor leaf."""
         addresses = np.array(fingerprint, dtype=np.uint64)
         return CopyDescriptors(
             fingerprint,
@@ -270,5 +272,5 @@ class Places:
         )
 
     def device_copies(self, addresses: CopyVectors) -> dict[torch.device, DeviceCopies]:
-        """:attr:`CopyDescriptors.device_copies` with other addresses of the leaves."""
+        """Return :attr:`CopyDescriptors.device_copies` for these addresses of the leaves."""
         return {device: DeviceCopies(rows.vectors(addresses), rows.leaves) for device, rows in self.issued.items()}

@@ -1,10 +1,9 @@
-"""Global plans: what DCP's planner makes of one rank's state, the checks over all ranks, their ``.metadata``. Pure.
+"""Global plan: DCP's plan of one rank's state, the checks over the plans of all ranks, and ``.metadata``. Pure.
 
-DCP's planner is in charge of what each rank holds. What all of them hold is put together from columns instead of by its
-``create_global_plan``, which takes 54 us a shard (measured: nine minutes for 10,000 ranks of 1,000) to concatenate and
-check what is concatenated and checked here: :func:`cover_faults` makes its checks,
-:mod:`aio_ckpt.format.dcp_metadata_write` its objects. ``tests/unit/plan/test_global_plan.py`` holds both against it,
-field by field.
+DCP's planner plans each rank. Its ``create_global_plan`` is not used: it takes 54 us a shard (measured: nine minutes
+for 10,000 ranks of 1,000). Instead, the plans of all ranks are combined as columns. :func:`cover_faults` makes the same
+checks, and :mod:`aio_ckpt.format.dcp_metadata_write` makes the same objects. ``tests/unit/plan/test_global_plan.py``
+compares both with DCP's, field by field.
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ _SHOWN = 5
 
 
 def cover_faults(table: MetadataTable) -> list[str]:
-    """What is wrong with the shards of a few tensors; empty if all are whole. A 0-dim tensor only has to be there."""
+    """Return the faults of the first few tensors whose shards leave holes or overlap; empty if there are none.
+
+    A 0-dim tensor needs one shard and may have several.
+    """
     lengths = np.diff(table.starts)
     name = np.repeat(np.arange(len(lengths)), lengths)
     dims = np.array([len(size) for size in table.sizes], np.int64)
@@ -90,7 +92,7 @@ def _holders(table: MetadataTable, number: int) -> str:
 
 
 def _volumes(table: MetadataTable, name: IntArray, dims: IntArray) -> IntArray:
-    """Per name, elements of all its shards."""
+    """Return, per name, the number of elements of all its shards."""
     volume = np.ones(len(name), np.int64)
     for dim in range(table.shapes.shape[1]):
         volume *= np.where(dim < dims[name], table.shapes[:, dim], 1)
@@ -99,7 +101,10 @@ def _volumes(table: MetadataTable, name: IntArray, dims: IntArray) -> IntArray:
 
 
 def _grids(table: MetadataTable, name: IntArray, sizes: IntArray) -> Flags:
-    """Per name, whether its shards are different cells of a grid, as meshes cut them: no two of those overlap."""
+    """Return, per name, whether its shards are different cells of a grid. Such cells never overlap.
+
+    The shards of a tensor over a mesh are such cells.
+    """
     columns = range(table.offsets.shape[1])
     is_grid = ~_repeated(table, name, [table.offsets[:, dim] for dim in columns])
     for dim in columns:
@@ -116,7 +121,7 @@ def _grids(table: MetadataTable, name: IntArray, sizes: IntArray) -> Flags:
 
 
 def _repeated(table: MetadataTable, name: IntArray, offsets: list[IntArray]) -> Flags:
-    """Per name, whether two of its shards begin at one place."""
+    """Return, per name, whether two of its shards have the same offsets."""
     order = _order(name, offsets)
     named = name[order]
     is_same = named[1:] == named[:-1]
@@ -129,7 +134,7 @@ def _repeated(table: MetadataTable, name: IntArray, offsets: list[IntArray]) -> 
 
 
 def _order(name: IntArray, keys: list[IntArray]) -> IntArray | slice:
-    """Rows by name, then by ``keys``. Ranks mostly hold parts in their own order: nothing is to be sorted then."""
+    """Return the rows sorted by name, then by ``keys``. Rows are mostly sorted already; then this takes no sort."""
     is_tied = name[1:] == name[:-1]
     is_sorted = True
     for key in keys:
@@ -139,7 +144,7 @@ def _order(name: IntArray, keys: list[IntArray]) -> IntArray | slice:
 
 
 def _overlap(table: MetadataTable, number: int, dims: int) -> tuple[str, str] | None:
-    """Two shards of a tensor that overlap, if any do. Exact, for cuts that are no grid."""
+    """Return two overlapping shards of a tensor; None if none overlap. Exact, for shards that are no grid."""
     start, stop = int(table.starts[number]), int(table.starts[number + 1])
     begin = table.offsets[start:stop, :dims]
     end = begin + table.shapes[start:stop, :dims]
@@ -158,7 +163,7 @@ def _overlap(table: MetadataTable, number: int, dims: int) -> tuple[str, str] | 
 
 
 def _pairs(counts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
-    """Every place with each of the ``counts[place]`` behind it, some at a time."""
+    """Yield every index paired with each of the ``counts[index]`` indices after it, in batches."""
     batch = np.cumsum(counts) // _PAIRS_AT_ONCE
     cuts = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(counts)]
     for start, stop in pairwise(cuts):
@@ -168,7 +173,7 @@ def _pairs(counts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def dcp_plan(flat: tree.FlatState) -> SavePlan:
-    """What DCP's planner would write of the state of one rank."""
+    """Return the plan of DCP's planner for the state of one rank."""
     leaves = {
         name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
         for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
@@ -179,7 +184,7 @@ def dcp_plan(flat: tree.FlatState) -> SavePlan:
 
 
 def shard_offsets(write_items: dict[str, WriteItem], name: str) -> tuple[int, ...]:
-    """Where in its global tensor the item called ``name`` begins."""
+    """Return the offsets of the item called ``name`` in its global tensor."""
     data = write_items[name].tensor_data
     return tuple(data.chunk.offsets) if data is not None else ()
 
@@ -190,7 +195,7 @@ def local_plan(
     object_names: tuple[str, ...],
     skeleton: bytes,
 ) -> LocalPlan:
-    """What a rank holds, laid out as ``items``; ``shards`` begin with the shape of the global tensor, by leaf."""
+    """Return the plan of all that a rank holds, laid out as ``items``. ``shards``: see ``Structure.shards``."""
     holdings = [
         ShardInfo(
             fqns=item.fqns,
@@ -208,29 +213,29 @@ def local_plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What one rank stores, and where."""
+    """Items that one rank stores, and their places."""
 
     local: LocalPlan
-    """All that it holds."""
+    """All that the rank holds."""
     share: Assignment
-    """What of it it writes."""
+    """The part of ``local`` that the rank writes."""
     places: bytes
-    """Of the items of the share: see :func:`places`."""
+    """Places of the items of the share, see :func:`places`."""
 
     @classmethod
     def whole(cls, local: LocalPlan, layout: ImageLayout, objects: int) -> Stored:
-        """Of a rank that writes all that it holds."""
+        """Return the items of a rank that writes all that it holds."""
         names = sum(len(item.fqns) for item in layout.items)
         return cls(local=local, share=Assignment.of([True] * names, [True] * objects), places=places(layout))
 
 
 def places(layout: ImageLayout) -> bytes:
-    """Offset and length of every item of ``layout`` in its data file: int64, little-endian."""
+    """Return offset and length of every item of ``layout`` in its data file, as int64, little-endian."""
     return np.array([(item.item_offset, item.envelope.item_bytes) for item in layout.items], "<i8").tobytes()
 
 
 def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
-    """``.metadata`` with holes for the objects, of each name rank by rank.
+    """Render ``.metadata`` of all ranks, with holes for the places of the objects.
 
     Raises:
         PlanChangedError: the shares of a tensor overlap or leave a hole.
@@ -243,7 +248,7 @@ def render_global(ranks: Sequence[Stored]) -> MetadataTemplate:
 
 
 def _table(ranks: Sequence[Stored]) -> MetadataTable:
-    """What all ranks store, by name."""
+    """Return the shards that all ranks store, sorted by name."""
     held = ShardTable.of([rank.local for rank in ranks])
     starts = held.starts.tolist()
     written = [
@@ -274,12 +279,13 @@ def _table(ranks: Sequence[Stored]) -> MetadataTable:
 
 
 def _paths(ranks: Sequence[Stored]) -> dict[str, tuple[str | int, ...]]:
-    """Of every name of every rank; equal skeletons are read once."""
+    """Return the path of every name of every rank. Equal skeletons are decoded once."""
     owners: dict[bytes, list[int]] = {}
     for number, rank in enumerate(ranks):
         owners.setdefault(rank.local.skeleton, []).append(number)
     paths: dict[str, tuple[str | int, ...]] = {}
-    for skeleton, numbers in sorted(owners.items(), key=lambda owned: owned[1][-1]):  # the highest rank's word stands
+    # If ranks differ in the path of a name, the highest rank counts, so it comes last.
+    for skeleton, numbers in sorted(owners.items(), key=lambda owned: owned[1][-1]):
         decoded = tree.decode_skeleton(skeleton, name=rank_manifest_name(numbers[0]))
         paths |= tree.dcp_paths(decoded, rank=numbers[0], others=numbers[1:])
     return paths

@@ -1,6 +1,6 @@
-"""Image layout: where every item stands in the data file, and how the file is cut into chunks. Pure.
+"""Image layout: the place of every item in the data file, and the cut of the file into chunks. Pure.
 
-Borrowed fact: DCP does not mind gaps between items (``_StorageInfo`` holds offset and length of each).
+Borrowed fact: DCP accepts gaps between items (``_StorageInfo`` holds offset and length of each).
 """
 
 from __future__ import annotations
@@ -17,56 +17,61 @@ from aio_ckpt.plan.values import Chunk, ChunkSums, ImageLayout, Piece, TensorIte
 __all__ = ["Placement", "chunk_bytes_for", "chunk_bytes_within", "cut_chunks", "file_chunks", "lay_out"]
 
 RAW_ALIGNMENT = 64
-"""Raw bytes of every item start on a multiple of it (DESIGN §5)."""
+"""Alignment of the raw bytes of every item in the file, in bytes."""
 
 _CHUNK_BYTES_MIN = 4 << 20
 _CHUNK_BYTES_FEW = 32 << 20
 _CHUNK_BYTES_MAX = 64 << 20
 _FEW_CHUNKS = 8
-"""A small image is cut in about so many chunks, to have some to overlap."""
+"""Number of chunks of a small image, so that copies and writes of several chunks overlap."""
 _MANY_CHUNKS = 128
-"""From so many on a larger image has larger chunks: each costs 0.5 ms of CPU and GIL hand-offs (FACTS)."""
+"""Most chunks of an image; beyond, chunks get larger. Each chunk costs 0.5 ms of CPU and GIL hand-offs."""
 _WAVE_CHUNKS = 8
-"""Chunks that the budget holds of a larger image: some are written while one is summed and one is captured."""
+"""Chunks that fit the budget if the image is larger: some are written while one is summed and one is captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One item to place."""
+    """Item that is to be placed in an image."""
 
     leaf: int
-    """First leaf stored in it."""
+    """First leaf that the item stores."""
     fqns: tuple[str, ...]
-    """Every name stored in it."""
+    """Every name of the item."""
     offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
+    """Start of the shard in the global tensor, in elements per dimension."""
     spec: TensorSpec
     """dtype, local shape, stored stride."""
     envelope: Envelope
-    """Rendered for the spec."""
+    """Envelope, rendered for ``spec``."""
 
 
 def chunk_bytes_for(raw_bytes: int) -> int:
-    """Size of a chunk for an image with so many raw bytes: a multiple of 1 MiB."""
+    """Return the chunk size for an image of ``raw_bytes``: a multiple of 1 MiB."""
     wanted = max(min(raw_bytes // _FEW_CHUNKS, _CHUNK_BYTES_FEW), raw_bytes // _MANY_CHUNKS, _CHUNK_BYTES_MIN)
     return min(align_up(wanted, 1 << 20), _CHUNK_BYTES_MAX)
 
 
 def chunk_bytes_within(raw_bytes: int, budget_bytes: int) -> int:
-    """:func:`chunk_bytes_for`, but short enough that the budget holds two, and more if the image goes in waves."""
+    """Return :func:`chunk_bytes_for`, or less if the budget then holds too few chunks.
+
+    The budget holds two chunks at least, and more if the image is saved in waves.
+    """
     most = budget_bytes // (_WAVE_CHUNKS if raw_bytes > budget_bytes else 2)
-    # Headers and trailers, which no chunk cuts, are far shorter than the least.
+    # No chunk cuts a header or trailer: these are far shorter than the shortest chunk.
     return min(chunk_bytes_for(raw_bytes), max(most - most % LEAST_BUDGET_BYTES, LEAST_BUDGET_BYTES))
 
 
 def lay_out(placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: int | None = None) -> ImageLayout:
-    """Place one item after the other; ``budget_bytes`` of memory are there for the image.
+    """Place one item after the other.
 
-    ``chunk_bytes``: of the layout that this is a part of, instead of one's own. With equal chunks no item of a part
-    begins behind where it began in the whole.
+    Raw bytes are aligned to 64 bytes, those of a mebibyte or more to a page. If a header or trailer would straddle a
+    chunk boundary, the item is moved behind the boundary.
 
-    Raw bytes start on 64 bytes, those of a mebibyte or more on a page. An item whose header or trailer would
-    straddle a chunk boundary is moved behind it.
+    Args:
+        budget_bytes: memory for the image.
+        chunk_bytes: chunk size of the layout that ``placements`` are a part of; None to choose it. With equal chunks,
+            no item of the part begins later than in the whole.
     """
     raw_bytes = sum(placement.envelope.raw_bytes for placement in placements)
     chunk_bytes = chunk_bytes or chunk_bytes_within(raw_bytes, budget_bytes)
@@ -169,7 +174,10 @@ def _cut_bytes(data: bytes, position: int, chunk_bytes: int, into: list[list[tup
 
 
 def file_chunks(layout: ImageLayout, image_bytes: int) -> tuple[Chunk, ...]:
-    """Chunks of the whole data file: those of the layout, the last one stretched over the objects, and the rest."""
+    """Return the chunks of the whole data file, with the objects after the tensors.
+
+    The last chunk of the layout is extended over the objects. If they are longer, further chunks follow.
+    """
     chunks = list(layout.chunks)
     size = layout.chunk_bytes
     if chunks:

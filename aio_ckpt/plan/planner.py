@@ -45,20 +45,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """Where the tensors of a structure stand in an image and by which way each gets there: all that a capture needs."""
+    """Plan of a capture: the places of the tensors of a structure in an image, and their copy methods."""
 
     structure: Structure
-    """What it was made for."""
+    """Structure that the plan was made for."""
     layout: ImageLayout
-    """Layout of the image."""
     copy_methods: tuple[ChunkCopyMethods, ...]
-    """Per chunk, which way each piece goes."""
+    """Copy methods of the pieces, per chunk."""
     places: Places
-    """What is copied by address, and where to."""
+    """Copies by address, without addresses."""
     descriptors: CopyDescriptors
-    """The same with the addresses of the save that made them."""
+    """Copies by address, with the addresses of the save that made them."""
     source: torch.device | None
-    """CUDA device that most raw bytes come from; None: the state is in host memory."""
+    """CUDA device that holds most of the raw bytes; None if the state is in host memory."""
     gathers: bool
     """Whether small tensors are gathered on a device."""
     gather_bytes: int
@@ -72,7 +71,7 @@ class ImagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ImagePlan):
-    """One structure laid out. Reused while the structure and the alias partition stay the same."""
+    """Plan of a save. It is reused while the structure and the alias partition stay the same."""
 
     aliases: list[int]
     """Per tensor leaf, the first leaf that shares its bytes (itself if none)."""
@@ -85,7 +84,7 @@ class Plan(ImagePlan):
     local: LocalPlan | None = None
     """With several ranks: all that this rank holds, for the leader."""
     share_id: bytes = b""
-    """With several ranks: the name of what was agreed that this rank writes; empty before."""
+    """With several ranks: identity of the share that the leader assigned to this rank; empty before."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the state that other ranks store."""
     tensors_static: bytes
@@ -95,13 +94,13 @@ class Plan(ImagePlan):
     stored_names: frozenset[str]
     """Names of the tensor leaves that the layout stores."""
     source_bytes: list[int]
-    """Storage length of every tensor leaf of the save that made the descriptors: what is freed and allocated again may
-    be shorter at its old address."""
+    """Storage length of every tensor leaf, of the save that made the descriptors. A storage that was freed and
+    allocated again may be shorter at its old address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedImage:
-    """A plan together with what is captured by it; lives no longer than the capture."""
+    """Plan, and the values to capture by it. Kept only until the capture ends."""
 
     plan: ImagePlan
     tensors: list[torch.Tensor]
@@ -112,7 +111,7 @@ class PlannedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave(PlannedImage):
-    """One save of an engine, planned."""
+    """Planned save of an engine."""
 
     plan: Plan
     plan_hit: bool
@@ -122,9 +121,9 @@ class PlannedSave(PlannedImage):
 
 
 class PlanCache:
-    """Keeps the plan of the newest save; a failed save drops it.
+    """Cache of the plan of the newest save. A failed save drops the plan.
 
-    One plan only: a structure that comes back after another one is a miss, so that nothing old lingers.
+    There is one plan only: a structure that returns after another one is a miss, so that no old plan is kept.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class PlanCache:
         gather_bytes: int = GATHER_BYTES,
         budget_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
-        """``budget_bytes``: memory for an image, asked for by each miss."""
+        """``budget_bytes`` returns the memory for an image. Each miss calls it."""
         self._world_size = world_size
         self._gather_bytes = gather_bytes
         self._budget_bytes = budget_bytes
@@ -147,10 +146,10 @@ class PlanCache:
         self._plan = None
 
     def resolve(self, flat: tree.FlatState) -> PlannedSave:
-        """Plan ``flat``, reusing the cached layout and descriptors where they still hold.
+        """Plan ``flat``. The cached layout and descriptors are reused if they are still valid.
 
         Raises:
-            UnsupportedLeafError: a leaf no checkpoint can hold.
+            UnsupportedLeafError: no checkpoint can hold a leaf.
             SourceChangedError: a tensor's memory was freed or is smaller than its shape says.
         """
         try:
@@ -177,7 +176,7 @@ class PlanCache:
         return self._hit(plan, leaves, fingerprint_hit=False)
 
     def adopt(self, plan: Plan) -> None:
-        """From now on this rank writes ``plan``, as was agreed: saves that need no other reuse it."""
+        """Cache ``plan``, as the ranks agreed on it."""
         self._plan = plan
 
     def _hit(self, plan: Plan, leaves: Leaves, *, fingerprint_hit: bool) -> PlannedSave:
@@ -206,7 +205,7 @@ class PlanCache:
                 gather_bytes=self._gather_bytes,
                 budget_bytes=self._budget_bytes(),
             )
-        self._plan = plan if self._world_size == 1 else None  # else until it is agreed
+        self._plan = plan if self._world_size == 1 else None  # plans of several ranks are cached once they agree
         self.misses += 1
         return PlannedSave(
             plan=plan, tensors=leaves.tensors, objects=leaves.objects, plan_hit=False, fingerprint_hit=False
@@ -218,15 +217,15 @@ class PlanCache:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without the garbage collector, which walks the trainer's whole heap again and again while many objects are made.
+    """Pause the garbage collector, which would walk the trainer's whole heap again and again while objects are made.
 
-    Planning 20,000 tensors takes 1 s so and 2.1 s otherwise. A collector that is off stays off.
+    Planning 20,000 tensors takes 1 s with the pause and 2.1 s without. A collector that was off stays off.
     """
     if not gc.isenabled():
         yield
         return
     try:
-        gc.disable()  # in here: Ctrl-C comes behind it
+        gc.disable()  # inside the try, so that Ctrl-C after it enables the collector again
         yield
     finally:
         gc.enable()
@@ -242,7 +241,10 @@ def make_plan(
     gather_bytes: int,
     budget_bytes: int,
 ) -> Plan:
-    """Plan a new structure: DCP's planner for what is written, our layout for where. With several ranks: all of it."""
+    """Plan a new structure: DCP's planner chooses the items, this package their places.
+
+    With several ranks, the plan covers all that this rank holds; see :func:`narrow`.
+    """
     aliases = partition(structure, fingerprint)
     tensor_names = [name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is not LeafKind.OBJECT]
     object_names = tuple(name for name, kind in zip(flat.names, flat.kinds, strict=True) if kind is LeafKind.OBJECT)
@@ -284,10 +286,10 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
 
 
 def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
-    """The plan of what this rank writes of all that it holds. No item begins behind where it began in ``plan``.
+    """Return the plan of this rank's share. No item begins later in the image than in ``plan``.
 
     Raises:
-        PlanChangedError: ``share`` is of another plan.
+        PlanChangedError: ``share`` belongs to another plan.
     """
     items = plan.layout.items
     placements = [
@@ -300,7 +302,7 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
         placements,
         plan.descriptors.fingerprint,
         gather_bytes=plan.gather_bytes,
-        budget_bytes=sys.maxsize,  # the whole keeps to it
+        budget_bytes=sys.maxsize,  # the chunk size of the whole plan keeps to the budget already
         chunk_bytes=plan.layout.chunk_bytes,
     )
     objects = share.object_names(plan.object_names)
@@ -310,7 +312,7 @@ def narrow(plan: Plan, share: Assignment, share_id: bytes) -> Plan:
 
 
 def _is_held(structure: Structure, leaf: int, write_item: WriteItem | None) -> bool:
-    """Whether this rank holds any of the tensor: it may be outside of its mesh, or its shard be empty."""
+    """Return whether this rank holds a part of the tensor. It may be outside of the mesh, or its shard may be empty."""
     if write_item is None:
         return False
     whole = structure.shards.get(leaf)
@@ -326,9 +328,10 @@ def plan_image(
     budget_bytes: int,
     chunk_bytes: int | None = None,
 ) -> ImagePlan:
-    """Lay out ``placements``, of the leaves of ``structure``; ``fingerprint`` holds the leaves' addresses.
+    """Lay out ``placements`` of leaves of ``structure`` and choose their copy methods.
 
-    ``budget_bytes``, ``chunk_bytes``: see :func:`aio_ckpt.plan.layout.lay_out`.
+    ``fingerprint``: addresses of the leaves. ``budget_bytes``, ``chunk_bytes``: see
+    :func:`aio_ckpt.plan.layout.lay_out`.
     """
 
     def gathers(device: torch.device, nbytes: int) -> bool:
@@ -364,7 +367,7 @@ def _main_source(structure: Structure, layout: ImageLayout) -> torch.device | No
 
 
 def tensor_entry(item: TensorItem) -> TensorEntry:
-    """What the rank manifest says of an item."""
+    """Return the entry of an item in the rank manifest."""
     return TensorEntry(
         fqns=item.fqns,
         dtype=str(item.spec.dtype).removeprefix("torch."),

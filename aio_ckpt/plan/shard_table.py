@@ -1,8 +1,8 @@
-"""What every rank holds: as each tells it, and as the leader reads all of them, in columns. Pure.
+"""Shards of all ranks: the message of each rank, and the table in columns that the leader makes of them. Pure.
 
-The leader of 10,000 ranks with 1,000 shards each has ten million of them: one Python object each would be minutes and
-gigabytes. So a plan is told as bytes that are equal on all ranks of one model (names, signatures) and as numbers that
-are not (offsets): nothing is done in Python but per rank, per distinct name and per distinct signature.
+The leader of 10,000 ranks with 1,000 shards each has ten million shards: one Python object each would take minutes and
+gigabytes. Therefore a message holds bytes that are equal on all ranks of one model (names, signatures), and numbers
+that differ (offsets). Python code runs per rank, per distinct name and per distinct signature, never per shard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SmallInts: TypeAlias = "npt.NDArray[np.int32]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 
-# -- as a rank tells it -----------------------------------------------------------------------------
+# -- the message of a rank ---------------------------------------------------------------------------
 
 
 class TensorSignature(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -51,32 +51,32 @@ class TensorSignature(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ShardInfo(msgspec.Struct, frozen=True, gc=False):
-    """A tensor item that one rank holds."""
+    """Tensor item that one rank holds."""
 
     fqns: tuple[str, ...]
-    """Every name of it; tied leaves share it."""
+    """Every name of the item. Tied leaves share it."""
     offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
+    """Start of the shard in the global tensor, in elements per dimension."""
     signature: TensorSignature
 
 
 class LocalPlan(msgspec.Struct, frozen=True, array_like=True):
-    """All that one rank holds."""
+    """Message of a rank: all that it holds."""
 
     names: bytes
     """msgpack: every name of each tensor item, in the order of its image."""
     signatures: bytes
     """msgpack: the distinct signatures, and which of them each item has."""
     offsets: bytes
-    """Where each item begins in its global tensor: int64, little-endian, as many as that has dimensions."""
+    """Start of each item in its global tensor, one int64 per dimension, little-endian."""
     objects: bytes
     """msgpack: names of the leaves stored as objects, in order."""
     skeleton: bytes
-    """Containers of its state, encoded."""
+    """Skeleton of its state, encoded."""
 
     @classmethod
     def of(cls, items: Sequence[ShardInfo], objects: Sequence[str], skeleton: bytes) -> LocalPlan:
-        """What a rank tells."""
+        """Encode all that a rank holds."""
         signatures: dict[TensorSignature, int] = {}
         numbers = [signatures.setdefault(item.signature, len(signatures)) for item in items]
         encode = msgspec.msgpack.encode
@@ -97,9 +97,9 @@ _OBJECTS: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tup
 
 
 def intern(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[LocalPlan]:
-    """The same plans in the bytes of ``known``, where equal, and else one copy of what several of them tell.
+    """Return ``plans`` with equal bytes shared among them and with ``known``.
 
-    10,000 ranks of one model name its tensors once, and a rank that plans the same anew takes no more memory.
+    So the names of a model are held once for 10,000 ranks, and a rank that plans the same anew takes no more memory.
     """
     seen: dict[bytes, bytes] = {}
 
@@ -115,7 +115,7 @@ def intern(plans: Sequence[LocalPlan], known: Iterable[LocalPlan] = ()) -> list[
 
 
 def malformed(rank: int, what: object) -> PeerFailedError:
-    """The error of a message that no rank of this version sends."""
+    """Return the error of a message that no rank of this version sends."""
     return PeerFailedError(
         f"rank {rank} sent a plan that is none ({what}): run one version of aio_ckpt on all ranks",
         rank=rank,
@@ -123,23 +123,23 @@ def malformed(rank: int, what: object) -> PeerFailedError:
     )
 
 
-# -- as the leader reads it -------------------------------------------------------------------------
+# -- the table of the leader -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardTable:
-    """The shards of all ranks. A row is one name of one item of one rank; rows are in the order of the ranks' plans."""
+    """Shards of all ranks. A row is one name of one item of one rank. Rows are in the order of the ranks' plans."""
 
     names: tuple[str, ...]
-    """Every name of a tensor, in the order in which the ranks come to it."""
+    """Every name of a tensor, in the order of its first row."""
     signatures: tuple[TensorSignature, ...]
-    """Distinct signatures, in the order in which the ranks come to them."""
+    """Distinct signatures, in the order of their first rows."""
     signature_of_name: SmallInts
-    """Per name, the first signature that it has: its global shape and dtype are the same on all ranks."""
+    """Per name, its first signature. All signatures of a name have the same global shape and dtype."""
     objects: tuple[tuple[str, ...], ...]
     """Per rank, the names of its objects."""
     starts: IntArray
-    """Per rank its first row, then the number of rows."""
+    """Per rank, its first row; after the last rank, the number of rows."""
     rank: SmallInts
     """Per row, the rank that holds it."""
     name: SmallInts
@@ -149,23 +149,23 @@ class ShardTable:
     signature: SmallInts
     """Per row, the index into ``signatures``."""
     is_tied: Flags
-    """Per row, whether its item has other names too."""
+    """Per row, whether its item has other names, too."""
     offsets: IntArray
-    """Per row, where the shard begins; zeros behind the tensor's own dimensions."""
+    """Per row, the start of the shard in the tensor; padded with zeros to the most dimensions of any tensor."""
     shapes: IntArray
-    """Per signature, the shape of the shard; zeros behind its own dimensions."""
+    """Per signature, the shape of the shard; padded with zeros."""
     sizes: IntArray
-    """Per signature, the global shape; zeros behind its own dimensions."""
+    """Per signature, the global shape; padded with zeros."""
     nbytes: IntArray
-    """Per signature, raw bytes of the shard."""
+    """Per signature, the raw bytes of the shard."""
 
     @classmethod
     def of(cls, plans: Sequence[LocalPlan]) -> ShardTable:
-        """Read what all ranks told, by rank.
+        """Make the table of the messages of all ranks, by rank.
 
         Raises:
-            PeerFailedError: names the rank whose plan is malformed.
-            DuplicateNameError: two ranks give one name to things of different kind, dtype or shape.
+            PeerFailedError: a plan is malformed; names the rank.
+            DuplicateNameError: two ranks give one name to values of different kind, dtype or shape.
             PlanChangedError: a shard begins outside of its tensor.
         """
         reader = _Reader()
@@ -202,7 +202,7 @@ class ShardTable:
         return len(self.starts) - 1
 
     def is_first(self, rows: IntArray) -> Flags:
-        """Per row of some, ascending, whether it is the first of them of its item."""
+        """Return, per row of ``rows`` (ascending), whether it is the first of them for its item."""
         item, rank = self.item[rows], self.rank[rows]
         first = np.ones(len(rows), np.bool_)
         first[1:] = (item[1:] != item[:-1]) | (rank[1:] != rank[:-1])
@@ -225,22 +225,22 @@ class ShardTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Outline:
-    """What ranks with equal names and signatures hold: all but where their shards begin."""
+    """Rows of ranks that have equal names and signatures, without the offsets of their shards."""
 
     name: SmallInts
-    """Per row, which name of the reader's."""
+    """Per row, the index into ``_Reader.names``."""
     item: SmallInts
-    """Per row, which item."""
+    """Per row, the index of the item in the plan of its rank."""
     signature: SmallInts
-    """Per row, which signature of the reader's."""
+    """Per row, the index into ``_Reader.signatures``."""
     is_tied: Flags
-    """Per row, whether its item has other names too."""
+    """Per row, whether its item has other names, too."""
     dims: IntArray
-    """Per item, dimensions."""
+    """Per item, its number of dimensions."""
 
 
 class _Reader:
-    """Reads plans, equal bytes once."""
+    """Decoder of plans. It decodes equal bytes once."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
@@ -249,7 +249,7 @@ class _Reader:
         self._objects: dict[bytes, tuple[str, ...]] = {}
 
     def outline(self, rank: int, plan: LocalPlan) -> _Outline:
-        """Names and signatures of a plan."""
+        """Return the rows of a plan without their offsets."""
         key = plan.names, plan.signatures
         if key not in self._outlines:
             try:
@@ -259,7 +259,7 @@ class _Reader:
         return self._outlines[key]
 
     def object_names(self, rank: int, plan: LocalPlan) -> tuple[str, ...]:
-        """Names of its objects."""
+        """Return the names of the objects of a plan."""
         found = self._objects.get(plan.objects)
         if found is None:
             try:
@@ -305,7 +305,7 @@ def _joined(columns: Sequence[SmallInts]) -> SmallInts:
 
 
 def padded(shapes: Sequence[tuple[int, ...]], dims: int) -> IntArray:
-    """A row each; zeros behind its own dimensions."""
+    """Return ``shapes`` as the rows of an array, padded with zeros to ``dims`` columns."""
     rows = np.zeros((len(shapes), dims), np.int64)
     for row, shape in zip(rows, shapes, strict=True):
         row[: len(shape)] = shape
@@ -313,7 +313,7 @@ def padded(shapes: Sequence[tuple[int, ...]], dims: int) -> IntArray:
 
 
 def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int) -> IntArray:
-    """Per row, where its shard begins."""
+    """Return, per row, the offsets of its shard, padded with zeros to ``dims`` columns."""
     found = np.empty((sum(len(outline.name) for outline in outlines), dims), np.int64)
     places: dict[int, IntArray] = {}
     at = 0
@@ -321,7 +321,7 @@ def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int
         if id(outline) not in places:
             begins = np.cumsum(outline.dims) - outline.dims
             dim = np.arange(dims)
-            # What a tensor has no dimension for is taken from the zero behind all numbers.
+            # Dimensions that a tensor lacks are taken from the zero that is appended to all numbers.
             place = np.where(dim < outline.dims[:, None], begins[:, None] + dim, outline.dims.sum())
             places[id(outline)] = place[outline.item]
         if len(plan.offsets) != 8 * outline.dims.sum():
@@ -334,7 +334,11 @@ def _offsets(plans: Sequence[LocalPlan], outlines: Sequence[_Outline], dims: int
 
 
 def _check_names(outlines: Sequence[_Outline], objects: Sequence[tuple[str, ...]], reader: _Reader) -> SmallInts:
-    """Per name its first signature; DuplicateNameError unless every rank means the same by it."""
+    """Return, per name, its first signature.
+
+    Raises:
+        DuplicateNameError: two ranks give one name to values of different kind, dtype or shape.
+    """
     signatures = tuple(reader.signatures)
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     kind_of_signature = [kinds.setdefault((signature.dtype, signature.size), len(kinds)) for signature in signatures]

@@ -18,14 +18,14 @@ __all__ = ["Chunk", "ChunkSums", "ImageLayout", "Piece", "TensorItem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorItem:
-    """A tensor's item as laid out in the image."""
+    """Item of a tensor, as laid out in the image."""
 
     leaf: int
-    """Position, in the flat state, of the first leaf stored here; tied leaves share the item."""
+    """Position in the flat state of the first leaf that the item stores. Tied leaves share the item."""
     fqns: tuple[str, ...]
-    """Every name stored here."""
+    """Every name of the item."""
     offsets: tuple[int, ...]
-    """Where the shard begins in the global tensor."""
+    """Start of the shard in the global tensor, in elements per dimension."""
     spec: TensorSpec
     """dtype, local shape, stored stride."""
     envelope: Envelope
@@ -58,17 +58,17 @@ class Piece:
     raw_start: int
     """First byte, counted from the start of the item's raw bytes."""
     image_start: int
-    """The same byte as an image offset."""
+    """Image offset of the first byte."""
     nbytes: int
     """Length, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkSums:
-    """What is summed in one chunk and where the sums go, as arrays: a Python step a small item is what costs."""
+    """Checksums of one chunk: the bytes to sum and the places of the sums. In arrays, to save a Python step an item."""
 
     spans: tuple[tuple[int, int], ...]
-    """(start, stop) in the chunk of the raw bytes of items of at most one block that lie wholly in it."""
+    """(start, stop) in the chunk of the raw bytes of each item that has at most one block and lies wholly in it."""
     span_items: npt.NDArray[np.intp]
     """Item of each span."""
     parts: tuple[Piece, ...]
@@ -81,37 +81,37 @@ class ChunkSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """What one write moves: the image from ``start`` to ``stop``."""
+    """Part of the image that one write moves, from ``start`` to ``stop``."""
 
     index: int
     """Position in ``ImageLayout.chunks``."""
     start: int
     """Image offset, a multiple of the chunk size."""
     stop: int
-    """Image offset behind the last byte."""
+    """Image offset after the last byte."""
     pieces: tuple[Piece, ...]
     """Raw bytes inside it, ascending."""
     constants: tuple[tuple[int, bytes], ...]
     """(image offset, bytes) of the headers and trailers inside it, ascending."""
     sums: ChunkSums
-    """What is summed in it; a trailer inside it is filled, and so written, only once its item is summed."""
+    """Checksums of the chunk. A trailer inside it is filled once its item is summed, so the chunk is written then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """Where everything of one rank's tensors stands in its data file.
+    """Places of one rank's tensors in its data file.
 
-    Objects follow at ``tensor_bytes``; their length changes from save to save, so they are in no layout.
+    Objects follow at ``tensor_bytes``. Their length changes from save to save, so the layout does not hold them.
     No header or trailer straddles a multiple of ``chunk_bytes``.
     """
 
     items: tuple[TensorItem, ...]
-    """Ascending by offset."""
+    """Items, ascending by offset."""
     chunk_bytes: int
     """Size of every chunk but the last, a multiple of the page."""
     chunks: tuple[Chunk, ...]
     """Chunks that hold tensor bytes; the last ends at ``tensor_bytes``."""
     tensor_bytes: int
-    """Where the tensors end and the objects begin."""
+    """Offset at which the tensors end and the objects begin."""
     raw_bytes: int
     """Raw bytes of all items together."""

@@ -135,7 +135,7 @@ class SaveRound:
     # -- the exchanges --------------------------------------------------------------------------------
 
     async def assign(self, plan: PlanMsg) -> AssignReply:
-        """On a rank without a plan: send all that the rank holds; return the share that it is to capture and write."""
+        """Send all that this rank holds, if it has no plan; return the share that it is to capture and write."""
         coordinator = self._members.coordinator
         messages = await SAVE.gather(coordinator, self._topic, plan)
         replies = await self._replan(_newest(messages, ())) if self.is_leader else []
@@ -186,7 +186,7 @@ class SaveRound:
         return reply
 
     async def _replan(self, reports: Sequence[PlanMsg | Vote]) -> list[AssignReply]:
-        """On the leader: assign a share to each rank."""
+        """Assign a share to each rank. Only the leader calls this."""
         ledger = self._members.ledger
         ledger.check(reports)
         self._firsts = reports

@@ -253,7 +253,7 @@ class Rendezvous:
         return companions(self._queue(), self._name)
 
     def claim(self) -> Mapping[int, str] | None:
-        """On the leader: once an engine of each rank has come, remove them from the queue.
+        """Remove the engines from the queue, once an engine of each rank has come. Only the leader calls this.
 
         Returns their names by rank; None if one is missing.
         """

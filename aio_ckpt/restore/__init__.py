@@ -1,8 +1,8 @@
 """Load a checkpoint into a template, or read its state without one.
 
-In: a checkpoint directory, and a template where its values are to be filled in place. Out: values whose checksums were
-proven, or an error that names what is damaged. Imports ``match``, ``checkpoint`` and what they import; nothing that
-saves.
+In: a checkpoint directory, and a template if values are to be filled in place. Out: values whose checksums were
+verified, or an error that names the damaged file and tensor. Imports ``match``, ``checkpoint`` and what they import;
+nothing that saves.
 """
 
 from aio_ckpt.restore.load import load_checkpoint

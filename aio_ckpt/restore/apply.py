@@ -14,7 +14,7 @@ from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.match.compounds import check_targets
 from aio_ckpt.match.match import Match, StatefulTarget, listed
-from aio_ckpt.match.open_places import build_at, nested_at, with_numbers
+from aio_ckpt.match.open_places import build_at, nested_at, with_int_keys
 from aio_ckpt.match.overlaps import write_shared
 from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
@@ -94,7 +94,7 @@ def prepare_apply(
 
 
 def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
-    """Complete tensors of the template that the reads did not fill: shared memory, and compound tensors."""
+    """Write the tensors of the template that the reads did not fill: shared memory, and compound tensors."""
     written = [*(target.tensor for target in found.shared), *(target.own.tensor for target in found.compounds)]
     devices = {tensor.device for tensor in written if tensor.device.type != "cpu"}
     synchronize(devices)
@@ -108,7 +108,7 @@ def _dcp_state_dict(checkpoint: Checkpoint, prefix: str, leaves: dict[str, objec
     """Return the ``state_dict()`` called ``prefix``, which stock DCP flattened. ``leaves``: its leaves by name."""
     nested = nested_at(checkpoint, prefix, leaves)
     if isinstance(value, torch.optim.Optimizer):  # DCP drops an empty ``state``
-        nested["state"] = with_numbers(nested.get("state", {}))
+        nested["state"] = with_int_keys(nested.get("state", {}))
     return nested
 
 

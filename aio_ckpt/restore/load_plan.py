@@ -79,7 +79,7 @@ def _is_transformed(shard: Item | UnparsedItem) -> bool:
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class LoadPlan:
-    """Plan of one load: what is read into which memory. While the reads run, the bytes of objects collect in it."""
+    """Plan of one load: the items to read, and their targets. The reads add the bytes of objects to it."""
 
     source: Source
     """Places of all items to read."""
@@ -132,7 +132,7 @@ class LoadPlan:
             target, like = self.live.get(name), shard_like(self.layouts.get(name), shards)
             if isinstance(like, OwnedShard):  # load_state_dict takes only the owner, so that is filled in place
                 target = like
-            key = (id(target), id(like), *map(id, shards))  # tied names are read once
+            key = (id(target), id(like), *map(id, shards))  # tied names have one key, so they are read once
             if key not in made:
                 made[key] = new_tensor(name, shards, like) if target is None else target
                 address = self.live_at.get(name, 0)

@@ -53,9 +53,8 @@ def covering_bytes(chunk: Sequence[int], box: Sequence[int], itemsize: int) -> i
         return 0
     extent = stride = itemsize
     count = 1
-    for size, wanted in zip(
-        reversed(chunk), reversed(box), strict=False
-    ):  # other checks refuse a shard of wrong dimensions
+    # Not strict, because a shard with a wrong number of dimensions is refused later.
+    for size, wanted in zip(reversed(chunk), reversed(box), strict=False):
         count *= -(-wanted // size)
         length = min(wanted, size)
         is_read_through = stride - extent < BLOCK_BYTES

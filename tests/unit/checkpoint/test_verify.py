@@ -247,7 +247,7 @@ def test_ranges_and_the_whole_file_are_summed_whether_ranges_overlap_or_not(exec
         async with Files(LocalStorage(executor, "auto"), folder, readers=2, page_cache="pass") as files:
             await files.measure(["f"], {})
             found = scrub._Verification(files, executor, 2, read.append, faults)
-            return await found._sum_file("f", spans)
+            return await found._check_ranges("f", spans)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scrub, "_CHUNK_BYTES", 4 * PAGE_BYTES)
