@@ -154,6 +154,7 @@ class BaseEngine:
         overwrite: bool = False,
         deadline_secs: float | None = None,
         metrics: Mapping[str, object] | None = None,
+        extra: dict[str, Any] | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
@@ -170,6 +171,9 @@ class BaseEngine:
                 visible then. A last rename and fsync that have begun are completed.
             metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
                 is stored as such and is never the best.
+            extra: JSON values to keep with the step, by name: loss, epoch, commit of the code. A dict of str, int,
+                finite float, bool, None, lists and dicts, at most 64 KiB as JSON, copied now. Reports of saves and
+                loads hold it. If there are several ranks, the value of rank 0 counts, and others may pass None.
             trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
                 settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
@@ -185,7 +189,9 @@ class BaseEngine:
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
         step = step_numbers.whole_number(step)
-        call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
+        call = SaveCall.of(
+            step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, extra=extra, trace=trace
+        )
         return self._frontend.save(state, step, call)
 
     def prepare(self, state: object) -> Milestone[None]:

@@ -206,6 +206,7 @@ SHORT_SECS = 2.0
 REFUSED: list[dict[str, Any]] = [
     {"deadline_secs": -0.5},
     {"metrics": {"loss": "x"}},
+    {"extra": {"loss": float("nan")}},
     {"overwrite": "no"},
     {"step": -1},
     {"trace": 5},
@@ -412,6 +413,23 @@ def retry_a_step(rank: int, count: int, root: Path, in_flight: int) -> list[int]
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_step_that_failed_may_be_saved_again(two: Ranks, tmp_path: Path, in_flight: int) -> None:
     assert two.run(retry_a_step, tmp_path, in_flight) == [[1, 2, 3, 3]] * 2
+
+
+# -- extra ------------------------------------------------------------------------------------------
+
+
+def save_with_extra(rank: int, count: int, root: Path) -> list[Any]:
+    with engine_on(root, SECS) as engine:
+        first = engine.save(state_at(1), step=1, extra={"rank": rank}).result(SECS)
+        second = engine.save(state_at(2), step=2, extra={"n": 2} if rank == 0 else None).result(SECS)
+        third = engine.save(state_at(3), step=3, extra=None if rank == 0 else {"rank": rank}).result(SECS)
+        loaded = engine.load(state_at(0), 1)
+        dist.barrier()
+    return [first.extra, second.extra, third.extra, loaded.extra]
+
+
+def test_the_extra_of_the_leader_counts_and_every_rank_reports_it(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(save_with_extra, tmp_path) == [[{"rank": 0}, {"n": 2}, {}, {"rank": 0}]] * 2
 
 
 # -- rollback() --------------------------------------------------------------------------------------
