@@ -285,37 +285,40 @@ class Retention:
 
     async def _trashed(self, checkpoint: CommittedCheckpoint, undeleted: dict[int, str]) -> Path | None:
         """Its new path; None if it stays."""
-        trash = self._root / TRASH_DIR / checkpoint.path.name
         try:
-            await self._storage.rename(checkpoint.path, trash)
-            self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
-            if await self._is_protected(checkpoint.step, undeleted):
-                await self._storage.rename(trash, checkpoint.path)
-                del self._trash[trash]
-                return None
+            return await self._move_to_trash(checkpoint)
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)
             return None
-        return trash
-
-    async def _is_protected(self, step: int, undeleted: dict[int, str]) -> bool:
-        try:
-            return await self._storage.exists(self._root / protected_name(step))
-        except OSError as error:
-            self._tell(step, error, undeleted)
-            return True  # for all that is known
 
     async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
         try:
-            await sync_parents(self._storage, self._root / trash.name, trash)
-            if await self._storage.exists(trash / METADATA_FILE):
-                await self._storage.remove_file(trash / METADATA_FILE)
-                await self._storage.sync_dir(trash)
-            await self._storage.remove_tree(trash)
+            await self._remove(trash)
         except OSError as error:
             self._tell(step, error, undeleted)
-        else:
-            del self._trash[trash]
+
+    async def _move_to_trash(self, checkpoint: CommittedCheckpoint) -> Path | None:
+        """Rename a step to trash. Returns its new path; None if it is protected, and so was put back."""
+        trash = self._root / TRASH_DIR / checkpoint.path.name
+        await self._storage.rename(checkpoint.path, trash)
+        self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
+        is_protected = True  # for all that is known
+        try:
+            is_protected = await self._storage.exists(self._root / protected_name(checkpoint.step))
+        finally:
+            if is_protected:
+                await self._storage.rename(trash, checkpoint.path)
+                del self._trash[trash]
+        return None if is_protected else trash
+
+    async def _remove(self, trash: Path) -> None:
+        """Make the rename to trash durable, then delete the files, ``.metadata`` first."""
+        await sync_parents(self._storage, self._root / trash.name, trash)
+        if await self._storage.exists(trash / METADATA_FILE):
+            await self._storage.remove_file(trash / METADATA_FILE)
+            await self._storage.sync_dir(trash)
+        await self._storage.remove_tree(trash)
+        del self._trash[trash]
 
     def _tell(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:
         _log.warning("step %d is kept beyond its time: %s", step, error)
