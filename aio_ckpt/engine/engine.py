@@ -39,7 +39,7 @@ from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue import open_rescue
 from aio_ckpt.runtime.futures import follow, outcome
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -479,6 +479,32 @@ class CheckpointEngine(BaseEngine):
         """
         reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
         return await asyncio.wrap_future(reading)
+
+    async def delete(self, step: int, *, allow_newest: bool = False) -> None:
+        """Delete a committed step. When this returns, its files are deleted, and a power loss does not bring it back.
+
+        The step is renamed to trash first, so that it is whole or gone at any instant. A load of the newest step that
+        reads it meanwhile takes another one; a load of this step is told that it is gone. ``protect()`` a step that
+        must stay. If the await is cancelled, the deletion goes on.
+
+        If there are several ranks, every rank calls this, as it calls ``save()``. The leader deletes.
+
+        Args:
+            step: step of the checkpoint.
+            allow_newest: delete ``step`` even if it is the newest. A later ``save()`` may have its number again.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            ProtectedStepError: ``step`` is protected: ``unprotect()`` it first.
+            StepOrderError: ``step`` is the newest committed step, or no valid step.
+            BusyError: saves are pending: await their tickets first.
+            ConfigError: a bad argument; nothing was touched.
+            RootError: the root is not writable, or another writer holds it.
+            WriteError: the disk failed. The step is whole, or gone; what is left of it is deleted later.
+            PeerFailedError, StallError: as :meth:`load`.
+        """
+        self._frontend.check_delete()  # here, because the call runs in another thread
+        await run_beside(self._frontend.delete, step, allow_newest=allow_newest)
 
     async def __aenter__(self) -> Self:
         return self

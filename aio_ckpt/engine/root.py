@@ -192,6 +192,18 @@ class RootSession:
 
     # -- retention ------------------------------------------------------------------------------------
 
+    def delete(self, step: int, *, allow_newest: bool) -> StepsChange:
+        """Delete one committed step, durably. Needs the lock.
+
+        Raises:
+            CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.delete`.
+            StallError: expired steps are still being deleted, or the disk stalls.
+        """
+        self._await_passes(f"delete({step})")
+        work = functools.partial(self._retention.delete, step, allow_newest=allow_newest)
+        left: list[int] = self._call(work, what="delete()")
+        return max(left, default=None), [step]
+
     def protect(self, step: int) -> None:
         """Protect a step from deletion, durably.
 

@@ -271,6 +271,18 @@ class SaveFrontend:
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
 
+    def delete(self, step: int, *, allow_newest: bool) -> None:
+        """See ``CheckpointEngine.delete``. Blocks."""
+        self._portal.check_thread("delete()")
+        self._check_not_inside("delete()")
+        with self._lock:
+            self._change_steps("delete", step, self._root_session.delete, allow_newest=allow_newest)
+
+    def check_delete(self) -> None:
+        """Raise WrongThreadError if :meth:`delete` would wait for the calling thread."""
+        self._portal.check_thread("delete()")
+        self._check_not_inside("delete()")
+
     def _change_steps(self, kind: str, step: int, change: Callable[..., StepsChange], **flags: bool) -> list[int]:
         """Change the committed steps on all ranks: the leader does it if no rank has a pending save; the others wait.
 
@@ -406,7 +418,14 @@ _CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(
 )
 """A rank sends its call and whether it has pending saves; the leader replies with the busy ranks and the change."""
 _LOCKING = frozenset(
-    call.__code__ for call in (SaveFrontend.save, SaveFrontend.prepare, SaveFrontend.rollback, SaveFrontend.clear_cache)
+    call.__code__
+    for call in (
+        SaveFrontend.save,
+        SaveFrontend.prepare,
+        SaveFrontend.rollback,
+        SaveFrontend.delete,
+        SaveFrontend.clear_cache,
+    )
 )
 
 
