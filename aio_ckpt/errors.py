@@ -24,6 +24,7 @@ __all__ = [
     "MissingNameError",
     "PeerFailedError",
     "PlanChangedError",
+    "ProtectedStepError",
     "ReadError",
     "RootError",
     "SaveCancelledError",
@@ -98,7 +99,11 @@ class UnexpectedNameError(AioCkptError, ValueError):
 
 
 class StepOrderError(AioCkptError, ValueError):
-    """The step does not exceed every committed and pending step."""
+    """The step does not exceed every committed and pending step, or it is the newest, which ``delete()`` keeps."""
+
+
+class ProtectedStepError(AioCkptError, PermissionError):
+    """The step is protected from deletion: ``unprotect()`` it first."""
 
 
 class CheckpointNotFoundError(AioCkptError, FileNotFoundError):

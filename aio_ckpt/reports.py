@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from aio_ckpt.errors import AioCkptError
 
@@ -62,6 +62,8 @@ class SaveReport:
     """Where the time went."""
     slowest_rank: Mapping[str, int] = field(default_factory=dict)
     """Per stage, the rank that took longest."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that are stored with the step: those that rank 0 gave to ``save(extra=)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,8 @@ class LoadReport:
     """Bytes read from data files."""
     verified: bool = True
     """Whether sums were there and were checked."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,8 @@ class ReadReport:
     """Bytes read from data files."""
     verified: bool = True
     """Whether sums were there and were checked."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values that ``save(extra=)`` stored with the step; empty if it stored none."""
 
 
 def amount(nbytes: float) -> str:

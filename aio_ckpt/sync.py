@@ -18,10 +18,11 @@ __all__ = ["SyncCheckpointEngine"]
 
 
 class SyncCheckpointEngine(BaseEngine):
-    """:class:`~aio_ckpt.engine.engine.CheckpointEngine` with blocking ``load``, ``read``, ``ready`` and ``close``.
+    """:class:`~aio_ckpt.engine.engine.CheckpointEngine` with calls that block.
 
-    ``save`` is the same plain function that returns a ticket; ``ticket.result()`` waits for it. Arguments,
-    results and errors are those of the async engine.
+    ``load``, ``read``, ``delete``, ``ready`` and ``close`` return once they have ended. ``save`` is the same plain
+    function that returns a ticket; ``ticket.result()`` waits for it. Arguments, results and errors are those of the
+    async engine.
     """
 
     def ready(self) -> None:
@@ -66,6 +67,10 @@ class SyncCheckpointEngine(BaseEngine):
         """See :meth:`CheckpointEngine.read`."""
         reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
         return reading.result()
+
+    def delete(self, step: int, *, allow_newest: bool = False) -> None:
+        """See :meth:`CheckpointEngine.delete`."""
+        self._frontend.delete(step, allow_newest=allow_newest)
 
     def close(self) -> None:
         """See :meth:`CheckpointEngine.close`."""

@@ -185,7 +185,9 @@ def _measure(ranks: int, items: int) -> Leader:
     tracemalloc.start()
     metadata = _filled(template, ledger.learn(later))
     entries = [FileEntry(rank_manifest_name(rank), 1000, rank) for rank in range(ranks)]
-    _, root_secs = _timed(lambda: render_root(metadata, entries, step=1, save_id="s-1", created_unix=1.0, metrics={}))
+    _, root_secs = _timed(
+        lambda: render_root(metadata, entries, step=1, save_id="s-1", created_unix=1.0, metrics={}, extra={})
+    )
     memory_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     _, metadata_secs = _timed(lambda: _filled(template, ledger.learn(later)))

@@ -71,6 +71,11 @@ class Checkpoint:
         return hashlib.blake2b(self.metadata_bytes, digest_size=16).hexdigest()
 
     @property
+    def extra(self) -> Mapping[str, Any]:
+        """JSON values that ``save(extra=)`` stored; empty for plain DCP."""
+        return {} if self.root is None else self.root.extra
+
+    @property
     def has_skeleton(self) -> bool:
         """Whether the manifests hold the containers of the state. If not, names are as DCP flattened them."""
         return any(rank.skeleton for rank in self.ranks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
+_EXTRA_CHARS = 40
+"""Width of the column ``extra`` of ``ls``."""
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -117,8 +119,12 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
         screen.json(found)
         return 0
     if found.checkpoints:
-        titles = ("directory", "written", "torch", "step", "bytes", "ranks", "metrics", "kept")
-        screen.table(titles, [*map(_root_cells, found.checkpoints)], left=3)
+        titles: tuple[str, ...] = ("directory", "written", "torch", "step", "bytes", "ranks", "metrics", "kept")
+        cells = [*map(_root_cells, found.checkpoints)]
+        if any(row.extra for row in found.checkpoints):
+            titles = (*titles, "extra")
+            cells = [(*shown, _extra_cell(row)) for shown, row in zip(cells, found.checkpoints, strict=True)]
+        screen.table(titles, cells, left=3)
     else:
         screen.line(f"no committed checkpoint under {printable(str(root))}")
     for row in found.checkpoints:
@@ -141,6 +147,22 @@ def _root_cells(row: RootRow) -> tuple[str, ...]:
     metrics = printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
     kept = "protected" if row.is_protected else "-"
     return printable(Path(row.path).name), written, torch, str(row.step), amount(row.nbytes), ranks, metrics, kept
+
+
+def _extra_cell(row: RootRow) -> str:
+    words = _extra_words(row.extra)
+    return words if len(words) <= _EXTRA_CHARS else words[: _EXTRA_CHARS - 3] + "..."
+
+
+def _extra_words(extra: Mapping[str, Any]) -> str:
+    """Return what ``save(extra=)`` was given as ``loss=1.23 epoch=4``; - if it was given nothing."""
+    return printable(" ".join(f"{name}={_extra_value(value)}" for name, value in extra.items())) or "-"
+
+
+def _extra_value(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
 
 
 def _when(unix: float | None) -> str:
@@ -254,6 +276,7 @@ def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
         ("ranks", "-" if contents.world_size is None else str(contents.world_size)),
         ("tensors", f"{tensors}, {amount(contents.tensor_bytes)}"),
         ("objects", f"{len(contents.leaves) - tensors}, {amount(contents.object_bytes)}"),
+        *([("extra", _extra_words(contents.extra))] if contents.extra else []),
     ):
         screen.line(f"{label:<8} {printable(words)}")
     screen.line()

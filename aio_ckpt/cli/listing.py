@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -49,6 +50,8 @@ class RootRow(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970; None for plain DCP."""
     metrics: dict[str, float | None] = {}
     """What ``save(metrics=)`` was given; None stands for a value that is not finite."""
+    extra: dict[str, Any] = {}
+    """What ``save(extra=)`` was given."""
     is_protected: bool = False
     """Whether retention never deletes it."""
     fault: str | None = None
@@ -107,6 +110,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """Of all tensors, tied ones once."""
     object_bytes: int
     """Of all objects as stored."""
+    extra: dict[str, Any]
+    """What ``save(extra=)`` was given; empty for plain DCP."""
     leaves: tuple[LeafRow, ...]
     """Leaves, sorted by name."""
 
@@ -166,6 +171,7 @@ async def _root_row(
         nbytes=nbytes,
         is_protected=is_protected,
         metrics=root.metrics,
+        extra=root.extra,
         world_size=root.world_size,
         torch=root.written_by.get("torch"),
         created_unix=root.created_unix,
@@ -243,6 +249,7 @@ async def describe(storage: Storage, executor: Executor, path: Path, names: Step
         world_size=root.world_size if root else None,
         tensor_bytes=sum(leaf.nbytes for leaf in once if leaf.kind == "tensor"),
         object_bytes=sum(leaf.nbytes for leaf in once if leaf.kind == "object"),
+        extra=dict(checkpoint.extra),
         leaves=leaves,
     )
 

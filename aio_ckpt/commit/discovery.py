@@ -17,6 +17,7 @@ __all__ = [
     "MAX_RETRIES",
     "CommittedCheckpoint",
     "abandon_after",
+    "directories_of",
     "discover",
     "discover_all",
     "given",
@@ -65,6 +66,12 @@ async def discover_all(
     committed, bare = await _step_directories(storage, root, names)
     steps = {checkpoint.step for checkpoint in committed}
     return _chosen(committed, names), await _torn(storage, [found for found in bare if found.step not in steps])
+
+
+async def directories_of(storage: Storage, root: Path, names: StepNames, step: int) -> list[CommittedCheckpoint]:
+    """Return every committed directory of ``step``: it may have several names, of which :func:`discover` tells one."""
+    committed, _ = await _step_directories(storage, root, names)
+    return [checkpoint for checkpoint in committed if checkpoint.step == step]
 
 
 def _chosen(committed: Sequence[CommittedCheckpoint], names: StepNames) -> list[CommittedCheckpoint]:

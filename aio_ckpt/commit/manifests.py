@@ -6,6 +6,7 @@ import hashlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -141,6 +142,7 @@ def render_root(
     save_id: str,
     created_unix: float,
     metrics: Mapping[str, float | None],
+    extra: Mapping[str, Any],
 ) -> bytes:
     """Return the bytes of the root manifest. ``ranks`` are the rank manifests, by rank."""
     return encode_root(
@@ -155,5 +157,6 @@ def render_root(
             written_by=_VERSIONS,
             created_unix=created_unix,
             metrics=dict(metrics),
+            extra=dict(extra),
         )
     )

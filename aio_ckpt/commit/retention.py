@@ -12,11 +12,18 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.checks import shown
-from aio_ckpt.commit.discovery import CommittedCheckpoint, discover
+from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
 from aio_ckpt.commit.owner import put_back_protected
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.config import KeepBest
-from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, WriteError
+from aio_ckpt.errors import (
+    AioCkptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    ProtectedStepError,
+    StepOrderError,
+    WriteError,
+)
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import PROTECTED_DIR, TRASH_DIR, StepNames, protected_name, protected_step
 from aio_ckpt.storage.local import Storage, names_in, sync_parents
@@ -25,6 +32,7 @@ __all__ = [
     "Policy",
     "Retention",
     "best",
+    "check_deletion",
     "check_metrics",
     "expired",
     "protect",
@@ -91,6 +99,22 @@ def best(metrics: Mapping[int, float | None], rule: KeepBest) -> list[int]:
     sign = 1 if rule.mode == "min" else -1
     ranked = [(sign * value, -step) for step, value in metrics.items() if value is not None and math.isfinite(value)]
     return [-step for _, step in sorted(ranked)[: rule.count]]
+
+
+def check_deletion(step: int, committed: Sequence[int], *, is_protected: bool, allow_newest: bool, root: Path) -> None:
+    """Refuse to delete ``step`` if it is not in ``committed``, is protected, or is the newest.
+
+    Raises:
+        CheckpointNotFoundError, ProtectedStepError, StepOrderError: the three cases. Each names the remedy.
+    """
+    if step not in committed:
+        raise CheckpointNotFoundError(f"delete({step}): no such committed step under {root}; committed are {committed}")
+    if is_protected:
+        raise ProtectedStepError(f"delete({step}): the step is protected under {root}: unprotect({step}) it first")
+    if step == max(committed) and not allow_newest:
+        raise StepOrderError(
+            f"delete({step}): it is the newest committed step under {root}: allow_newest=True deletes it all the same"
+        )
 
 
 def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float | None]:
@@ -191,9 +215,9 @@ async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
 
 
 class Retention:
-    """Deletes expired steps in the background, one pass at a time.
+    """Deletes expired steps in the background, one pass at a time, and single steps on demand.
 
-    Only the holder of the root's lock may run it. It never fails a save: a step that cannot be deleted is logged,
+    Only the holder of the root's lock may run it. A pass never fails a save: a step that cannot be deleted is logged,
     listed in ``undeleted``, and tried again after the next commit.
 
     Invariant: a pass lists, judges and renames steps to trash while it holds the lock ``renames``, so the newer steps
@@ -259,6 +283,28 @@ class Retention:
             self.undeleted = undeleted
             return removed
 
+    async def delete(self, step: int, *, allow_newest: bool) -> list[int]:
+        """Delete one committed step, durably; return those that are left, ascending. No pass may run meanwhile.
+
+        If this fails midway, the step is whole, or it is trash that a later pass or the next writer deletes.
+
+        Raises:
+            CheckpointNotFoundError, ProtectedStepError, StepOrderError: see :func:`check_deletion`.
+            WriteError: a rename, an fsync or a removal failed.
+        """
+        storage, root, mark = self._storage, self._root, self._root / protected_name(step)
+        async with self._renames:
+            committed = [checkpoint.step for checkpoint in await self._committed()]
+            is_protected = await storage.exists(mark)
+            check_deletion(step, committed, is_protected=is_protected, allow_newest=allow_newest, root=root)
+            moved = [await self._move_to_trash(each) for each in await directories_of(storage, root, self._names, step)]
+        for trash in moved:
+            if trash is not None:
+                await self._remove(trash)
+        if None in moved:  # protected since the check
+            check_deletion(step, committed, is_protected=True, allow_newest=allow_newest, root=root)
+        return [each for each in committed if each != step]
+
     async def _expire_all(self, removed: list[int], undeleted: dict[int, str]) -> None:
         """One after the other, each judged anew: what made it superfluous may have gone meanwhile."""
         tried = set[Path]()
@@ -285,37 +331,40 @@ class Retention:
 
     async def _trashed(self, checkpoint: CommittedCheckpoint, undeleted: dict[int, str]) -> Path | None:
         """Its new path; None if it stays."""
-        trash = self._root / TRASH_DIR / checkpoint.path.name
         try:
-            await self._storage.rename(checkpoint.path, trash)
-            self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
-            if await self._is_protected(checkpoint.step, undeleted):
-                await self._storage.rename(trash, checkpoint.path)
-                del self._trash[trash]
-                return None
+            return await self._move_to_trash(checkpoint)
         except OSError as error:
             self._tell(checkpoint.step, error, undeleted)
             return None
-        return trash
-
-    async def _is_protected(self, step: int, undeleted: dict[int, str]) -> bool:
-        try:
-            return await self._storage.exists(self._root / protected_name(step))
-        except OSError as error:
-            self._tell(step, error, undeleted)
-            return True  # for all that is known
 
     async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
         try:
-            await sync_parents(self._storage, self._root / trash.name, trash)
-            if await self._storage.exists(trash / METADATA_FILE):
-                await self._storage.remove_file(trash / METADATA_FILE)
-                await self._storage.sync_dir(trash)
-            await self._storage.remove_tree(trash)
+            await self._remove(trash)
         except OSError as error:
             self._tell(step, error, undeleted)
-        else:
-            del self._trash[trash]
+
+    async def _move_to_trash(self, checkpoint: CommittedCheckpoint) -> Path | None:
+        """Rename a step to trash. Returns its new path; None if it is protected, and so was put back."""
+        trash = self._root / TRASH_DIR / checkpoint.path.name
+        await self._storage.rename(checkpoint.path, trash)
+        self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
+        is_protected = True  # for all that is known
+        try:
+            is_protected = await self._storage.exists(self._root / protected_name(checkpoint.step))
+        finally:
+            if is_protected:
+                await self._storage.rename(trash, checkpoint.path)
+                del self._trash[trash]
+        return None if is_protected else trash
+
+    async def _remove(self, trash: Path) -> None:
+        """Make the rename to trash durable, then delete the files, ``.metadata`` first."""
+        await sync_parents(self._storage, self._root / trash.name, trash)
+        if await self._storage.exists(trash / METADATA_FILE):
+            await self._storage.remove_file(trash / METADATA_FILE)
+            await self._storage.sync_dir(trash)
+        await self._storage.remove_tree(trash)
+        del self._trash[trash]
 
     def _tell(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:
         _log.warning("step %d is kept beyond its time: %s", step, error)

@@ -358,7 +358,9 @@ async def commit_save(
     An error with ``in_doubt`` came after the last rename: the new checkpoint is visible, but a power loss may undo it.
     """
     data = dump_metadata(metadata)
-    root = render_root(metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={})
+    root = render_root(
+        metadata_file(data), manifests, step=step, save_id=save_id, created_unix=time.time(), metrics={}, extra={}
+    )
     with hold_directory(storage, directory):
         if await pending_saves(storage, directory) != [save_id]:
             raise _other_save_error(directory)

@@ -39,7 +39,7 @@ from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue import open_rescue
 from aio_ckpt.runtime.futures import follow, outcome
-from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal
+from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.storage.local import LocalStorage, Storage
 from aio_ckpt.ticket import Milestone, SaveTicket
@@ -154,6 +154,7 @@ class BaseEngine:
         overwrite: bool = False,
         deadline_secs: float | None = None,
         metrics: Mapping[str, object] | None = None,
+        extra: dict[str, Any] | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> SaveTicket:
         """Capture ``state`` now and save it in the background.
@@ -170,6 +171,9 @@ class BaseEngine:
                 visible then. A last rename and fsync that have begun are completed.
             metrics: numbers to keep with the step, by name, as for ``EngineConfig.keep_best``. One that is not finite
                 is stored as such and is never the best.
+            extra: JSON values to keep with the step, by name: loss, epoch, commit of the code. A dict of str, int,
+                finite float, bool, None, lists and dicts, at most 64 KiB as JSON, copied now. Reports of saves and
+                loads hold it. If there are several ranks, the value of rank 0 counts, and others may pass None.
             trace: file for a Chrome trace of this save (Perfetto, chrome://tracing), replaced before the ticket is
                 settled, also if the save fails once it has begun. A trace that cannot be written is logged.
 
@@ -185,7 +189,9 @@ class BaseEngine:
             Exception: an earlier save failed and nobody awaited it; raised once.
         """
         step = step_numbers.whole_number(step)
-        call = SaveCall.of(step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, trace=trace)
+        call = SaveCall.of(
+            step, overwrite=overwrite, deadline_secs=deadline_secs, metrics=metrics, extra=extra, trace=trace
+        )
         return self._frontend.save(state, step, call)
 
     def prepare(self, state: object) -> Milestone[None]:
@@ -473,6 +479,32 @@ class CheckpointEngine(BaseEngine):
         """
         reading = self._submit_read(step, only=only, path=path, skip_untrusted=skip_untrusted, with_report=with_report)
         return await asyncio.wrap_future(reading)
+
+    async def delete(self, step: int, *, allow_newest: bool = False) -> None:
+        """Delete a committed step. When this returns, its files are deleted, and a power loss does not bring it back.
+
+        The step is renamed to trash first, so that it is whole or gone at any instant. A load of the newest step that
+        reads it meanwhile takes another one; a load of this step is told that it is gone. ``protect()`` a step that
+        must stay. If the await is cancelled, the deletion goes on.
+
+        If there are several ranks, every rank calls this, as it calls ``save()``. The leader deletes.
+
+        Args:
+            step: step of the checkpoint.
+            allow_newest: delete ``step`` even if it is the newest. A later ``save()`` may have its number again.
+
+        Raises:
+            CheckpointNotFoundError: ``step`` is not committed.
+            ProtectedStepError: ``step`` is protected: ``unprotect()`` it first.
+            StepOrderError: ``step`` is the newest committed step, or no valid step.
+            BusyError: saves are pending: await their tickets first.
+            ConfigError: a bad argument; nothing was touched.
+            RootError: the root is not writable, or another writer holds it.
+            WriteError: the disk failed. The step is whole, or gone; what is left of it is deleted later.
+            PeerFailedError, StallError: as :meth:`load`.
+        """
+        self._frontend.check_delete()  # here, because the call runs in another thread
+        await run_beside(self._frontend.delete, step, allow_newest=allow_newest)
 
     async def __aenter__(self) -> Self:
         return self

@@ -126,11 +126,11 @@ class KnownSteps:
             self._last_call, self._highest = (number, step), _later(self._highest, step)
             return step
 
-    def roll_back(self, step: int) -> None:
-        """Note that all ranks have rolled back to ``step``."""
+    def change(self, newest: int | None) -> None:
+        """Note that the committed steps were changed for all ranks, and end with ``newest`` now."""
         with self._lock:
             self._are_read = False
-            self._highest = step
+            self._highest = newest
 
     def check(self, step: int, pending: Iterable[int], *, overwrite: bool, read: Callable[[], Collection[int]]) -> int:
         """Check a step that the caller gave, and return it. Steps up to the newest are looked up on the disk.

@@ -216,6 +216,7 @@ def _common_fields(
         "untrusted": outcome.untrusted,
         "bytes_read": outcome.bytes_read,
         "verified": outcome.verified,
+        "extra": outcome.extra,
     }
 
 

@@ -108,7 +108,7 @@ class SavePipeline:
         if group.is_leader:
             await self._publish(save, pending, written.metadata, votes)  # .metadata, root manifest, one rename
         with progress.paused():
-            reply = await group.finish(votes)  # every rank knows of the commit
+            reply = await group.finish(votes, save.call.extra)  # every rank knows of the commit
         await _await_earlier(save)
         self._confirm(save)
         save.begin("ending")
@@ -210,6 +210,7 @@ class SavePipeline:
             step=save.step,
             overwrite=call.overwrite,
             metrics=call.metrics,
+            extra=call.extra,
             settled=save.settled,
         )
 
@@ -256,6 +257,7 @@ class SavePipeline:
             save_id=ctx.save_id(save.number),
             created_unix=time.time(),
             metrics=save.call.metrics,
+            extra=save.call.extra,
         )
         save.begin("making its directory durable", stage="commit")
         await publish.sync_pending(ctx.storage, pending, root_manifest)
@@ -306,6 +308,7 @@ class SavePipeline:
             mode=written.result.mode,
             timings=save.timer.timings(),
             slowest_rank=reply.slowest,
+            extra=reply.extra,
         )
 
     # -- watch and clean up ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
 
@@ -28,10 +28,12 @@ from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path, make_dirs
 
-__all__ = ["RootSession", "make_root"]
+__all__ = ["RootSession", "StepsChange", "make_root"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+StepsChange: TypeAlias = tuple[int | None, list[int]]
+"""(newest step after a change of the committed steps, or None; the steps that are gone)."""
 _log = logging.getLogger("aio_ckpt")
 
 
@@ -166,26 +168,41 @@ class RootSession:
             raise
         return [checkpoint.step for checkpoint in found]
 
-    def rollback(self, step: int) -> list[int]:
-        """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``; returns them. Needs the lock.
+    def rollback(self, step: int) -> StepsChange:
+        """Move the steps after ``step`` below ``.aio_ckpt/abandoned/``. Needs the lock.
 
         Raises:
             CheckpointNotFoundError: ``step`` is not committed.
             StallError: steps are still being deleted.
         """
-        # A deletion in progress may have listed ``step`` as expired. It ends first, else no step might be left.
-        if wait(self._passes, self._ctx.config.stall_timeout_secs).not_done:
-            raise StallError(f"rollback({step}): the deletion of expired steps under {self._ctx.root} does not end")
+        self._await_passes(f"rollback({step})")
         return self._call(self._abandon_after, step, what="rollback()")
 
-    async def _abandon_after(self, step: int) -> list[int]:
+    def _await_passes(self, what: str) -> None:
+        """Wait for deletions in progress: they may have listed the step of ``what``, so that no step might be left."""
+        if wait(self._passes, self._ctx.config.stall_timeout_secs).not_done:
+            raise StallError(f"{what}: the deletion of expired steps under {self._ctx.root} does not end")
+
+    async def _abandon_after(self, step: int) -> StepsChange:
         ctx = self._ctx
         async with self._quarantine.renames:
             abandoned = await discovery.abandon_after(ctx.storage, ctx.root, ctx.names, step, str(time.time_ns()))
         await retention.unprotect_after(ctx.storage, ctx.root, step)
-        return abandoned
+        return step, abandoned
 
     # -- retention ------------------------------------------------------------------------------------
+
+    def delete(self, step: int, *, allow_newest: bool) -> StepsChange:
+        """Delete one committed step, durably. Needs the lock.
+
+        Raises:
+            CheckpointNotFoundError, ProtectedStepError, StepOrderError, WriteError: see :meth:`Retention.delete`.
+            StallError: expired steps are still being deleted, or the disk stalls.
+        """
+        self._await_passes(f"delete({step})")
+        work = functools.partial(self._retention.delete, step, allow_newest=allow_newest)
+        left: list[int] = self._call(work, what="delete()")
+        return max(left, default=None), [step]
 
     def protect(self, step: int) -> None:
         """Protect a step from deletion, durably.

@@ -17,14 +17,14 @@ from dataclasses import replace
 
 from isal import isal_zlib
 
-from aio_ckpt.checks import MAX_SECS
+from aio_ckpt.checks import MAX_SECS, check_flag
 from aio_ckpt.commit import step_numbers
 from aio_ckpt.config import BusyPolicy
 from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.engine.group_call import GroupCall, await_counted, await_met, told_of
 from aio_ckpt.engine.in_flight import MAX_CALLS, InFlight
 from aio_ckpt.engine.pipeline import SavePipeline
-from aio_ckpt.engine.root import RootSession
+from aio_ckpt.engine.root import RootSession, StepsChange
 from aio_ckpt.engine.stages import CALL_STAGE, SaveCall
 from aio_ckpt.errors import BusyError, EngineClosedError, PeerFailedError, StallError, WrongThreadError
 from aio_ckpt.memory.kind import StagingChoice
@@ -267,30 +267,45 @@ class SaveFrontend:
         self._portal.check_thread("rollback()")
         self._check_not_inside("rollback()")
         with self._lock:
-            gone = self._roll_back_on_all(step, self.in_flight.next_number())
+            gone = self._change_steps("rollback", step, self._root_session.rollback)
             self._rescue.give_up(f"rollback({step}) went back behind it", after=step)
             return gone
 
-    def _roll_back(self, step: int) -> list[int]:
-        self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
-        self.in_flight.steps.forget()  # a rollback that fails midway has renamed some steps
-        return self._root_session.rollback(step)
+    def delete(self, step: int, *, allow_newest: bool) -> None:
+        """See ``CheckpointEngine.delete``. Blocks."""
+        self._portal.check_thread("delete()")
+        self._check_not_inside("delete()")
+        with self._lock:
+            self._change_steps("delete", step, self._root_session.delete, allow_newest=allow_newest)
 
-    def _roll_back_on_all(self, step: int, number: int) -> list[int]:
-        """Roll back on all ranks: the leader does it if no rank has a pending save, and the others wait."""
-        members, topic = self._ctx.members, f"rollback {number}"
-        coordinator, timeout_secs = members.coordinator, 2 * members.stall_secs
+    def check_delete(self) -> None:
+        """Raise WrongThreadError if :meth:`delete` would wait for the calling thread."""
+        self._portal.check_thread("delete()")
+        self._check_not_inside("delete()")
+
+    def _change_steps(self, kind: str, step: int, change: Callable[..., StepsChange], **flags: bool) -> list[int]:
+        """Change the committed steps on all ranks: the leader does it if no rank has a pending save; the others wait.
+
+        ``kind`` names the call; ``change`` gets its step and ``flags``. Returns the steps that are gone.
+        """
+        members, topic = self._ctx.members, f"{kind} {self.in_flight.next_number()}"
+        coordinator, timeout_secs, what = members.coordinator, 2 * members.stall_secs, f"{kind}()"
         try:
             await_met(members, NO_DEADLINE)
             step = step_numbers.check_step_number(step)
-            mine = step, bool(self.in_flight.pending)
-            asked = self._portal.call(
-                _ROLLBACK.gather, coordinator, topic, mine, timeout=timeout_secs, what="rollback()"
-            )
-            busy = _busy_ranks(asked, step)
-            gone = self._roll_back(step) if members.is_leader and not busy else []
-            busy, gone = self._portal.call(
-                _ROLLBACK.broadcast, coordinator, topic, (busy, gone), timeout=timeout_secs, what="rollback()"
+            for name, flag in flags.items():
+                check_flag(name, flag)
+            call = f"{kind}({', '.join([str(step), *(f'{name}=True' for name, flag in flags.items() if flag)])})"
+            mine = call, bool(self.in_flight.pending)
+            asked = self._portal.call(_CHANGE.gather, coordinator, topic, mine, timeout=timeout_secs, what=what)
+            busy = _busy_ranks(asked, call)
+            changed: StepsChange = (None, [])
+            if members.is_leader and not busy:
+                self._root_session.become_writer(self.in_flight.steps.learn, NO_DEADLINE)
+                self.in_flight.steps.forget()  # a change that fails midway has renamed some steps
+                changed = change(step, **flags)
+            busy, (newest, gone) = self._portal.call(
+                _CHANGE.broadcast, coordinator, topic, (busy, changed), timeout=timeout_secs, what=what
             )
         except BaseException as error:
             with contextlib.suppress(EngineClosedError):
@@ -300,9 +315,9 @@ class SaveFrontend:
         coordinator.end_call(topic)
         if busy:
             whose = f"saves of rank {busy}" if len(asked) != 1 else "saves"
-            raise BusyError(f"rollback({step}): {whose} are pending; await their tickets first")
-        self.in_flight.steps.roll_back(step)
-        members.newest = step
+            raise BusyError(f"{kind}({step}): {whose} are pending; await their tickets first")
+        self.in_flight.steps.change(newest)
+        members.newest = newest
         return gone
 
     def clear_cache(self) -> None:
@@ -398,13 +413,19 @@ class SaveFrontend:
             self._on_committed(step)
 
 
-_ROLLBACK: Exchange[tuple[int, bool], tuple[str, list[int]]] = Exchange(
-    tuple[int, bool], tuple[str, list[int]], stage="agree"
+_CHANGE: Exchange[tuple[str, bool], tuple[str, StepsChange]] = Exchange(
+    tuple[str, bool], tuple[str, StepsChange], stage="agree"
 )
-"""A rank sends the step and whether it has pending saves; the leader replies with the busy ranks and the moved
-steps."""
+"""A rank sends its call and whether it has pending saves; the leader replies with the busy ranks and the change."""
 _LOCKING = frozenset(
-    call.__code__ for call in (SaveFrontend.save, SaveFrontend.prepare, SaveFrontend.rollback, SaveFrontend.clear_cache)
+    call.__code__
+    for call in (
+        SaveFrontend.save,
+        SaveFrontend.prepare,
+        SaveFrontend.rollback,
+        SaveFrontend.delete,
+        SaveFrontend.clear_cache,
+    )
 )
 
 
@@ -431,11 +452,11 @@ def _log_failure(done: Future[None]) -> None:
         _log.info("no arena was mapped ahead, the next save will try: %s: %s", type(error).__name__, str(error))
 
 
-def _busy_ranks(asked: Sequence[tuple[int, bool]], step: int) -> str:
-    """Describe the ranks that have pending saves, which forbid a rollback; '' if there is none."""
+def _busy_ranks(asked: Sequence[tuple[str, bool]], call: str) -> str:
+    """Describe the ranks that have pending saves, which forbid a change of the steps; '' if there is none."""
     for rank, (other, _) in enumerate(asked):
-        if other != step:
-            text = f"rank {rank} calls rollback({other}) where rank 0 calls rollback({step})"
+        if other != call:
+            text = f"rank {rank} calls {other} where rank 0 calls {call}"
             raise PeerFailedError(f"{text}: give the same step on every rank", rank=rank, stage="agree")
     return ", ".join(str(rank) for rank, (_, is_busy) in enumerate(asked) if is_busy)
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import anyio
 
 from aio_ckpt.checks import check_flag
 from aio_ckpt.commit import step_numbers
+from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
 from aio_ckpt.memory.copies import CopyEvent
@@ -39,6 +40,8 @@ class SaveCall:
     """Whether a committed checkpoint of the same step is replaced."""
     metrics: Mapping[str, float | None]
     """Metrics of the step by name; None for a value that is not finite."""
+    extra: Mapping[str, Any]
+    """The caller's JSON values, a copy."""
     deadline: Deadline
     """Time by which the save must be committed."""
     started: float
@@ -56,6 +59,7 @@ class SaveCall:
         overwrite: bool,
         deadline_secs: float | None,
         metrics: Mapping[str, object] | None,
+        extra: dict[str, Any] | None,
         trace: str | os.PathLike[str] | None,
     ) -> SaveCall:
         """Return the call that begins now. Raises nothing: bad arguments give a call with ``refuse``."""
@@ -69,6 +73,7 @@ class SaveCall:
             return cls(
                 overwrite=overwrite,
                 metrics=check_metrics(metrics),
+                extra=check_extra(extra),
                 deadline=deadline,
                 started=started,
                 trace=NO_TRACE if trace is None else TraceFile(trace),
@@ -77,7 +82,7 @@ class SaveCall:
         try:
             return checked()
         except Exception:  # noqa: BLE001 - ``refuse`` raises it again
-            return cls(overwrite=False, metrics={}, deadline=NO_DEADLINE, started=started, refuse=checked)
+            return cls(overwrite=False, metrics={}, extra={}, deadline=NO_DEADLINE, started=started, refuse=checked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import itertools
 import re
 import struct
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -289,6 +289,8 @@ class RootManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Seconds since 1970 by the leader's clock."""
     metrics: dict[str, float | None] = {}
     """Metrics given to ``save()``; None stands for a value that is not finite. Absent if empty."""
+    extra: dict[str, Any] = {}
+    """JSON values given to ``save(extra=)``. Absent if empty."""
 
 
 _ROOTS: _Decoders[RootManifest] = msgspec.json.Decoder(RootManifest).decode, msgspec.json.Decoder(_Head).decode

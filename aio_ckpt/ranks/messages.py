@@ -135,14 +135,14 @@ def failure_of(rank: int, stage: str, error: BaseException) -> Failure:
     return Failure(rank, stage, f"{type(error).__name__}: {text}", is_in_doubt)
 
 
-_NUMBERED_TOGETHER = {"rollback": "save"}
-_BEGUN_TOGETHER = {"rollback": "save", "room": "save"}
+_NUMBERED_TOGETHER = {"rollback": "save", "delete": "save"}
+_BEGUN_TOGETHER = _NUMBERED_TOGETHER | {"room": "save"}
 
 
 def call_of(topic: str) -> tuple[str, int] | None:
     """Return the numbered call that ``topic`` is part of, as ``("save", 3)``; None if the topic has no number.
 
-    Rollbacks and saves share one numbering: a rank that rolls back and a rank that saves never meet in one topic.
+    Saves, rollbacks and deletions share one numbering: ranks that call different ones never meet in one topic.
     """
     kind, number = _parts(topic)
     return None if number is None else (_NUMBERED_TOGETHER.get(kind, kind), number)

@@ -6,7 +6,7 @@ import logging
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -131,6 +131,8 @@ class CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="C"):
 
     slowest: dict[str, int]
     """Per stage, the rank that took longest."""
+    extra: dict[str, Any]
+    """JSON values of the leader's ``save(extra=)``, which are stored with the step."""
 
 
 # -- what the leader knows --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -170,10 +171,13 @@ class SaveRound:
         self._members.ledger.check(votes)
         return tuple(votes)
 
-    async def finish(self, votes: Sequence[Vote]) -> CommitReply:
-        """Tell the other ranks, as the leader, that the step is visible; wait for that, as another rank."""
+    async def finish(self, votes: Sequence[Vote], extra: Mapping[str, Any]) -> CommitReply:
+        """Tell the other ranks, as the leader, that the step is visible; wait for that, as another rank.
+
+        ``extra`` is stored with the step if this rank leads; the reply holds the leader's.
+        """
         coordinator = self._members.coordinator
-        committed = CommitReply(dict(slowest_ranks(votes)))
+        committed = CommitReply(dict(slowest_ranks(votes)), dict(extra))
         reply = await SAVE.broadcast(coordinator, self._topic, committed)
         if isinstance(reply, AssignReply) and not self._topic.endswith(_SECOND):
             self._topic = _second(self._topic)  # another rank planned anew; the vote of this rank still stands

@@ -170,6 +170,7 @@ async def _commit(
             save_id=record.save_id,
             created_unix=time.time(),
             metrics=record.metrics,
+            extra=record.extra,
         )
         await publish.sync_pending(storage, pending, root_manifest)
         await publish.publish(storage, pending=pending, final=final, overwrite=record.overwrite)

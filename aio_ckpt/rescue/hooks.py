@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -71,6 +72,7 @@ class Rescue:
         step: int,
         overwrite: bool,
         metrics: Mapping[str, float | None],
+        extra: Mapping[str, Any],
         settled: Future[None],
     ) -> None:
         """Beside the write: once the snapshot is captured, record what a commit after a crash needs.
@@ -169,6 +171,7 @@ class RootRescue(Rescue):
         step: int,
         overwrite: bool,
         metrics: Mapping[str, float | None],
+        extra: Mapping[str, Any],
         settled: Future[None],
     ) -> None:
         """See :class:`Rescue`."""
@@ -179,7 +182,7 @@ class RootRescue(Rescue):
             return
         image.lease.hold(settled)  # now: the write, which holds it too, may end while the save id is read
         replaces = await read_save_id(self._storage, final) if overwrite else ""
-        record = record_of(final.name, save_id, step, overwrite, replaces, metrics, b"".join(metadata.parts))
+        record = record_of(final.name, save_id, step, overwrite, replaces, metrics, extra, b"".join(metadata.parts))
         await store_record_when_captured(record, plan, objects, image, progress, self._executor)
 
     def give_up(self, why: str, *, after: int = -1) -> None:

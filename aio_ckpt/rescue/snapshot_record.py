@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from isal import isal_zlib
@@ -62,6 +62,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     which did not store it, wrote the record."""
     metrics: dict[str, float | None]
     """Metrics that the caller passed."""
+    extra: dict[str, Any] = {}
+    """JSON values that the caller passed."""
     metadata: bytes
     created_unix: float = msgspec.field(default_factory=time.time)
     """Time of the record, by the trainer's clock."""
@@ -92,6 +94,7 @@ def record_of(
     overwrite: bool,
     replaces: str,
     metrics: Mapping[str, float | None],
+    extra: Mapping[str, Any],
     metadata: bytes,
 ) -> SnapshotRecord:
     """Make the part of a snapshot record that is known before the capture ends."""
@@ -102,6 +105,7 @@ def record_of(
         overwrite=overwrite,
         replaces=replaces,
         metrics=dict(metrics),
+        extra=dict(extra),
         metadata=metadata,
         since_boot_secs=time.monotonic(),
     )

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -43,6 +43,8 @@ class LoadOutcome:
 
     step: int | None
     """Step that the checkpoint tells; None for plain DCP."""
+    extra: Mapping[str, Any]
+    """JSON values that are stored with the step."""
     missing: tuple[str, ...]
     """Template names that the checkpoint lacks (only with ``allow_missing``)."""
     unexpected: tuple[str, ...]
@@ -104,6 +106,7 @@ async def load_checkpoint(
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
     return LoadOutcome(
         step=checkpoint.step,
+        extra=checkpoint.extra,
         missing=found.missing,
         unexpected=found.unexpected,
         untrusted=tuple(fetched.untrusted),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.errors import MissingNameError
@@ -28,6 +29,8 @@ class ReadOutcome:
     """The nested state."""
     step: int | None
     """Step that the checkpoint tells; None for plain DCP."""
+    extra: Mapping[str, Any]
+    """JSON values that are stored with the step."""
     untrusted: tuple[str, ...]
     """Names of the objects that an ``UntrustedObject`` replaces."""
     plain: tuple[str, ...]
@@ -87,6 +90,7 @@ async def read_state(
     return ReadOutcome(
         state=state,
         step=checkpoint.step,
+        extra=checkpoint.extra,
         untrusted=tuple(fetched.untrusted),
         plain=tuple(plain),
         bytes_read=fetched.bytes_read,

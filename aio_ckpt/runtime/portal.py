@@ -43,7 +43,7 @@ from aio_ckpt.errors import (
 )
 
 __all__ = ["HOUSEKEEPING_THREADS", "ON_SUBMIT", "STOP_SECS", "Condition", "Executor", "Lock", "Portal"]
-__all__ += ["run_blocking", "run_owned", "unwatched", "watch_submissions"]
+__all__ += ["run_beside", "run_blocking", "run_owned", "unwatched", "watch_submissions"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -204,6 +204,14 @@ def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
 async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """``fn(*args)`` in a thread. A cancelled await returns at once; the thread, once begun, runs on."""
     return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
+
+
+async def run_beside(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """``fn``, a blocking call of an engine, in a thread of the caller's loop. A cancelled await does not stop it.
+
+    A thread of the engine would not do: the call waits for them.
+    """
+    return await asyncio.to_thread(fn, *args, **kwargs)
 
 
 async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:

@@ -121,6 +121,31 @@ def test_ls_json_tells_what_the_table_tells_and_what_is_no_checkpoint(root, caps
     assert ".aio_ckpt/pending/x-1" in called(capsys, "ls", root)[1]
 
 
+def test_ls_has_a_column_for_extra_only_if_a_step_has_any(root, capsys):
+    assert "extra" not in called(capsys, "ls", root)[1]
+    extra = {"loss": 1.2345678, "epoch": 4, "run": "a b\x1b[2J", "config": {"lr": 0.5}, "log": "x" * 100}
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(), step=30, extra=extra).result()
+        engine.save(state(), step=40, extra={"loss": 1.23, "epoch": 4}).result()
+    lines = called(capsys, "ls", root)[1].splitlines()
+    assert [line.split()[-1] for line in lines[:3]] == ["extra", "-", "-"]
+    assert lines[3].endswith("  loss=1.23457 epoch=4 run=a b\\x1b[2J c...")
+    assert lines[4].endswith("  loss=1.23 epoch=4")
+    rows = document(capsys, "ls", root)[1]["checkpoints"]
+    assert [row["extra"] for row in rows] == [{}, {}, extra, {"loss": 1.23, "epoch": 4}]
+
+
+def test_inspect_shows_the_whole_extra(root, capsys):
+    extra = {"loss": 1.5, "config": {"lr": 0.5, "names": ["x" * 60, None]}}
+    assert "extra" not in called(capsys, "inspect", root)[1]
+    assert document(capsys, "inspect", root)[1]["extra"] == {}
+    with SyncCheckpointEngine(root) as engine:
+        engine.save(state(), step=30, extra=extra).result()
+    words = f'loss=1.5 config={{"lr":0.5,"names":["{"x" * 60}",null]}}'
+    assert f"extra    {words}" in called(capsys, "inspect", root)[1].splitlines()
+    assert document(capsys, "inspect", root)[1]["extra"] == extra
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_no_table_folds_or_cuts_anything_at_80_columns(capsys, monkeypatch, is_terminal):
     monkeypatch.setenv("COLUMNS", "80")

@@ -92,6 +92,7 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
     "save(metrics)": (
         lambda engine, odd: engine.save(STATE, metrics=odd), {"None", "a dict", "an empty dict"}, "metrics"
     ),
+    "save(extra)": (lambda engine, odd: engine.save(STATE, extra=odd), {"None", "a dict", "an empty dict"}, "extra="),
     "save(trace)": (
         lambda engine, odd: engine.save(STATE, trace=engine.root.parent / odd if isinstance(odd, str) and odd else odd),
         {"None", "text"},
@@ -116,6 +117,8 @@ ARGUMENTS: dict[str, tuple[Call, set[str], str]] = {
         lambda engine, odd: engine.read(only=odd), {"None", "a list", "a dict", "a set"}, "only=|named|no leaf|holds"
     ),
     "rollback(step)": (lambda engine, odd: engine.rollback(odd), {"1", "a numpy int"}, "step=|rollback"),
+    "delete(step)": (lambda engine, odd: engine.delete(odd, allow_newest=True), {"1", "a numpy int"}, "step=|delete"),
+    "delete(allow_newest)": (lambda engine, odd: engine.delete(1, allow_newest=odd), {"True"}, "allow_newest="),
     "protect(step)": (lambda engine, odd: engine.protect(odd), {"1", "a numpy int"}, "step=|protect"),
     "unprotect(step)": (lambda engine, odd: engine.unprotect(odd), {"0", "1", "a numpy int"}, "step="),
     "guard(guarded)": (lambda engine, odd: engine.guard(odd), set(), r"guard\("),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aio_ckpt import SyncCheckpointEngine
+from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import WrongThreadError
 
 TIMEOUT = 20.0
@@ -18,6 +19,7 @@ CALLS: dict[str, Callable[[SyncCheckpointEngine], object]] = {
     "save()": lambda engine: engine.save({"w": torch.ones(1)}, deadline_secs=1),
     "prepare()": lambda engine: engine.prepare({"w": torch.ones(1)}),
     "rollback()": lambda engine: engine.rollback(1),
+    "delete()": lambda engine: engine.delete(1),
     "clear_cache()": lambda engine: engine.clear_cache(),
 }
 
@@ -43,6 +45,19 @@ def test_a_call_that_would_wait_for_itself_is_refused(tmp_path: Path, what: str)
             with pytest.raises(WrongThreadError, match=f"{what[:-2]}.. inside {outer.__name__}.*on_preemption"):
                 outer({"s": Calling(lambda: CALLS[what](engine))})
         assert engine.save({"w": torch.ones(1)}).result(TIMEOUT) is not None, "the next one works"
+
+
+async def test_a_deletion_that_is_awaited_inside_a_save_is_refused(tmp_path: Path) -> None:
+    """It runs in another thread, which would wait for the save."""
+    async with CheckpointEngine(tmp_path) as engine:
+        await engine.save({"w": torch.ones(1)})
+
+        def save() -> None:
+            engine.save({"s": Calling(lambda: asyncio.run(engine.delete(1, allow_newest=True)))})
+
+        with pytest.raises(WrongThreadError, match=r"delete\(\) inside save\(\)"):
+            await asyncio.to_thread(save)
+        assert engine.steps() == [1]
 
 
 def test_a_save_in_a_signal_handler_is_refused_while_another_is_captured(tmp_path: Path) -> None:

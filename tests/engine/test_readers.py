@@ -159,6 +159,25 @@ def test_a_load_of_a_step_that_is_deleted_says_so_and_never_that_it_is_corrupt(t
     assert deleted > 3
 
 
+def deleted(root: Path) -> Callable[[], None]:
+    """A writer deletes the newest step, 2."""
+
+    def write() -> None:
+        with SyncCheckpointEngine(root) as writer:
+            writer.delete(2, allow_newest=True)
+
+    return write
+
+
+def test_a_load_of_the_newest_goes_on_to_an_older_one_if_it_is_deleted(tmp_path: Path) -> None:
+    for at, root in each_moment(tmp_path, lambda root: saved(root, 1, 2)):
+        target = state(0)
+        with disturbed(root, deleted(root), at) as reader:
+            report = reader.load(target)
+        assert report.skipped == (), at
+        assert number_of(target) == report.step in (1, 2), at
+
+
 @pytest.mark.parametrize("verify", ["load", "never"])
 def test_a_load_of_a_step_that_is_overwritten_gets_one_of_the_two_whole(tmp_path: Path, verify: str) -> None:
     got = set()

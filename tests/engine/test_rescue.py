@@ -135,6 +135,7 @@ def test_a_snapshot_that_was_whole_when_the_trainer_was_killed_is_committed(
     assert segments_in(shm) == []
     manifest = decode_root((root / step_dir(2) / ROOT_MANIFEST).read_bytes(), name=ROOT_MANIFEST)
     assert (manifest.step, manifest.metrics, manifest.world_size) == (2, {"loss": 0.5}, 1)
+    assert manifest.extra == {"epoch": 4}
     assert_holds(root, 2)
     assert called(capsys, root) == (0, {"root": str(root), "rescued": [], "refused": []})
 

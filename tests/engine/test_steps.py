@@ -230,7 +230,7 @@ def test_many_ranks_leave_out_the_step_of_a_save_that_failed_until_they_go_back(
     rank.end(4, is_committed=True)
     assert rank.call(5) == 4
     rank.end(5, is_committed=True)
-    rank.steps.roll_back(2)
+    rank.steps.change(2)
     rank.newest = 2
     assert rank.call(6) == 3
 

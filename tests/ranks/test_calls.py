@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -206,6 +207,7 @@ SHORT_SECS = 2.0
 REFUSED: list[dict[str, Any]] = [
     {"deadline_secs": -0.5},
     {"metrics": {"loss": "x"}},
+    {"extra": {"loss": float("nan")}},
     {"overwrite": "no"},
     {"step": -1},
     {"trace": 5},
@@ -414,6 +416,23 @@ def test_a_step_that_failed_may_be_saved_again(two: Ranks, tmp_path: Path, in_fl
     assert two.run(retry_a_step, tmp_path, in_flight) == [[1, 2, 3, 3]] * 2
 
 
+# -- extra ------------------------------------------------------------------------------------------
+
+
+def save_with_extra(rank: int, count: int, root: Path) -> list[Any]:
+    with engine_on(root, SECS) as engine:
+        first = engine.save(state_at(1), step=1, extra={"rank": rank}).result(SECS)
+        second = engine.save(state_at(2), step=2, extra={"n": 2} if rank == 0 else None).result(SECS)
+        third = engine.save(state_at(3), step=3, extra=None if rank == 0 else {"rank": rank}).result(SECS)
+        loaded = engine.load(state_at(0), 1)
+        dist.barrier()
+    return [first.extra, second.extra, third.extra, loaded.extra]
+
+
+def test_the_extra_of_the_leader_counts_and_every_rank_reports_it(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(save_with_extra, tmp_path) == [[{"rank": 0}, {"n": 2}, {}, {"rank": 0}]] * 2
+
+
 # -- rollback() --------------------------------------------------------------------------------------
 
 
@@ -489,3 +508,83 @@ def test_a_rollback_that_one_rank_refuses_is_done_by_none(
     two: Ranks, tmp_path: Path, steps: tuple[Any, Any], raised: tuple[str, str]
 ) -> None:
     assert two.run(roll_back_apart, tmp_path, steps) == [[raised[0]], [raised[1]]]
+
+
+# -- delete() ----------------------------------------------------------------------------------------
+
+
+def delete_on_all(rank: int, count: int, root: Path) -> tuple[list[str], list[object]]:
+    found: list[object] = []
+    with acting_engine(root, SECS) as (engine, storage):
+        for step in (1, 2, 9):
+            engine.save(state_at(step), step=step).result(SECS)
+        dist.barrier()
+        storage.calls.clear()
+        asyncio.run(engine.delete(np.int64(1)))
+        found.append(engine.steps())
+        asyncio.run(engine.delete(9, allow_newest=True))
+        found.append(engine.steps())
+        changed = sorted({call.name for call in storage.calls} & {"rename", "remove_tree"})
+        found.append(engine.save(state_at(3)).result(SECS).step)
+        asyncio.run(engine.delete(2))
+        dist.barrier()
+        found.append(engine.steps())
+        dist.barrier()
+    return changed, found
+
+
+def test_the_leader_deletes_a_step_which_is_gone_for_all_when_the_call_returns(two: Ranks, tmp_path: Path) -> None:
+    (by_leader, one), (by_other, other) = two.run(delete_on_all, tmp_path)
+    assert one == other == [[2, 9], [2], 3, [3]], "the number of a deleted newest step is free on all ranks"
+    assert (by_leader, by_other) == (["remove_tree", "rename"], [])
+
+
+def delete_the_last(rank: int, count: int, root: Path) -> list[int]:
+    with engine_on(root, SECS) as engine:
+        engine.save(state_at(5), step=5).result(SECS)
+        engine.delete(5, allow_newest=True)
+        saved = [engine.save(state_at(1)).result(SECS).step, engine.save(state_at(2)).result(SECS).step]
+        dist.barrier()
+    return saved
+
+
+def test_after_the_deletion_of_the_only_step_all_ranks_begin_anew(two: Ranks, tmp_path: Path) -> None:
+    assert two.run(delete_the_last, tmp_path) == [[1, 2]] * 2
+
+
+def delete_apart(rank: int, count: int, root: Path, calls: tuple[Any, Any]) -> list[str]:
+    found = []
+    with acting_engine(root, SHORT_SECS) as (engine, _):
+        for step in (1, 2, 3):
+            engine.save(state_at(step), step=step).result(SECS)
+        if rank == 0:
+            engine.protect(2)
+        dist.barrier()
+        step, allow_newest = calls[rank]
+        try:
+            asyncio.run(engine.delete(step, allow_newest=allow_newest))
+        except AioCkptError as error:
+            found.append(kind_of(error))
+        dist.barrier()
+        assert engine.steps() == [1, 2, 3]
+        engine.save(state_at(4), step=4).result(SECS)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("calls", "raised"),
+    [
+        (((1, False), (2, False)), ("PeerFailedError", "PeerFailedError")),
+        (((3, True), (3, False)), ("PeerFailedError", "PeerFailedError")),
+        (((1, False), (1, "yes")), ("PeerFailedError", "ConfigError")),
+        (((1, False), (-1, False)), ("PeerFailedError", "StepOrderError")),
+        (((9, False), (9, False)), ("CheckpointNotFoundError", "PeerFailedError")),
+        (((3, False), (3, False)), ("StepOrderError", "PeerFailedError")),
+        (((2, False), (2, False)), ("ProtectedStepError", "PeerFailedError")),
+    ],
+)
+def test_a_deletion_that_one_rank_refuses_is_done_by_none(
+    two: Ranks, tmp_path: Path, calls: tuple[Any, Any], raised: tuple[str, str]
+) -> None:
+    assert two.run(delete_apart, tmp_path, calls) == [[raised[0]], [raised[1]]]

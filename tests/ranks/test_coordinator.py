@@ -464,6 +464,7 @@ def test_doubt_crosses_the_ranks(failing: int) -> None:
         ("save 3", ("save", 3)),
         ("save 12, anew planned", ("save", 12)),
         ("rollback 3", ("save", 3)),
+        ("delete 3", ("save", 3)),
         ("room 3", ("room", 3)),
         ("load 2, round 1", ("load", 2)),
         ("the preemption", None),

@@ -404,6 +404,8 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
                 engine.save(state_at(2), step=2).result(SECS)
             elif kinds[rank] == "load":
                 engine.submit_load(state_at(0), None, strict=False, allow_missing=True, fallback=True).result(SECS)
+            elif kinds[rank] == "delete":
+                asyncio.run(engine.delete(1))
             else:
                 engine.rollback(1)
         secs = time.monotonic() - began
@@ -411,7 +413,9 @@ def call_different_things(rank: int, count: int, root: Path, kinds: tuple[str, s
     return str(raised.value), secs
 
 
-@pytest.mark.parametrize("kinds", [("save", "load"), ("load", "save"), ("rollback", "save"), ("load", "rollback")])
+@pytest.mark.parametrize(
+    "kinds", [("save", "load"), ("load", "save"), ("rollback", "save"), ("load", "rollback"), ("delete", "save")]
+)
 def test_ranks_that_wait_in_different_calls_are_told_of_both_before_a_stall_is_over(
     two: Ranks, tmp_path: Path, kinds: tuple[str, str]
 ) -> None:

@@ -185,3 +185,17 @@ def check_directory_mode(
     newest = disk.node(directory / ".metadata")
     if not isinstance(newest, File) or newest.data != generations[-1].metadata:
         raise NotDurableError("the newest checkpoint is not there")
+
+
+def check_deletion(calls: Sequence[Call], *, top: Path, final: Path) -> None:
+    """A loss after any call from the commit of the step on leaves it whole or gone; at the end it is gone."""
+    disk, is_committed = Disk(top), False
+    for call in calls:
+        disk.apply(call)
+        seen = disk.directory(final.parent).after_loss(final.name)
+        is_committed = is_committed or (len(seen) == 1 and seen[0] is not None)
+        for node in seen:
+            if is_committed and node is not None:
+                _check_whole(node, f"after {call}: a power loss leaves {final.name} torn")
+    if not is_committed or disk.directory(final.parent).after_loss(final.name) != [None]:
+        raise NotDurableError(f"{final.name} may be there after a power loss")

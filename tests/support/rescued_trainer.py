@@ -87,7 +87,7 @@ def train(root: str, shm: str, point: str, saves: int, settings: dict[str, Any])
         assert sealing.reached.wait(TIMEOUT)
     else:
         gate = storage.hold(*POINTS[point])
-        engine.save(state(saves), step=saves, metrics={"loss": 0.5})
+        engine.save(state(saves), step=saves, metrics={"loss": 0.5}, extra={"epoch": 4})
         gate.wait_reached()
         sealing.wait_for(saves)
     print("held", flush=True)

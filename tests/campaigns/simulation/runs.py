@@ -259,7 +259,7 @@ class World:
         step = in_flight.claim_step(call, max(committed) if overwrite else None)
         in_flight.check_step(step, overwrite=overwrite, read_steps=lambda: committed)
         save = in_flight.enter(
-            SaveCall(overwrite=overwrite, metrics={}, deadline=deadline, started=now),
+            SaveCall(overwrite=overwrite, metrics={}, extra={}, deadline=deadline, started=now),
             planned,
             objects,
             image,

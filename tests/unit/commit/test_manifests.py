@@ -165,7 +165,8 @@ def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():
         PLAN.metadata, object_spans(PLAN, objects), checkpoint_id="root/step", save_id="s-1"
     )
     found = decode_root(
-        render_root(metadata, ranks, step=4, save_id="s-1", created_unix=5.0, metrics={}), name="aio_ckpt.json"
+        render_root(metadata, ranks, step=4, save_id="s-1", created_unix=5.0, metrics={}, extra={}),
+        name="aio_ckpt.json",
     )
     assert (found.step, found.save_id, found.world_size, found.ranks) == (4, "s-1", 2, tuple(ranks))
     data = b"".join(metadata.parts)
