@@ -6,8 +6,8 @@ refuses the following:
 
 - Tuples nested deeper than ``MAX_TUPLES``: a tuple hashes by recursion in C without a limit.
 - A memo index beyond the length of the pickle: the C unpickler sizes its memo by the index, 64 GiB by five bytes.
-- What a caller refuses by a callback: ``bytearray(n)`` takes n bytes, and torch's reader of storages believes the
-  number of elements that the pickle gives.
+- A call or a storage that a caller's callback refuses: ``bytearray(n)`` takes n bytes, and torch's reader of storages
+  believes the number of elements that the pickle gives.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def scan(
 
     Raises:
         CorruptCheckpointError: tuples nested too deep, or a memo index beyond the length of the pickle.
-        Exception: what a callback raises.
+        Exception: a callback raised it.
     """
     return _Machine(data, on_global, on_call, on_storage).run(opcodes)
 
