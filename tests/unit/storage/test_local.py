@@ -137,8 +137,10 @@ def numbers(nbytes: int, seed: int = 0) -> bytes:
 
 
 async def until_entered(executor: GatedExecutor, count: int = 1) -> None:
-    for _ in range(count):
-        assert await asyncio.to_thread(executor.entered.acquire, timeout=TIMEOUT)
+    async with asyncio.timeout(TIMEOUT):
+        for _ in range(count):
+            while not executor.entered.acquire(blocking=False):
+                await asyncio.sleep(0)
 
 
 @contextlib.contextmanager
