@@ -211,9 +211,16 @@ class Retention:
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
     ) -> None:
-        """``committed`` lists the steps that count; ``renames`` is the lock of all renames of steps.
+        """Set up retention by ``policy``.
 
-        While ``must_wait()`` is True, no step is deleted: the next pass deletes it.
+        Args:
+            storage: the file system of the root.
+            root: the root.
+            names: the names of step directories.
+            policy: the rule that decides which steps expire.
+            committed: function that lists the steps that count.
+            renames: lock of all renames of steps.
+            must_wait: while this returns True, no step is deleted; a later pass deletes it.
         """
         self._storage = storage
         self._root = root

@@ -157,7 +157,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, opcodes: frozenset[int]) -> int:
-        """See :func:`scan`."""
+        """Execute the pickle up to STOP, and return the offset that :func:`scan` returns."""
         data, at = self._data, 0
         try:
             while at < len(data) and data[at] in opcodes:

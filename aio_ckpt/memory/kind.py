@@ -56,7 +56,7 @@ class StagingChoice:
     """
 
     def __init__(self, staging: Staging, *, is_named: bool) -> None:
-        """If ``is_named``, the memory needs a name (``shm_path``), which only shared memory can have."""
+        """Set the kind. If ``is_named``, the memory needs a name (``shm_path``), which only shared memory can have."""
         self._staging: Staging = "shm" if is_named else staging
         self._auto_kind: ArenaKind | None = None
 

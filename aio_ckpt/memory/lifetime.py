@@ -154,9 +154,14 @@ class LifetimeManager:
         ranks_on_host: int = 1,
         segments: SharedMemoryFactory | None = None,
     ) -> None:
-        """If ``budget_bytes`` is None, :func:`default_budget_bytes` gives it.
+        """Set up a manager without arenas.
 
-        ``segments`` makes shared memory that outlives the process; the manager closes it.
+        Args:
+            budget_bytes: limit on staging memory; None: :func:`default_budget_bytes`.
+            executor: threads that map arenas ahead.
+            debug: whether a released arena is poisoned.
+            ranks_on_host: number of ranks that share the memory of this host, for the default budget.
+            segments: factory of shared memory that outlives the process; the manager closes it.
         """
         self._ranks_on_host = ranks_on_host
         self._is_measured = budget_bytes is None

@@ -76,7 +76,7 @@ class Unrescued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RescueReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of :func:`rescue_root`."""
+    """Result of :func:`rescue_root`: the committed snapshots and the refused segments."""
 
     root: str
     rescued: tuple[Rescued, ...]

@@ -83,7 +83,7 @@ class Rescue:
         """Remove the kept snapshots of all steps after ``after``."""
 
     def forget(self) -> None:
-        """Remove the list of segment directories. Called when the writer ends well and leaves no segment."""
+        """Remove the list of segment directories, if it is of no more use. Called when the writer ends well."""
 
 
 class RootRescue(Rescue):
@@ -118,11 +118,11 @@ class RootRescue(Rescue):
 
     @property
     def has_orphans(self) -> bool:
-        """See :class:`Rescue`."""
+        """Whether the engine keeps snapshots of dead trainers."""
         return bool(self._orphans.paths)
 
     def announce(self, portal: Portal) -> None:
-        """See :class:`Rescue`."""
+        """Search the segments of dead trainers, log the snapshots that could be rescued, and keep them."""
         found = self._find()
         if not any(orphan.record is not None and orphan.owner_is_dead for orphan in found):
             return
@@ -146,7 +146,7 @@ class RootRescue(Rescue):
         self._keep(decision)
 
     async def reclaim(self) -> None:
-        """See :class:`Rescue`."""
+        """Free the segments that cannot be rescued, and record the directories of the others and of this engine."""
         if self._directory is None and not await self._storage.exists(self._root / SEGMENTS_FILE):
             return
         found = await run_blocking(self._executor, self._find)
@@ -179,7 +179,7 @@ class RootRescue(Rescue):
         metrics: Mapping[str, float | None],
         settled: Future[None],
     ) -> None:
-        """See :class:`Rescue`."""
+        """Store the snapshot record, if the image is in a named segment and holds the whole snapshot."""
         if image.lease.arena.segment is None:
             return
         if not image.is_whole:
@@ -191,11 +191,11 @@ class RootRescue(Rescue):
         await store_record_when_captured(record, plan, objects, image, progress, self._executor)
 
     def give_up(self, why: str, *, after: int = -1) -> None:
-        """See :class:`Rescue`."""
+        """Remove the kept snapshots of all steps after ``after``, and log ``why``."""
         self._orphans.drop(why, after=after)
 
     def forget(self) -> None:
-        """See :class:`Rescue`."""
+        """Remove the list of segment directories, unless snapshots of dead trainers are kept."""
         if not self.has_orphans:
             with contextlib.suppress(OSError):  # if the file stays, the next writer searches the directories in vain
                 (self._root / SEGMENTS_FILE).unlink(missing_ok=True)

@@ -72,11 +72,11 @@ class SpanRecorder:
             self._end(key, self._clock())
 
     def add(self, name: str, lane: str, began: float, ended: float, **details: object) -> None:
-        """See :class:`Recorder`."""
+        """Add a span that the caller has measured with the recorder's clock."""
         self._spans.append(Span(name=name, lane=lane, began=began, ended=ended, details=details))
 
     def stage(self, name: str | None) -> None:
-        """See :class:`Recorder`."""
+        """End the current stage, and begin ``name`` unless it is None."""
         now, before = self._clock(), self._stage
         self._stage = None if name is None else self._begin(name, STAGES, {}, now)
         if before is not None:

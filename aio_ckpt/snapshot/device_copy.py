@@ -96,7 +96,7 @@ class DeviceCopier:
         return DeviceCopy(leaves=placement.leaves, groups=groups, device_copies=placement.device_copies)
 
     def clear(self) -> None:
-        """Forget the newest layout."""
+        """Drop the placement of the newest layout, and its references to the plan."""
         self._wanted, self._placement = (None, {}), None
 
     def _buffer(self, device: torch.device, wanted_bytes: int, copies: Copies) -> torch.Tensor | None:
