@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from aio_ckpt.checks import check_flag, check_kind, check_path
-from aio_ckpt.commit.discovery import CommittedCheckpoint, given
+from aio_ckpt.commit.discovery import CommittedCheckpoint, checkpoint_at
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.load import load_report, read_report, selection
 from aio_ckpt.errors import CorruptCheckpointError
@@ -123,7 +123,7 @@ def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]
     async def work() -> T:
         storage = LocalStorage(portal.executor, settings.direct_io)
         ctx = ReadContext.of(settings, storage, portal.executor, rank=rank, world_size=world_size)
-        found = await given(storage, directory, StepNames(settings.step_dir))
+        found = await checkpoint_at(storage, directory, StepNames(settings.step_dir))
         try:
             return await use(ctx, found, False)
         except CorruptCheckpointError:  # the transfer may have been bad, so the disk is read once more

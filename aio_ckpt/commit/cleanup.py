@@ -47,7 +47,7 @@ class PendingCleanup:
         """
         with anyio.move_on_after(SETTLE_SECS):
             for pending, is_idle in tuple(self._directories.items()):
-                if is_idle() and await _removed(storage, pending):
+                if is_idle() and await _try_remove(storage, pending):
                     self._directories.pop(pending, None)
 
 
@@ -74,7 +74,7 @@ async def settle_failure(
         await threads.wait()
 
     def is_idle() -> bool:
-        return lease.settled.done() and threads.are_idle
+        return lease.settled.done() and threads.is_idle
 
     if not is_idle():
         _log.error("step %d: a thread still works for it; its pending directory stays until it has ended", step)
@@ -83,11 +83,12 @@ async def settle_failure(
     if isinstance(cause, AioCkptError) and cause.in_doubt:
         # The directory may hold the files of a visible step, or of the step that it replaced.
         _log.error("step %d: %s stays until it is cleared: the step may still become visible", step, pending)
-    elif not is_idle() or not await _removed(storage, pending) or are_several:
+    elif not is_idle() or not await _try_remove(storage, pending) or are_several:
         pending_cleanup.add(pending, is_idle)
 
 
-async def _removed(storage: Storage, pending: Path) -> bool:
+async def _try_remove(storage: Storage, pending: Path) -> bool:
+    """Remove a directory, and return whether that succeeded in time. A failure is logged."""
     try:
         with anyio.fail_after(SETTLE_SECS):
             await _remove(storage, pending)

@@ -42,7 +42,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def begin_directory(storage: Storage, directory: Path, *, save_id: str) -> None:
-    """On the leader: make the marker of a save, durably, after ``recover_directory`` and before its first byte."""
+    """Make the marker of a save, durably, on the leader: after ``recover_directory`` and before the first byte."""
     await storage.write_file(directory / f"{PENDING}{save_id}", b"")
     await storage.sync_dir(directory)
 
@@ -97,9 +97,10 @@ async def retire_directory(storage: Storage, directory: Path, *, save_id: str) -
 async def commit_directory(
     storage: Storage, directory: Path, *, metadata: bytes, root_manifest: bytes, save_id: str, retired: Sequence[str]
 ) -> None:
-    """On the leader: write root manifest, then ``.metadata``, by temporary file, fsync and rename; remove the old ones.
+    """Write root manifest and then ``.metadata``, on the leader, each by temporary file, fsync and rename.
 
-    A file that cannot be removed is logged and left to the next ``recover_directory``. The new checkpoint is valid.
+    Then remove the files of the old checkpoint. A file that cannot be removed is logged and left to the next
+    ``recover_directory``. The new checkpoint is valid.
     """
     for name, data in ((ROOT_MANIFEST, root_manifest), (METADATA_FILE, metadata)):
         temporary = directory / f"{name}.tmp-{save_id}"

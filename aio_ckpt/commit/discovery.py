@@ -17,10 +17,10 @@ __all__ = [
     "MAX_RETRIES",
     "CommittedCheckpoint",
     "abandon_after",
+    "checkpoint_at",
     "directories_of",
     "discover",
     "discover_all",
-    "given",
     "is_unchanged",
     "read_save_id",
 ]
@@ -34,24 +34,24 @@ class CommittedCheckpoint:
     """A committed checkpoint, as a listing of the root found it."""
 
     step: int
-    """-1 if it was given by its path."""
+    """-1 if the caller gave the path of the checkpoint: only its manifest tells the step."""
     path: Path
     identity: tuple[int, ...] = ()
     """Identity of ``.metadata`` in the file system at that time; empty if ``.metadata`` was missing."""
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name of the checkpoint in messages."""
         return str(self.path) if self.is_given else f"step {self.step}"
 
     @property
     def is_given(self) -> bool:
-        """Whether it was given by its path: nothing but its own manifest tells its step."""
+        """Whether the caller gave the path of the checkpoint, instead of a step of the root."""
         return self.step < 0
 
 
 async def discover(storage: Storage, root: Path, names: StepNames) -> list[CommittedCheckpoint]:
-    """Return the committed checkpoints under ``root``, ascending by step. A directory without ``.metadata`` is none.
+    """Return the committed checkpoints under ``root``, ascending by step. A checkpoint has a ``.metadata``.
 
     If a step has two directories, the one with the engine's own name counts.
     """
@@ -121,15 +121,15 @@ async def _step_directories(
             else:
                 has_vanished = True
         if not has_vanished:
-            break  # else a writer has deleted listed steps, and newer ones may not be listed yet
+            break  # a step that vanished was deleted by a writer, so newer steps may not be in this listing
     return found, bare
 
 
-async def given(storage: Storage, path: Path, names: StepNames) -> CommittedCheckpoint:
-    """The checkpoint in the directory ``path``, which may stand anywhere.
+async def checkpoint_at(storage: Storage, path: Path, names: StepNames) -> CommittedCheckpoint:
+    """Return the checkpoint in the directory ``path``, which may lie outside of the root.
 
     Raises:
-        CheckpointNotFoundError: there is none; if there are some below, names one.
+        CheckpointNotFoundError: ``path`` is no checkpoint. If it is a root, the message names one of its steps.
     """
     status = await storage.status(path / METADATA_FILE)
     if status is not None:
@@ -174,5 +174,5 @@ async def abandon_after(storage: Storage, root: Path, names: StepNames, step: in
     for checkpoint in later:
         target = root / ABANDONED_DIR / f"{tag}-{checkpoint.path.name}"
         await storage.rename(checkpoint.path, target)
-        await sync_parents(storage, checkpoint.path, target)  # each rename: a power loss may keep any of several
+        await sync_parents(storage, checkpoint.path, target)  # after each rename: a power loss may keep any of several
     return sorted({checkpoint.step for checkpoint in later}, reverse=True)

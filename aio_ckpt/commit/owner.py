@@ -103,7 +103,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         if (self.host, self.machine_id) != (here.host, here.machine_id) or not (self.boot_id and here.boot_id):
             return False
         if self.boot_id != here.boot_id:
-            return bool(self.machine_id)  # else it may be another machine of the same name
+            return bool(self.machine_id)  # without a machine id, it may be another machine of the same name
         if self.pid_namespace != here.pid_namespace or not self.pid_namespace:
             return False
         return _is_gone(self.pid, self.started_ticks)
@@ -218,7 +218,7 @@ async def put_back_protected(storage: Storage, root: Path, names: StepNames) -> 
 async def clear_leftovers(
     storage: Storage, root: Path, names: StepNames, *, here: Owner, stale_after_secs: float
 ) -> list[str]:
-    """Remove trash, and the pending directories whose owners are dead; returns their names.
+    """Remove trash, and the pending directories whose owners are dead. Return the names of the removed ones.
 
     Only the lock's holder may call this. A directory that cannot be removed is logged; the next holder tries again.
     """
@@ -248,7 +248,7 @@ async def _clear(
             idle = "unknown" if idle_secs is None else f"{idle_secs:.0f} s ago"
             _log.info("%s stays: owner %s, last sign of life %s", path, whose, idle)
             return False
-        # Renamed first, in one step: an owner that lives after all finds no directory, instead of half of one.
+        # Renamed first, in one step. If the owner lives after all, it finds no directory, instead of an incomplete one.
         pending, path = path, root / TRASH_DIR / path.name
         await storage.rename(pending, path)
     await storage.remove_tree(path)
@@ -267,8 +267,10 @@ async def _now(storage: Storage, root: Path) -> float | None:
 
 
 async def _last_seen(storage: Storage, pending: Path) -> float | None:
-    """Return the time of the last change of the heartbeat or of the names in the directory, by the file system's
-    clock."""
+    """Return the time of the last heartbeat or change of the directory's names, by the file system's clock.
+
+    None if neither the directory nor its owner record exists.
+    """
     found = [await storage.status(path) for path in (pending, pending / OWNER_FILE)]
     return max((status.modified_unix for status in found if status is not None), default=None)
 

@@ -27,7 +27,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) -> None:
-    """On the leader, in root mode: make a pending directory durable as a whole.
+    """Make a pending directory durable as a whole, on the leader in root mode.
 
     All other files in it must have been fsynced, in any order: no reader uses them before :func:`publish`.
     """
@@ -36,7 +36,7 @@ async def sync_pending(storage: Storage, pending: Path, root_manifest: bytes) ->
 
 
 async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bool) -> tuple[Path, ...]:
-    """On the leader, in root mode: make a durable directory visible, durably.
+    """Make a durable directory visible, durably, on the leader in root mode.
 
     Without ``overwrite``, an existing directory is an error. With it, the two directories are exchanged in one step,
     and the old one is removed once the new one is durable. If the removal fails, the names where it may be are
@@ -57,7 +57,7 @@ async def publish(storage: Storage, *, pending: Path, final: Path, overwrite: bo
     trash = final.parent / TRASH_DIR / pending.name if replaces else None
     is_tidy = False
     with anyio.move_on_after(_TIDY_SECS, shield=True) as tidying:
-        is_tidy = await _tidied(storage, pending, final, trash)
+        is_tidy = await _tidy(storage, pending, final, trash)
     if tidying.cancelled_caught:
         _log.warning("%s is committed, but what it replaces was not removed within %s s", final, _TIDY_SECS)
     return () if is_tidy or trash is None else (pending, trash)
@@ -92,7 +92,8 @@ async def _make_visible(storage: Storage, pending: Path, final: Path, *, replace
         raise
 
 
-async def _tidied(storage: Storage, pending: Path, final: Path, trash: Path | None) -> bool:
+async def _tidy(storage: Storage, pending: Path, final: Path, trash: Path | None) -> bool:
+    """Remove the owner record and the replaced directory. Return False if that fails."""
     try:
         # Only now: after a crash, a directory without an owner record would never be cleared.
         await storage.remove_file(final / OWNER_FILE)

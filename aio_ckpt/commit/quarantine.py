@@ -38,18 +38,18 @@ class CorruptCandidate:
 
 
 class Quarantine:
-    """Checkpoints that loads of one engine proved damaged and that are to be set aside.
+    """Checkpoints that loads of one engine proved damaged and that must be set aside.
 
     Invariant: a directory is renamed only while the writer's lock and :attr:`renames` are held, and only if it still is
     the checkpoint that was read.
     """
 
     def __init__(self) -> None:
-        self._condemned: dict[Path, CorruptCandidate] = {}
+        self._candidates: dict[Path, CorruptCandidate] = {}
         self.is_writer = False
         """Whether the engine holds the writer's lock. ``RootSession`` sets it."""
-        self.times_condemned = 0
-        """Number of times that checkpoints were condemned. If it rises, a list of steps read before is out of date."""
+        self.additions = 0
+        """Number of times that checkpoints were added. If it rises, a list of steps read before is out of date."""
         self.renames = anyio.Lock()
         """Lock of all renames of steps (commit, retention, rollback, quarantine): between the check of a directory and
         its rename, no other directory may take its name."""
@@ -57,64 +57,64 @@ class Quarantine:
     @property
     def is_waiting(self) -> bool:
         """Whether a checkpoint is still to be set aside."""
-        return bool(self._condemned)
+        return bool(self._candidates)
 
-    async def condemn(
+    async def add(
         self, storage: Storage, root: Path, found: Iterable[CorruptCandidate], limit_secs: float
     ) -> dict[Path, Path]:
-        """Set checkpoints aside, now if this engine is the writer, else later.
+        """Add damaged checkpoints. If this engine is the writer, set them aside at once.
 
         Returns old -> new path of the moved ones.
         """
         new = {entry.checkpoint.path: entry for entry in found}
         if not new:
             return {}
-        self._condemned |= new
+        self._candidates |= new
         moved = await self.enforce(storage, root, limit_secs) if self.is_writer else {}
-        self.times_condemned += 1
+        self.additions += 1
         return moved
 
     async def enforce(self, storage: Storage, root: Path, limit_secs: float) -> dict[Path, Path]:
-        """On the writer: set the condemned checkpoints aside. Returns old -> new path.
+        """Set the damaged checkpoints aside, on the writer. Return old -> new path.
 
-        A checkpoint that cannot be renamed within ``limit_secs`` is logged and stays condemned.
+        A checkpoint that cannot be renamed within ``limit_secs`` is logged and stays for the next call.
         """
         moved: dict[Path, Path] = {}
-        if not self._condemned:
+        if not self._candidates:
             return moved
         with anyio.move_on_after(limit_secs, shield=True) as limit:
             async with self.renames:
-                for entry in tuple(self._condemned.values()):
+                for entry in tuple(self._candidates.values()):
                     target = await self._set_aside(storage, root, entry)
                     if target is not None:
                         moved[entry.checkpoint.path] = target
         if limit.cancelled_caught:
-            late = sorted(entry.checkpoint.step for entry in self._condemned.values())
+            late = sorted(entry.checkpoint.step for entry in self._candidates.values())
             _log.warning("steps %s are damaged but were not set aside within %s s", late, limit_secs)
         return moved
 
     async def committed(self, storage: Storage, root: Path, names: StepNames) -> Sequence[CommittedCheckpoint]:
         """Return the committed checkpoints, ascending by step, without those to be set aside."""
         found = await discover(storage, root, names)
-        return [checkpoint for checkpoint in found if not await self._is_condemned(storage, checkpoint.path)]
+        return [checkpoint for checkpoint in found if not await self._is_damaged(storage, checkpoint.path)]
 
-    async def _is_condemned(self, storage: Storage, path: Path) -> bool:
-        entry = self._condemned.get(path)
+    async def _is_damaged(self, storage: Storage, path: Path) -> bool:
+        """Return whether a directory still is a checkpoint that was proven damaged."""
+        entry = self._candidates.get(path)
         return entry is not None and await is_unchanged(storage, entry.checkpoint)
 
     async def _set_aside(self, storage: Storage, root: Path, entry: CorruptCandidate) -> Path | None:
         path = entry.checkpoint.path
         target = root / CORRUPT_DIR / f"{path.name}-{time.time_ns()}"
         try:
-            if not await self._is_condemned(storage, path):  # overwritten or removed meanwhile
-                del self._condemned[path]
+            if not await self._is_damaged(storage, path):  # it was overwritten or removed meanwhile
+                del self._candidates[path]
                 return None
             await storage.rename(path, target)
-            del self._condemned[path]
+            del self._candidates[path]
             await sync_parents(storage, path, target)
-            await unprotect(
-                storage, root, entry.checkpoint.step
-            )  # else the mark would protect the next checkpoint of this step
+            # The mark of the step would protect its next checkpoint, too.
+            await unprotect(storage, root, entry.checkpoint.step)
         except OSError as error:
             _log.warning("step %d is damaged but could not be set aside: %s", entry.checkpoint.step, error)
             return None

@@ -172,7 +172,7 @@ async def protect(storage: Storage, root: Path, names: StepNames, step: int) -> 
     step = check_step_number(step)
     mark = root / protected_name(step)
     is_new = True
-    if not await storage.exists(mark.parent):  # in a root that had a writer it exists
+    if not await storage.exists(mark.parent):  # a writer makes it at its first save
         await storage.make_dir(mark.parent, parents=True)
     try:
         await storage.write_file(mark, b"")
@@ -203,9 +203,9 @@ async def unprotect(storage: Storage, root: Path, step: int) -> None:
 
 
 async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
-    """After a rollback to ``step``: end the protection of later steps, else it would apply to new saves of those steps.
+    """End the protection of the steps after ``step``, to which a rollback went. It would protect new saves of them.
 
-    Steps that the rollback set aside need no protection: they are never deleted.
+    Steps that the rollback set aside need no protection, because they are never deleted.
     """
     later = [each for each in await protected_steps(storage, root) if each > step]
     for each in later:
@@ -215,7 +215,7 @@ async def unprotect_after(storage: Storage, root: Path, step: int) -> None:
 
 
 class Retention:
-    """Deletes expired steps in the background, one pass at a time, and single steps on demand.
+    """Deletion of expired steps in the background, one pass at a time, and of single steps on demand.
 
     Only the holder of the root's lock may run it. A pass never fails a save: a step that cannot be deleted is logged,
     listed in ``undeleted``, and tried again after the next commit.
@@ -235,9 +235,16 @@ class Retention:
         renames: anyio.Lock,
         must_wait: Callable[[], bool],
     ) -> None:
-        """``committed`` lists the steps that count; ``renames`` is the lock of all renames of steps.
+        """Set up retention by ``policy``.
 
-        While ``must_wait()`` is True, no step is deleted: the next pass deletes it.
+        Args:
+            storage: the file system of the root.
+            root: the root.
+            names: the names of step directories.
+            policy: the rule that decides which steps expire.
+            committed: function that lists the steps that count.
+            renames: lock of all renames of steps.
+            must_wait: while this returns True, no step is deleted; a later pass deletes it.
         """
         self._storage = storage
         self._root = root
@@ -276,8 +283,8 @@ class Retention:
                     stuck = await put_back_protected(self._storage, self._root, self._names)
                 for trash, step in list(self._trash.items()):
                     if trash.name not in stuck:
-                        await self._empty(trash, step, undeleted)
-                await self._expire_all(removed, undeleted)
+                        await self._delete_trash(trash, step, undeleted)
+                await self._delete_expired(removed, undeleted)
             except OSError as error:
                 _log.warning("%s: retention was put off: %s", self._root, error)
             self.undeleted = undeleted
@@ -305,50 +312,50 @@ class Retention:
             check_deletion(step, committed, is_protected=True, allow_newest=allow_newest, root=root)
         return [each for each in committed if each != step]
 
-    async def _expire_all(self, removed: list[int], undeleted: dict[int, str]) -> None:
-        """One after the other, each judged anew: what made it superfluous may have gone meanwhile."""
+    async def _delete_expired(self, removed: list[int], undeleted: dict[int, str]) -> None:
+        """Delete expired steps, one after the other. Each is judged anew, because a newer step may vanish meanwhile."""
         tried = set[Path]()
         while not self._must_wait():
             async with self._renames:
-                left = [checkpoint for checkpoint in await self._leaving() if checkpoint.path not in tried]
+                left = [checkpoint for checkpoint in await self._list_expired() if checkpoint.path not in tried]
                 if not left:
                     break
                 oldest = left[0]
                 tried.add(oldest.path)
-                trash = await self._trashed(oldest, undeleted)
+                trash = await self._move_or_report(oldest, undeleted)
             if trash is not None:
-                await self._empty(trash, oldest.step, undeleted)
+                await self._delete_trash(trash, oldest.step, undeleted)
                 removed.append(oldest.step)
 
-    async def _leaving(self) -> list[CommittedCheckpoint]:
+    async def _list_expired(self) -> list[CommittedCheckpoint]:
         committed = await self._committed()
-        self._good &= {checkpoint.step for checkpoint in committed}  # less what was rolled back or proven damaged
+        self._good &= {checkpoint.step for checkpoint in committed}  # steps rolled back or proven damaged do not count
         stay = await protected_steps(self._storage, self._root)
-        stay.add(self._last)  # which may be an old one, overwritten
+        stay.add(self._last)  # it may be an old step, which was overwritten
         metrics = await self._read_metrics(committed) if self._policy.keep_best is not None else None
         good = max(self._good, default=-1)
         return expired(committed, self._policy, good=good, protected=stay, metrics=metrics)
 
-    async def _trashed(self, checkpoint: CommittedCheckpoint, undeleted: dict[int, str]) -> Path | None:
-        """Its new path; None if it stays."""
+    async def _move_or_report(self, checkpoint: CommittedCheckpoint, undeleted: dict[int, str]) -> Path | None:
+        """Move an expired step to trash and return its new path; None if it stays. An error is reported."""
         try:
             return await self._move_to_trash(checkpoint)
         except OSError as error:
-            self._tell(checkpoint.step, error, undeleted)
+            self._report_kept(checkpoint.step, error, undeleted)
             return None
 
-    async def _empty(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
+    async def _delete_trash(self, trash: Path, step: int, undeleted: dict[int, str]) -> None:
         try:
             await self._remove(trash)
         except OSError as error:
-            self._tell(step, error, undeleted)
+            self._report_kept(step, error, undeleted)
 
     async def _move_to_trash(self, checkpoint: CommittedCheckpoint) -> Path | None:
         """Rename a step to trash. Returns its new path; None if it is protected, and so was put back."""
         trash = self._root / TRASH_DIR / checkpoint.path.name
         await self._storage.rename(checkpoint.path, trash)
-        self._trash[trash] = checkpoint.step  # what ends this here is for the next pass: it puts back, or deletes
-        is_protected = True  # for all that is known
+        self._trash[trash] = checkpoint.step  # if this call is cancelled now, the next pass restores or deletes it
+        is_protected = True  # until the mark was looked for
         try:
             is_protected = await self._storage.exists(self._root / protected_name(checkpoint.step))
         finally:
@@ -366,12 +373,12 @@ class Retention:
         await self._storage.remove_tree(trash)
         del self._trash[trash]
 
-    def _tell(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:
+    def _report_kept(self, step: int, error: OSError, undeleted: dict[int, str]) -> None:
         _log.warning("step %d is kept beyond its time: %s", step, error)
         undeleted[step] = str(error)
 
     async def _read_metrics(self, committed: Sequence[CommittedCheckpoint]) -> dict[int, float | None]:
-        """The metric of each step whose manifest can be read; read once for each checkpoint."""
+        """Return the metric of each step whose manifest can be read. Each manifest is read once and then cached."""
         known = {}
         for checkpoint in committed:
             cached = self._metrics.get(checkpoint.path)

@@ -1,4 +1,4 @@
-"""Step numbers: what can be one, and which one a save may have."""
+"""Step numbers: the valid ones, and the ones that a save may have."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = TypeVar("T")
 def check_step(
     step: object, *, newest: int | None, committed: Collection[int], pending: Collection[int], overwrite: bool
 ) -> int:
-    """The step of a save: ``step``, or one after the newest committed or pending.
+    """Return the step of a save: ``step``, or, if that is None, one after the newest committed or pending step.
 
     Raises:
-        StepOrderError: no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
+        StepOrderError: ``step`` is no whole number from 0, or it does not exceed ``newest`` and is not overwritten.
     """
     if step is None:
         return 1 if newest is None else check_step_number(newest + 1)
@@ -39,10 +39,10 @@ def check_step(
 
 
 def check_step_number(step: object) -> int:
-    """``step`` as an int if it can be the number of a step.
+    """Return ``step`` as an int.
 
     Raises:
-        StepOrderError: no :func:`whole_number` from 0 to ``MAX_STEP``.
+        StepOrderError: ``step`` is no :func:`whole_number` from 0 to ``MAX_STEP``.
     """
     number = whole_number(step)
     if type(number) is not int or not 0 <= number <= MAX_STEP:
@@ -52,8 +52,9 @@ def check_step_number(step: object) -> int:
 
 
 def whole_number(step: T) -> T | int:
-    """``step`` as an int if it is one of any kind, numpy's too; everything else unchanged, to be refused by name.
+    """Return ``step`` as an int if it is a whole number of any type, numpy's included; otherwise return it unchanged.
 
-    No bool, and no tensor, although Python would take one for an index: reading it waits for its device.
+    A bool or a tensor does not count, although Python takes both as an index. To read a tensor would wait for its
+    device.
     """
     return operator.index(step) if isinstance(step, numbers.Integral) and not isinstance(step, bool) else step

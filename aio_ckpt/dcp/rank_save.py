@@ -182,7 +182,7 @@ def _capture_and_write(
             image,
             runtime.copy_engines,
             guarded=frozenset(),
-            on_captured=lambda runs: runtime.portal.post(progress.tell, runs),
+            on_captured=lambda runs: runtime.portal.post(progress.add, runs),
             stall_timeout_secs=limit_secs,
             trace=NO_TRACE,
         )
@@ -258,7 +258,7 @@ async def _write_data(
             image.chunks[-1].stop,
             writers=workers,
             settle_secs=SETTLE_SECS,
-            begin=lambda _: progress.touch(),
+            on_activity=lambda _: progress.touch(),
         ),
         runtime.portal.executor,
         workers=workers,

@@ -189,9 +189,9 @@ def _release(pid: int, portal: Portal, lease: Lease, holder: object) -> None:
     if os.getpid() != pid:  # a forked child does not own the memory
         return
     if portal.is_closed:  # nobody leases from this manager any more
-        lease.let_go(holder)
+        lease.release(holder)
     else:
-        portal.post(lease.let_go, holder)
+        portal.post(lease.release, holder)
 
 
 def _views(plan: ImagePlan, line: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -37,7 +37,7 @@ from aio_ckpt.ranks.membership import Membership
 from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
-from aio_ckpt.rescue import open_rescue
+from aio_ckpt.rescue import RootRescue
 from aio_ckpt.runtime.futures import follow, outcome
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
 from aio_ckpt.runtime.priority import lower_priority
@@ -102,7 +102,7 @@ class BaseEngine:
         self._throttle = WriteThrottle(ctx.config.max_write_bytes_per_sec, is_urgent=lambda: self._preemption.is_on)
         self._quarantine = Quarantine()
         self._pending_cleanup = PendingCleanup()
-        self._rescue = open_rescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
+        self._rescue = RootRescue(ctx.storage, ctx.executor, ctx.root, ctx.names, ctx.owner, ctx.config)
         self._loader = Loader(ctx=ctx, quarantine=self._quarantine)
         self._root_session = RootSession(
             ctx,

@@ -163,7 +163,7 @@ class FallbackSearch:
             for found in self.damaged
             if found.is_proven and isinstance(found.error, CorruptCheckpointError)
         )
-        moved = await self.quarantine.condemn(ctx.storage, ctx.root, proven, ctx.config.stall_timeout_secs)
+        moved = await self.quarantine.add(ctx.storage, ctx.root, proven, ctx.config.stall_timeout_secs)
         for found in self.damaged:
             reason = "cannot be read here" if isinstance(found.error, FormatVersionError) else "does not verify"
             _log.error("skipped step %d, which %s: %s", found.checkpoint.step, reason, found.error)
@@ -205,7 +205,7 @@ async def candidates(ctx: EngineContext, wanted: Wanted) -> list[discovery.Commi
         CheckpointNotFoundError: there is none.
     """
     if wanted.path is not None:
-        return [await discovery.given(ctx.storage, wanted.path, ctx.names)]
+        return [await discovery.checkpoint_at(ctx.storage, wanted.path, ctx.names)]
     step = wanted.step
     committed, torn = await discovery.discover_all(ctx.storage, ctx.root, ctx.names)
     steps = [checkpoint.step for checkpoint in committed]

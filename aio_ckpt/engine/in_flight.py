@@ -67,14 +67,14 @@ class KnownSteps:
         self._newest: int | None = None
         self._newest_since_read: int | None = None
         self._are_read = False
-        self._times_condemned = 0
+        self._quarantine_additions = 0
 
     # -- committed ------------------------------------------------------------------------------------
 
     @property
     def are_known(self) -> bool:
         """Whether the committed steps were read from the disk, and no load found one damaged since."""
-        return self._are_read and self._times_condemned == self._quarantine.times_condemned
+        return self._are_read and self._quarantine_additions == self._quarantine.additions
 
     def forget(self) -> None:
         """Note that the steps on the disk are about to change: the next save reads them anew."""
@@ -86,7 +86,7 @@ class KnownSteps:
             with self._lock:
                 self._newest_since_read = None
                 self._are_read = True
-                self._times_condemned = self._quarantine.times_condemned
+                self._quarantine_additions = self._quarantine.additions
             found = max(read_steps(), default=None)
         except BaseException:
             self._are_read = False
@@ -164,8 +164,8 @@ class InFlight:
         self._pipeline = pipeline
         self._portal = portal
         self._on_settled = on_settled
-        most_bytes = ctx.config.device_copy_bytes
-        self._copy_engines = CopyEngines(device_copier=DeviceCopier(None if most_bytes == "auto" else most_bytes))
+        max_bytes = ctx.config.device_copy_bytes
+        self._copy_engines = CopyEngines(device_copier=DeviceCopier(None if max_bytes == "auto" else max_bytes))
         self.guards = OptimizerGuards()
         self._max = ctx.config.max_in_flight
         self.steps = KnownSteps(pipeline.quarantine, counts_calls=ctx.world_size > 1)
@@ -335,9 +335,9 @@ class InFlight:
 
         def captured(runs: Sequence[CapturedRun]) -> None:
             if is_running:
-                self._portal.post(save.progress.tell, runs)
+                self._portal.post(save.progress.add, runs)
             else:
-                save.progress.tell(runs)  # nothing waits for it yet, so that the loop is woken once
+                save.progress.add(runs)  # nothing waits for it yet, so that the loop is woken once
                 begin()
 
         def issued(work: Capture) -> None:
@@ -370,7 +370,7 @@ class InFlight:
         except BaseException as error:
             if work is not None:
                 work.finish()  # no copy may still use the arena when it is given back
-            image.lease.let_go(save.ticket.staged)
+            image.lease.release(save.ticket.staged)
             self._give_up(save, error)
             raise
 
@@ -385,9 +385,9 @@ class InFlight:
         lease, staged = save.captured.image.lease, save.ticket.staged
         if is_staged:
             finish()
-            lease.let_go(staged)
+            lease.release(staged)
         else:
-            self._portal.executor.submit(finish).add_done_callback(lambda _: lease.let_go(staged))
+            self._portal.executor.submit(finish).add_done_callback(lambda _: lease.release(staged))
 
     def _give_up(self, save: PendingSave, error: BaseException) -> None:
         """End a save whose ``save()`` is about to raise ``error``, at whatever stage it is."""

@@ -170,7 +170,12 @@ class SavePipeline:
 
         workers = ctx.config.workers
         file = new_file(
-            ctx.storage, path, image.chunks[-1].stop, writers=workers, settle_secs=cleanup.SETTLE_SECS, begin=save.begin
+            ctx.storage,
+            path,
+            image.chunks[-1].stop,
+            writers=workers,
+            settle_secs=cleanup.SETTLE_SECS,
+            on_activity=save.begin,
         )
         result = await write_image(
             image,
@@ -332,7 +337,7 @@ class SavePipeline:
                     try:
                         report = await self._save(save)
                     finally:
-                        save.captured.image.lease.let_go(save.settled)  # visible or failed: no rescue needs the image
+                        save.captured.image.lease.release(save.settled)  # visible or failed: no rescue needs the image
                     group.cancel_scope.cancel()
             except Exception as error:
                 if report is None:

@@ -1,4 +1,4 @@
-"""Reads DCP's ``.metadata``. Pure: no file, no thread.
+"""Reader of DCP's ``.metadata``. Pure: no file, no thread.
 
 The file is a pickle. The unpickler knows only the globals that stock DCP writes, so a crafted pickle runs no code.
 """
@@ -55,7 +55,7 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
         found = _Unpickler(io.BytesIO(data)).load()
         fault = _metadata_fault(found)
     except MemoryError:
-        raise  # this machine has no memory left: lengths beyond the data were refused before
+        raise  # this machine has no memory left, because lengths beyond the data were refused before
     except _UnknownError as exc:
         raise FormatVersionError(f"{name}: {exc}; a newer torch or a newer aio_ckpt may read it") from exc
     except pickle.UnpicklingError as exc:
@@ -73,7 +73,7 @@ def parse_metadata(data: bytes, *, name: str) -> Metadata:
 
 
 _NO_DICT = "state is not a dictionary"
-"""What pickle says of the state of an object that neither is a dict nor goes to a ``__setstate__``."""
+"""Message of pickle for the state of an object without ``__setstate__`` that is no dict."""
 
 
 class _UnknownError(Exception):
@@ -311,22 +311,22 @@ def _is_tensor_metadata(entry: object) -> bool:
         return False
     if (
         type(entry.properties.dtype) is not torch.dtype
-        or not _has_size(entry, "size")
+        or not _normalize_sizes(entry, "size")
         or type(entry.chunks) is not list
     ):
         return False
     dims = len(entry.size)
     return all(
         type(chunk) is ChunkStorageMetadata
-        and _has_size(chunk, "offsets")
-        and _has_size(chunk, "sizes")
+        and _normalize_sizes(chunk, "offsets")
+        and _normalize_sizes(chunk, "sizes")
         and len(chunk.offsets) == len(chunk.sizes) == dims
         for chunk in entry.chunks
     )
 
 
-def _has_size(owner: object, field: str) -> bool:
-    """Whether a field holds sizes; a plain tuple of them becomes the ``torch.Size`` that it is equal to.
+def _normalize_sizes(owner: object, field: str) -> bool:
+    """Return whether a field holds sizes. In the object, replace a plain tuple of them by the equal ``torch.Size``.
 
     Raises:
         _UnknownError: it is a list.

@@ -1,4 +1,4 @@
-"""Writes DCP's ``.metadata``, rendered from columns. Pure.
+"""Writer of DCP's ``.metadata``, which it renders from columns. Pure.
 
 Pickling ten million shards as DCP's objects takes ten minutes, most of it to make the objects. Their pickles differ in
 a few numbers only. So pickle itself pickles one instance of each of DCP's classes, its numbers and names become holes,
@@ -56,7 +56,7 @@ _NAMES_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetadataTable:
-    """All that the ranks store. Shards are ordered by the name of their tensor, then by rank."""
+    """Table of the tensors and objects of all ranks. Shards are ordered by the name of their tensor, then by rank."""
 
     names: Sequence[str]
     dtypes: Sequence[str]

@@ -196,7 +196,7 @@ def decode_rank(data: bytes, *, name: str) -> RankManifest:
 
     Raises:
         FormatVersionError: written by a newer major version of the format.
-        CorruptCheckpointError: anything else that is not right; names the file and, where known, the tensor.
+        CorruptCheckpointError: any other fault; the message names the file and, if known, the tensor.
     """
     manifest = _decode(data, _RANKS, name)
     try:
@@ -307,7 +307,7 @@ def decode_root(data: bytes, *, name: str) -> RootManifest:
     Raises:
         FormatVersionError: written by a newer major version of the format.
         MismatchError: its self-checksum does not match, or is missing.
-        CorruptCheckpointError: anything else that is not right; names the file.
+        CorruptCheckpointError: any other fault; the message names the file.
     """
     found = _CHECKSUM.search(data, max(len(data) - 128, 0))
     is_whole = _is_json(data) if found is None else found[1] == _digest(data[: found.start()])

@@ -1,7 +1,7 @@
 """Names of files and directories under a root. Pure.
 
-A root holds the committed steps. All else that the engine makes lies below :data:`ENGINE_DIR`: other tools search a
-root for steps by patterns without anchors, and would take ``.abandoned-step-30`` for a step.
+A root holds the committed steps. All other files of the engine lie below :data:`ENGINE_DIR`. Other tools search a root
+for steps by patterns without anchors, and would take ``.abandoned-step-30`` for a step.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ refuses the following:
 
 - Tuples nested deeper than ``MAX_TUPLES``: a tuple hashes by recursion in C without a limit.
 - A memo index beyond the length of the pickle: the C unpickler sizes its memo by the index, 64 GiB by five bytes.
-- What a caller refuses by a callback: ``bytearray(n)`` takes n bytes, and torch's reader of storages believes the
-  number of elements that the pickle gives.
+- A call or a storage that a caller's callback refuses: ``bytearray(n)`` takes n bytes, and torch's reader of storages
+  believes the number of elements that the pickle gives.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def scan(
 
     Raises:
         CorruptCheckpointError: tuples nested too deep, or a memo index beyond the length of the pickle.
-        Exception: what a callback raises.
+        Exception: a callback raised it.
     """
     return _Machine(data, on_global, on_call, on_storage).run(opcodes)
 
@@ -157,7 +157,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, opcodes: frozenset[int]) -> int:
-        """See :func:`scan`."""
+        """Execute the pickle up to STOP, and return the offset that :func:`scan` returns."""
         data, at = self._data, 0
         try:
             while at < len(data) and data[at] in opcodes:

@@ -1,4 +1,4 @@
-"""``data.pkl`` of one tensor item: what ``torch.save`` pickles for a plain tensor, to and from bytes.
+"""``data.pkl`` of one tensor item: the pickle that ``torch.save`` makes of a plain tensor, to and from bytes.
 
 Reading runs no code. The opcodes are checked against an allow-list; then the unpickler resolves every name to a
 stand-in of this file.
@@ -85,9 +85,9 @@ class TensorView:
     stride: tuple[int, ...]
     """In elements."""
     is_conj: bool = False
-    """Whether its elements are the conjugates of what is stored, as of ``x.conj()``."""
+    """Whether its elements are the conjugates of the stored ones, as of ``x.conj()``."""
     is_neg: bool = False
-    """Whether its elements are the negatives of what is stored, as of ``x.conj().imag``."""
+    """Whether its elements are the negatives of the stored ones, as of ``x.conj().imag``."""
 
 
 def storable_dtype(dtype: torch.dtype) -> bool:
@@ -183,7 +183,7 @@ _GLOBALS: dict[tuple[str, str], object] = {
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Resolves the few names of a tensor's pickle to stand-ins of this file; every other name is refused."""
+    """Unpickler that resolves the few names of a tensor's pickle to stand-ins of this file, and refuses all others."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in _GLOBALS:

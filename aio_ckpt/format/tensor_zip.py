@@ -6,9 +6,9 @@ An item is ``[header][raw bytes][trailer]``::
               that the raw bytes begin at a multiple of 64 counted from the item's start
     trailer   data descriptor of data/0, central directory, end record (zip64 ones near 4 GiB and above)
 
-Header and trailer follow from dtype, shape and stride alone, but for the CRC32 of the raw bytes, which stands
-twice in the trailer: flag bit 3 moves it out of the header, so the header can be written before the sum is
-known. Nothing here touches a process-global setting of torch, and parsing runs no code.
+Header and trailer follow from dtype, shape and stride alone, except for the CRC32 of the raw bytes. The trailer holds
+it twice: flag bit 3 moves it out of the header, so that the header can be written before the sum is known. This file
+changes no process-global setting of torch, and parsing runs no code.
 
 Sources: PKWARE APPNOTE 6.3.10 (§4.3, §4.5.3); ``torch/_utils.py`` and ``torch/serialization.py`` of 2.6 to 2.13.
 """

@@ -1,6 +1,7 @@
-"""Arena: page-aligned host memory for one image: huge pages, touched by many threads, registered with CUDA.
+"""Arenas: page-aligned host memory for one image each, in huge pages where the kernel has them.
 
-Not torch's pinned allocator, which touches its pages by one thread (FACTS: 1.9 GB/s against 26).
+Many threads touch the pages, and CUDA page-locks them on request. Torch's pinned allocator is not used, because one
+thread touches all of its pages (FACTS: 1.9 GB/s against 26).
 """
 
 from __future__ import annotations
@@ -38,39 +39,39 @@ HUGE_PAGE_BYTES = 2 << 20
 _SMALL_STEP_BYTES = 64 << 10
 _POPULATE_STEP_BYTES = 64 << 20
 _POPULATE_THREADS = 16
-"""Borrowed fact (FACTS): 16 threads touch 26 GB/s, one 6.9; more were not measured."""
+"""Borrowed fact (FACTS): 16 threads touch 26 GB/s, one thread 6.9. More threads were not measured."""
 _POPULATE_END_SECS = 10.0
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def arena_capacity(nbytes: int) -> int:
-    """Bytes mapped for an image of ``nbytes``: rounded up to a huge page (64 KiB for small ones)."""
+    """Return the bytes to map for an image of ``nbytes``: rounded up to huge pages, or to 64 KiB if it is small."""
     step = HUGE_PAGE_BYTES if nbytes >= 8 * HUGE_PAGE_BYTES else _SMALL_STEP_BYTES
     return align_up(max(nbytes, 1), step)
 
 
 class SharedMemory(Protocol):
-    """Shared memory that outlives the process, made by a plug-in."""
+    """Named shared memory of one image, which outlives the process. A plug-in makes it."""
 
     memory: mmap.mmap
     """The bytes of the image."""
 
     def mark_invalid(self) -> None:
-        """What is in the image is nobody's from now on. Idempotent."""
+        """Mark the image as no complete snapshot, because its lease has ended. Idempotent."""
 
     def remove(self) -> None:
-        """Take the name away; the memory goes with the last view of it. Idempotent."""
+        """Remove the name; the memory is freed with the last view of it. Idempotent."""
 
 
 class SharedMemoryFactory(Protocol):
-    """Makes shared memory that outlives the process."""
+    """Factory of shared memory that outlives the process."""
 
     def make(self, capacity: int, /) -> SharedMemory:
-        """New shared memory of ``capacity`` bytes; raises BudgetExceededError if there is no room for it."""
+        """Return new shared memory of ``capacity`` bytes. Raises BudgetExceededError if there is no room for it."""
 
     def close(self) -> None:
-        """Remove the names of all that was made. Idempotent."""
+        """Remove the names of all memory that this factory made. Idempotent."""
 
 
 class Arena:
@@ -80,21 +81,21 @@ class Arena:
         self.memory = memory
         self.kind = kind
         self.segment = segment
-        """Named file that the memory is; None: it has no name, and ends with the process."""
+        """Named file that holds the memory; None if the memory has no name and ends with the process."""
         self.capacity = len(memory)
         """Bytes mapped."""
         self._constants_of: object = None
         self.last_used = time.monotonic()
-        """When a thread last let go of the bytes."""
+        """``time.monotonic`` when a thread last released the bytes."""
         self.is_registered = False
-        """Whether it is page-locked for CUDA."""
+        """Whether the memory is page-locked for CUDA."""
         self._source: torch.device | None = None
-        with torch.inference_mode(mode=False):  # one made inside could not be written to outside
+        with torch.inference_mode(mode=False):  # outside of inference mode, a tensor made inside cannot be written to
             self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self.address: int = self.tensor.data_ptr()
 
     def register(self, source: torch.device) -> None:
-        """Page-lock for CUDA, for copies from ``source`` above all, once."""
+        """Page-lock the memory for CUDA, through the context of ``source``. A registered arena stays as it is."""
         if self.is_registered:
             return
         self._source = source
@@ -102,38 +103,39 @@ class Arena:
             try:
                 device.register_host_memory(self.address, self.capacity)
                 self.is_registered = True
-            except KeyboardInterrupt:  # before or behind the driver's work: memory cannot be registered twice
+            except KeyboardInterrupt:
+                # It may come before or after the driver's work. Memory cannot be registered twice, so undo it.
                 self.is_registered = False
                 with contextlib.suppress(RuntimeError):
                     device.unregister_host_memory(self.address)
                 raise
 
     def take_constants(self, layout: object) -> bool:
-        """Return whether the constant bytes of ``layout``, compared by identity, stand in the memory.
+        """Return whether the memory holds the constant bytes of ``layout``, which is compared by identity.
 
-        The caller may overwrite the memory now: until :meth:`keep_constants`, it counts as without constants.
+        The caller may overwrite the memory now. So the arena counts as without constants until :meth:`keep_constants`.
         """
-        are_there = self._constants_of is layout
+        has_constants = self._constants_of is layout
         self._constants_of = None
-        return are_there
+        return has_constants
 
     def keep_constants(self, layout: object) -> None:
-        """State that the whole image of ``layout`` stands in the memory, so that its constants can be used again."""
+        """Record that the memory holds the whole image of ``layout``, so that a later save reuses its constants."""
         self._constants_of = layout
 
     def poison(self) -> None:
-        """Overwrite everything, so that a use after release shows in the data."""
+        """Overwrite all bytes, so that a use after release shows in the data."""
         self._constants_of = None
         self.tensor.fill_(POISON)
 
     def release(self) -> None:
-        """Give the memory back to the system once the last view of it is gone."""
+        """Unregister the memory and drop it. The system gets it back when the last view of it is gone."""
         try:
             if self.is_registered:
                 self.is_registered = False
                 with device.using(self._source):
                     device.unregister_host_memory(self.address)
-        finally:  # a context that is dead refuses, and its process must end all the same
+        finally:  # a dead CUDA context refuses to unregister, but the process must still be able to end
             if self.segment is not None:
                 self.segment.remove()
             # No close(): torch keeps no export of the map, so it would unmap under a tensor that is still in use.
@@ -141,13 +143,13 @@ class Arena:
 
 
 def map_arena(nbytes: int, kind: ArenaKind, make_shared: Callable[[int], SharedMemory] | None) -> Arena:
-    """Memory for an image of ``nbytes``, every page there. Shared memory is made by ``make_shared``, if it is given.
+    """Map memory for an image of ``nbytes`` and touch every page of it. ``make_shared``, if given, makes shared memory.
 
-    Its pages lie on the NUMA nodes of the CPUs that this process may use.
+    The pages lie on the NUMA nodes of the CPUs that this process may use.
 
     Raises:
-        BudgetExceededError: shared memory of that size cannot be had.
-        OSError: the system refuses to map it.
+        BudgetExceededError: there is no shared memory of that size.
+        OSError: the system refuses to map the memory.
     """
     capacity = arena_capacity(nbytes)
     segment = make_shared(capacity) if kind == "shm" and make_shared is not None else None
@@ -163,14 +165,14 @@ def map_arena(nbytes: int, kind: ArenaKind, make_shared: Callable[[int], SharedM
     except BaseException:
         if segment is not None:
             segment.remove()
-        del memory, arena, segment  # whoever keeps the error keeps this frame, and must not keep the memory
+        del memory, arena, segment  # the error keeps this frame alive, which must not keep the memory
         raise
     return arena
 
 
 def _map_private(capacity: int) -> mmap.mmap:
     memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without huge pages: only slower
+    with contextlib.suppress(OSError):  # a kernel without huge pages only makes the copies slower
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -178,7 +180,7 @@ def _map_private(capacity: int) -> mmap.mmap:
 def _map_shared(capacity: int) -> mmap.mmap:
     descriptor = os.memfd_create("aio_ckpt", os.MFD_CLOEXEC)
     try:
-        # Secured now: without it the first touch of a page that cannot be had is a SIGBUS.
+        # The memory is reserved now. Without that, the first touch of a page that the system lacks is a SIGBUS.
         os.posix_fallocate(descriptor, 0, capacity)
         return mmap.mmap(descriptor, capacity, flags=mmap.MAP_SHARED)
     except OSError as error:
@@ -191,15 +193,15 @@ def _map_shared(capacity: int) -> mmap.mmap:
 
 
 def _populate(address: int, capacity: int) -> None:
-    """Touch every page, by many threads."""
+    """Touch every page, with many threads if the system gives them."""
     starts = range(0, capacity, _POPULATE_STEP_BYTES)
 
     def touch(start: int) -> None:
-        # A kernel before 5.14 refuses; then the copy faults the pages in, slower but as right.
+        # A kernel before 5.14 refuses the call. The copies then fault the pages in, which is slower.
         length = min(_POPULATE_STEP_BYTES, capacity - start)
         _LIBC.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
-    threads = _touching_threads(min(len(starts), _POPULATE_THREADS, len(os.sched_getaffinity(0))))
+    threads = _populating_threads(min(len(starts), _POPULATE_THREADS, len(os.sched_getaffinity(0))))
     if threads is None:
         for start in starts:
             touch(start)
@@ -210,11 +212,11 @@ def _populate(address: int, capacity: int) -> None:
         threads.close(_POPULATE_END_SECS)
 
 
-def _touching_threads(count: int) -> Executor | None:
-    """Threads for this once: the engine's own may all wait for a disk. None: one thread is enough, or all there is."""
+def _populating_threads(count: int) -> Executor | None:
+    """Return new threads, because the engine's own may all wait for a disk; None if the caller's thread must do it."""
     if count < 2:
         return None
     try:
         return Executor("aio_ckpt-touch", count)
-    except RuntimeError:  # the system gives no more: only slower
+    except RuntimeError:  # the system gives no more threads, so the caller's thread touches all pages
         return None

@@ -1,4 +1,7 @@
-"""Copies between memories: what a device has to offer, and host memory's own way, which is real and no stub."""
+"""Copies into the image and out of it: the protocol that each kind of device implements, and host memory's own class.
+
+The host's class is a real implementation and no stub: states in host memory, and devices without streams, use it.
+"""
 
 from __future__ import annotations
 
@@ -16,89 +19,94 @@ __all__ = ["FOREACH_DTYPES", "Copies", "CopyEvent", "DeviceMemory", "Groups", "H
 FOREACH_DTYPES = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 )
-"""What :func:`aio_ckpt._torch.foreach_copy` copies in one launch for many tensors."""
+"""Dtypes of which :func:`aio_ckpt._torch.foreach_copy` copies many tensors in one launch."""
 
 Groups: TypeAlias = Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
-"""(targets, sources): tensors of one dtype, one by one of the same shape."""
+"""Pairs of (targets, sources). All tensors of a pair have one dtype; a target has the shape of its source."""
 
 _OPENMP_PAYS_THREADS = 8
-"""From so many threads on torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two, its
-barriers fight with the threads that write (240 to 440 ms a GiB beside them, against 120 to 260)."""
+"""From this number of threads on, torch copies faster than one memmove (16 threads: 41 against 12 GB/s). With two
+threads, its barriers contend with the threads that write (240 to 440 ms a GiB, against 120 to 260 by memmove)."""
 
 
 _HALVES = frozenset((torch.float16, torch.bfloat16))
-"""As what they are they would be copied by way of float32, which changes the bits of a NaN."""
-_NO_END = 1 << 62
+"""Dtypes copied as int16: torch copies them by way of float32, which changes the bits of a NaN."""
+_UNLIMITED_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """How much memory of a device is left."""
+    """Memory of a device, free and in total."""
 
     free_bytes: int
-    """What no process and no cache of an allocator holds."""
+    """Memory that no process and no caching allocator holds."""
     total_bytes: int
     """All memory of the device."""
     releases: int
-    """How often the caching allocator has given memory back to the device: equal numbers mean that it still holds what
-    it held."""
+    """Number of times that the caching allocator has given memory back to the device. If the number has not changed,
+    the allocator still holds what it held."""
 
 
 class CopyEvent(Protocol):
     """A point in a sequence of copies."""
 
     def query(self) -> bool:
-        """Whether every copy before it is done."""
+        """Return whether every copy before the event is done."""
         ...
 
     def synchronize(self) -> None:
-        """Block the thread (GIL released) until every copy before it is done."""
+        """Block the thread, with the GIL released, until every copy before the event is done."""
         ...
 
     def fence(self, stream: object = None) -> None:
-        """Make later work of ``stream`` (None: the current one) wait for the copies before it; blocks no thread."""
+        """Make later work of ``stream`` (None: the current one) wait for the copies before the event.
+
+        No thread blocks.
+        """
         ...
 
 
 class Copies(Protocol):
-    """The copies of one save from one device, or of one load to one, in the order of the calls.
+    """Ordered copies of one save from one device, or of one load to one device.
 
-    Those of a load are issued by several threads: an event covers what its own thread issued before.
+    The copies run in the order of the calls. Several threads issue the copies of a load. An event then covers only what
+    its own thread issued before it.
     """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` to ``target`` (host memory, same dtype and shape) with the values it has now."""
+        """Copy the present values of ``source`` to ``target``, host memory of the same dtype and shape."""
         ...
 
     def issue(self, base: int, vectors: CopyVectors) -> None:
-        """Copy by address; the offsets of the targets count from ``base``."""
+        """Copy by address. The offsets of the targets count from the address ``base``."""
         ...
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` (same dtype and shape, any layout) to ``target``.
+        """Copy ``source`` to ``target``, of the same dtype and shape and of any layout.
 
-        ``source`` is host memory, free then, or made of :meth:`buffer`, free behind the next event.
+        If ``source`` is host memory, the caller may reuse it when the call returns. If it is a view of :meth:`buffer`,
+        the caller may reuse it after the next event.
         """
         ...
 
     def assemble(self, groups: Groups) -> None:
-        """Copy (targets, sources) within the device, group by group."""
+        """Copy each group of (targets, sources) within the device."""
         ...
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """``source`` without conj and neg bits, contiguous; made in the order of the copies."""
+        """Return ``source`` as a contiguous tensor without conj and neg bits, computed in the order of the copies."""
         ...
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes on the device for :meth:`assemble` and :meth:`fill`; None if they cannot be had."""
+        """Allocate bytes on the device for :meth:`assemble` and :meth:`fill`; None if the device lacks the memory."""
         ...
 
     def memory(self) -> DeviceMemory:
-        """What is left on the device."""
+        """Return how much memory of the device is free."""
         ...
 
     def record_event(self) -> CopyEvent:
-        """An event behind all copies so far."""
+        """Return an event after all copies that were issued so far."""
         ...
 
 
@@ -114,47 +122,47 @@ class _Done:
 
 
 class HostCopies:
-    """Copies that are done when the call returns: host memory, and devices without streams of their own."""
+    """Copies that are done when the call returns: from host memory, and from devices without streams."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until copied, GIL released. Both are contiguous."""
+        """Block until the bytes are copied, with the GIL released. Both tensors are contiguous."""
         if source.device.type == "cpu" and torch.get_num_threads() < _OPENMP_PAYS_THREADS:
             memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
             target.copy_(source)
 
     def issue(self, base: int, vectors: CopyVectors) -> None:
-        """Blocks until copied."""
+        """Block until all vectors are copied."""
         copy_all(base, vectors)
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """By torch, whatever the device."""
+        """Copy with torch, on whatever device ``target`` lies."""
         with torch.no_grad():
             target.copy_(source)
 
     def assemble(self, groups: Groups) -> None:
-        """Blocks until copied."""
+        """Block until all groups are copied."""
         foreach_copy(groups)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """Allocates unless ``source`` is already plain and contiguous."""
+        """Return ``source`` itself if it is already plain and contiguous; otherwise allocate a copy."""
         return source.resolve_conj().resolve_neg().contiguous()
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Return fresh host memory."""
+        """Return new host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> DeviceMemory:
-        """Return that of a device on which everything is free."""
-        return DeviceMemory(free_bytes=_NO_END, total_bytes=_NO_END, releases=0)
+        """Return the numbers of a device without a limit, because no memory is taken beside the host's own."""
+        return DeviceMemory(free_bytes=_UNLIMITED_BYTES, total_bytes=_UNLIMITED_BYTES, releases=0)
 
     def record_event(self) -> CopyEvent:
-        """Return an event that is reached already."""
+        """Return an event that is already reached."""
         return _Done()
 
 
 def foreach_copy(groups: Groups) -> None:
-    """Copy group by group, each in few launches where torch can."""
+    """Copy each group, in few launches where torch can."""
     with torch.no_grad():
         for targets, sources in groups:
             if targets and targets[0].dtype in _HALVES:
@@ -171,9 +179,9 @@ def _as_integers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def pack_part(target: torch.Tensor, source: torch.Tensor, first: int) -> None:
-    """Copy the elements of ``source``, of any layout, from number ``first`` on, to ``target``, which is flat.
+    """Fill the flat ``target`` with consecutive elements of ``source``, of any layout, from element ``first`` on.
 
-    Elements are counted in the order of a contiguous tensor. Both are host memory; nothing is allocated beside it.
+    Elements count in the order of a contiguous tensor. Both tensors are host memory, and no other memory is allocated.
     """
     if source.dim() < 2:
         target.copy_(source.reshape(-1)[first : first + len(target)])

@@ -1,4 +1,4 @@
-"""Copies from and to devices: streams, events, registered host memory. The only file that names ``torch.cuda``.
+"""CUDA: copies from and to devices, streams, events and registered host memory. No other file names ``torch.cuda``.
 
 Host memory has a real implementation of the same interface, not a stub: :class:`aio_ckpt.memory.copies.HostCopies`.
 """
@@ -38,10 +38,11 @@ __all__ = [
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 _GATHERED_BYTES = 1 << 20
-"""Borrowed fact (FACTS): issued one by one a transfer of 64 KiB reaches 19.6 GB/s, one of 1 MiB 49.7; 10,000 of 64 KiB
-cost the host 30 ms, and 3 ms gathered."""
+"""Borrowed fact (FACTS): issued one by one, transfers of 64 KiB reach 19.6 GB/s, and transfers of 1 MiB 49.7. To issue
+10,000 of 64 KiB costs the host 30 ms, and 3 ms if they are gathered."""
 _GATHERED_BESIDE_BATCHES_BYTES = 64 << 10
-"""In a batch 10,000 of 64 KiB cost the host 4.2 ms and reach 53 GB/s, without a copy on the device (bench/results)."""
+"""In one batch, 10,000 transfers of 64 KiB cost the host 4.2 ms and reach 53 GB/s (bench/results). So only smaller
+tensors are worth a copy on the device."""
 
 
 class _CudaEvent:
@@ -50,7 +51,8 @@ class _CudaEvent:
     def __init__(self, side: torch.cuda.Stream) -> None:
         self._device = side.device
         with using(self._device):
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # else synchronize() spins
+            # Without blocking=True, synchronize() would spin on a core.
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(side)
 
     def query(self) -> bool:
@@ -63,16 +65,16 @@ class _CudaEvent:
 
     def fence(self, stream: object = None) -> None:
         waiting = torch.cuda.current_stream(self._device) if stream is None else stream
-        if not isinstance(waiting, torch.cuda.Stream):  # of another kind of device, or a handle
+        if not isinstance(waiting, torch.cuda.Stream):  # a stream of another kind of device, or a bare handle
             raise ConfigError(f"fence(stream={shown(stream)}): give a torch.cuda.Stream")
         waiting.wait_event(self._event)
 
 
 class CudaCopies:
-    """Copies on a side stream behind everything that the caller's current stream holds at construction."""
+    """Copies on a side stream, after all work that the caller's current stream holds at construction."""
 
     def __init__(self, device: torch.device, side: torch.cuda.Stream, *, is_registered: bool) -> None:
-        """``is_registered``: the targets are page-locked, so that to issue a copy takes a microsecond."""
+        """Begin after the caller's work. ``is_registered``: the targets are page-locked, so issuing takes 1 us."""
         self._device = device
         self._side = side
         self._driver_copy = _driver_copy("cuMemcpyDtoHAsync_v2", holds_gil=is_registered)
@@ -81,47 +83,47 @@ class CudaCopies:
 
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:
-        # The device first: to leave the stream alone would set that of the thread, 0, and so make a context there.
+        # The device comes first. Leaving the stream alone would select the thread's device 0, and make a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issued, not done; the source must be kept alive until a later event is reached."""
+        """Issue the copy. The caller must keep the source alive until a later event is reached."""
         with self._on_side():
             target.copy_(source, non_blocking=True)
 
     def issue(self, base: int, vectors: CopyVectors) -> None:
-        """Issued, not done, as :meth:`copy`.
+        """Issue the copies. The caller must keep the sources alive until a later event is reached.
 
         Raises:
-            RuntimeError: the driver refused; tells its error number.
+            RuntimeError: the driver refused a copy; the message holds the driver's error number.
         """
         copy, side = self._driver_copy, self._side.cuda_stream
         with torch.cuda.device(self._device):
             if self._batch is not None and len(vectors) > 1 and not self._batch(vectors, base, side):
-                return  # else one by one, which says what is wrong
+                return  # if the batch is refused, the single copies tell what is wrong
             for start, address, nbytes in vectors.tolist():
                 code = copy(base + start, address, nbytes, side)
                 if code:
                     raise RuntimeError(f"copy of {nbytes} bytes, host and {self._device}: CUDA error {code}")
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks until ``source``, if host memory, was read; ``target`` is filled behind the next event."""
+        """Issue the copy, and block until ``source``, if it is host memory, was read."""
         with self._on_side(), torch.no_grad():
             target.copy_(source)
 
     def assemble(self, groups: Groups) -> None:
-        """Issued, not done, as :meth:`copy`."""
+        """Issue the copies. The caller must keep the sources alive until a later event is reached."""
         with self._on_side():
             foreach_copy(groups)
 
     def packed(self, source: torch.Tensor) -> torch.Tensor:
-        """Computed on the side stream."""
+        """Compute the tensor on the side stream."""
         with self._on_side():
             return source.resolve_conj().resolve_neg().contiguous()
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Memory of the side stream's pool."""
+        """Allocate memory of the side stream's pool; None if the device lacks it."""
         try:
             with self._on_side():
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -129,13 +131,13 @@ class CudaCopies:
             return None
 
     def memory(self) -> DeviceMemory:
-        """As the driver and torch's caching allocator tell it: about 0.1 ms."""
+        """Ask the driver and torch's caching allocator, which takes about 0.1 ms."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes, releases=stats.get("num_device_free", 0))
 
     def record_event(self) -> CopyEvent:
-        """An event of the side stream."""
+        """Return an event of the side stream."""
         return _CudaEvent(self._side)
 
 
@@ -148,32 +150,35 @@ class CudaUploads(CudaCopies):
         self._is_full = False
 
     def issue(self, base: int, vectors: CopyVectors) -> None:
-        """Issued, not done if the sources are page-locked; they must stay as they are until a later event."""
+        """Issue the copies. If the sources are page-locked, they must stay unchanged until a later event is reached."""
         with using(self._device):
-            self._side.query()  # a call of the runtime gives the thread the context that the driver's own needs
+            self._side.query()  # this call of the runtime gives the thread the context that the driver's call needs
             super().issue(base, vectors)
 
     def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Memory of the current stream's pool, where the trainer finds it again; to be dropped behind an event."""
+        """Allocate memory of the current stream's pool, which the trainer can reuse; None if the device lacks it.
+
+        The caller drops the memory only after an event that follows its last use.
+        """
         if self._is_full or not copies_by_address(self._device):
             return None
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:  # not asked again: to refuse, the allocator gives back all that it keeps
+        except torch.OutOfMemoryError:  # never ask again: before it refuses, the allocator empties its whole cache
             self._is_full = True
             return None
-        self._side.wait_stream(torch.cuda.current_stream(self._device))  # which may be using it yet
+        self._side.wait_stream(torch.cuda.current_stream(self._device))  # earlier work there may still use the memory
         return memory
 
 
 class CopyStreams:
-    """One side stream a device, kept for the life of an engine."""
+    """Side streams of one engine, one for each device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, device: torch.device, *, is_registered: bool) -> Copies:
-        """Start the copies of one save from ``device``; ``is_registered`` if the targets are page-locked."""
+        """Begin the copies of one save from ``device``; ``is_registered`` says whether the targets are page-locked."""
         if device.type != "cuda":
             return HostCopies()
         if device not in self._streams:
@@ -182,7 +187,7 @@ class CopyStreams:
 
 
 def begin_uploads(device: torch.device) -> Copies:
-    """Start the copies of one load to ``device``."""
+    """Begin the copies of one load to ``device``."""
     if device.type != "cuda":
         return HostCopies()
     with using(device):
@@ -190,22 +195,22 @@ def begin_uploads(device: torch.device) -> Copies:
 
 
 def is_host(tensor: torch.Tensor) -> bool:
-    """Whether the host itself can write to the memory of ``tensor``."""
+    """Return whether the host can write to the memory of ``tensor`` directly."""
     return tensor.is_cpu
 
 
 def takes_registered(device: torch.device) -> bool:
-    """Whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
+    """Return whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
     return device.type == "cuda"
 
 
 def copies_by_address(device: torch.device) -> bool:
-    """Whether tensors on ``device`` can be copied by their address alone (CUDA: by the driver's own call)."""
+    """Return whether tensors on ``device`` can be copied by address alone; on CUDA, the driver's own call does it."""
     return device.type == "cpu" or (device.type == "cuda" and _driver_is_there())
 
 
 def gathered_below_bytes(device: torch.device) -> int:
-    """Below this size many tensors on ``device`` are put together there before they are moved; 0: none are."""
+    """Return the size in bytes below which tensors on ``device`` are gathered there before they are moved; 0: none."""
     if device.type != "cuda":
         return 0
     return _GATHERED_BESIDE_BATCHES_BYTES if batch_copy() is not None else _GATHERED_BYTES
@@ -215,13 +220,16 @@ def gathered_below_bytes(device: torch.device) -> int:
 def _driver_is_there() -> bool:
     try:
         return hasattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyDtoHAsync_v2")
-    except OSError:  # ROCm: torch copies
+    except OSError:  # ROCm has no such library, so torch copies there
         return False
 
 
 @functools.cache
 def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int], int]:
-    """``name(target, source, nbytes, stream)`` of the driver; with the GIL held where it returns at once."""
+    """Return the driver's function ``name(target, source, nbytes, stream)``, which returns its error number.
+
+    ``holds_gil`` is for calls that return at once: to release the GIL would cost more than the call.
+    """
     if not _driver_is_there():
         return lambda *_: 801  # CUDA_ERROR_NOT_SUPPORTED: see copies_by_address
     copy = getattr((ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1"), name)
@@ -232,20 +240,20 @@ def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int]
 
 
 def cuda_is_available() -> bool:
-    """Whether CUDA tensors can exist here."""
+    """Return whether CUDA tensors can exist in this process."""
     return torch.cuda.is_available()
 
 
 def is_capturing_graph() -> bool:
-    """Whether the current stream records a CUDA graph instead of running."""
+    """Return whether the current stream records a CUDA graph instead of running its work."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
 def using(device: torch.device | None) -> Iterator[None]:
-    """What this thread asks of CUDA goes to ``device``, and is no concern of a graph that another thread captures.
+    """Direct this thread's CUDA calls to ``device``, and allow them while another thread captures a CUDA graph.
 
-    Every thread begins on device 0, where a question alone makes a context: half a gigabyte for each rank of the host.
+    A thread starts on device 0, where even a query makes a context, which takes half a gigabyte for each rank.
     """
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         yield
@@ -266,7 +274,10 @@ def _exchange_capture_mode() -> Callable[..., int]:
 
 @functools.cache
 def _forget_error() -> Callable[[], int]:
-    """``cudaGetLastError`` of the runtime that torch has loaded: what failed would be told of its next kernel else."""
+    """Return ``cudaGetLastError`` of the runtime that torch has loaded.
+
+    It clears the last error, which torch would otherwise report for its next kernel.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith("libcudart."):
@@ -275,7 +286,7 @@ def _forget_error() -> Callable[[], int]:
 
 
 def register_host_memory(address: int, nbytes: int) -> None:
-    """Page-lock host memory for the driver (``cudaHostRegister``), so that copies to it can be asynchronous.
+    """Page-lock host memory with ``cudaHostRegister``, so that copies to it can be asynchronous.
 
     Raises:
         ConfigError: no CUDA device is present.

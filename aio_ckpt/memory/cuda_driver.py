@@ -1,4 +1,4 @@
-"""Batches: many copies from a device by one call of the CUDA driver, which torch has no name for."""
+"""Batches: many copies from a device in one call of the CUDA driver, which torch does not wrap."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from aio_ckpt.memory.host_copy import CopyVectors
 __all__ = ["Batch", "batch_copy"]
 
 Batch: TypeAlias = Callable[[CopyVectors, int, int], int]
-"""(vectors, base of their target offsets, stream) to the driver's error number, 0 for none."""
+"""Function of (vectors, base address of their target offsets, stream) that returns the driver's error number, or 0."""
 
 _SOURCE_ORDER_STREAM = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream, as by single copies."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read in the order of the stream, as a single copy reads it."""
 
 
 class _Location(ctypes.Structure):
@@ -25,7 +25,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """Struct ``CUmemcpyAttributes`` of the driver."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -37,9 +37,10 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def batch_copy() -> Batch | None:
-    """``cuMemcpyBatchAsync`` with the GIL held: it returns when all are issued. None: the driver is older than 12.8.
+    """Return a call of ``cuMemcpyBatchAsync``, or None if the driver is older than 12.8.
 
-    The copies of a batch are in no order among themselves; the batch is, in its stream.
+    The call holds the GIL and returns when all copies are issued. The stream orders a batch as a whole, but not the
+    copies inside it.
     """
     try:
         driver = ctypes.PyDLL("libcuda.so.1")
@@ -51,7 +52,7 @@ def batch_copy() -> Batch | None:
         return None
     attributes, zero, failed = _Attributes(source_order=_SOURCE_ORDER_STREAM), ctypes.c_size_t(), ctypes.c_size_t()
     same_for_all = (ctypes.byref(attributes), ctypes.byref(zero), ctypes.c_size_t(1))
-    tell_failed = () if latest else (ctypes.byref(failed),)  # where the first one that failed is told
+    failed_index = () if latest else (ctypes.byref(failed),)  # the first version also reports the copy that failed
 
     def copy(vectors: CopyVectors, base: int, stream: int) -> int:
         columns = vectors.T.copy()
@@ -59,6 +60,6 @@ def batch_copy() -> Batch | None:
         start, column_bytes = columns.ctypes.data, columns.strides[0]
         targets, sources, sizes = (ctypes.c_void_p(start + index * column_bytes) for index in range(3))
         count = ctypes.c_size_t(len(vectors))
-        return int(call(targets, sources, sizes, count, *same_for_all, *tell_failed, ctypes.c_void_p(stream)))
+        return int(call(targets, sources, sizes, count, *same_for_all, *failed_index, ctypes.c_void_p(stream)))
 
     return copy

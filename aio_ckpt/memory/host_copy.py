@@ -1,7 +1,7 @@
-"""Copy vectors: many small copies within this process's memory by few system calls, the GIL released.
+"""Copy vectors: many small copies within the memory of this process, in few system calls without the GIL.
 
-Copied one by one with the GIL held, thousands of small tensors starve the threads that write: a thread that wakes
-meanwhile gets the GIL only after CPython's switch interval (5 ms).
+Thousands of small copies that hold the GIL would starve the threads that write: a thread that wakes meanwhile gets the
+GIL only after CPython's switch interval (5 ms).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CopyVectors", "copy_all", "memmove", "unreadable"]
+__all__ = ["CopyVectors", "copy_all", "first_unreadable", "memmove"]
 
 CopyVectors: TypeAlias = npt.NDArray[np.uint64]
-"""Rows of (target offset, source address, bytes), of which none is 0 bytes long."""
-_Vectors: TypeAlias = npt.NDArray[np.uint64]
-"""Rows of struct iovec: address, length."""
+"""Rows of (target offset, source address, bytes). No row has 0 bytes."""
+_IOVecs: TypeAlias = npt.NDArray[np.uint64]
+"""Rows of struct iovec: (address, length)."""
 
-_MOST_VECTORS = 1024
+_MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
 _REFUSALS = (errno.EPERM, errno.ENOSYS, errno.EACCES)
-"""What a sandbox that filters the call answers."""
+"""Error numbers with which a sandbox refuses the call."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _readv = _LIBC.process_vm_readv
@@ -40,17 +40,17 @@ _readv.argtypes = (
 _readv.restype = ctypes.c_ssize_t
 _memmove_holding_gil = ctypes.PyDLL(None).memmove
 memmove = ctypes.CDLL(None).memmove
-"""Of the C library, the GIL released: (target, source, bytes)."""
+"""``memmove(target, source, bytes)`` of the C library, which releases the GIL."""
 for _function in (_memmove_holding_gil, memmove):
     _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _function.restype = ctypes.c_void_p
 
 
 def copy_all(base: int, vectors: CopyVectors) -> None:
-    """Copy each; ``base`` is the address of target offset 0, which may itself lie outside of the target.
+    """Copy all vectors. ``base`` is the address of target offset 0, and may itself lie outside of the target.
 
     Raises:
-        OSError: EFAULT: a source or target is no memory of this process (any more).
+        OSError: with EFAULT, if a source or a target is not, or no longer, memory of this process.
     """
     if not len(vectors):
         return
@@ -60,13 +60,13 @@ def copy_all(base: int, vectors: CopyVectors) -> None:
         return
     targets, sources = vectors[:, ::2].copy(), vectors[:, 1:].copy()
     targets[:, 0] += np.uint64(base % (1 << 64))
-    for first in range(0, len(vectors), _MOST_VECTORS):
-        part = slice(first, first + _MOST_VECTORS)
+    for first in range(0, len(vectors), _MAX_VECTORS):
+        part = slice(first, first + _MAX_VECTORS)
         _copy(targets[part], sources[part])
 
 
-def unreadable(base: int, vectors: CopyVectors) -> int:
-    """Return the first row whose source or target is no memory of this process (any more); 0 if there is none."""
+def first_unreadable(base: int, vectors: CopyVectors) -> int:
+    """Return the first row whose source or target is not, or no longer, memory of this process; 0 if all rows are."""
     for row in range(len(vectors)):
         try:
             copy_all(base, vectors[row : row + 1])
@@ -75,10 +75,10 @@ def unreadable(base: int, vectors: CopyVectors) -> int:
     return 0
 
 
-def _copy(targets: _Vectors, sources: _Vectors) -> None:
+def _copy(targets: _IOVecs, sources: _IOVecs) -> None:
     nbytes = int(targets[:, 1].sum())
-    # Of one's own process this needs no privilege: ptrace(2), "the calling thread and the target thread are in the
-    # same thread group: access is always allowed".
+    # A process needs no privilege to read its own memory: ptrace(2), "the calling thread and the target thread are in
+    # the same thread group: access is always allowed".
     done = _readv(os.getpid(), targets.ctypes.data, len(targets), sources.ctypes.data, len(sources), 0)
     if done != nbytes:
         code = ctypes.get_errno() if done < 0 else errno.EFAULT

@@ -1,4 +1,4 @@
-"""Which kind of memory a save is staged in; ``staging="auto"`` takes page-locked memory wherever CUDA locks it."""
+"""The kind of memory that a save is staged in. ``staging="auto"`` takes page-locked memory wherever CUDA locks it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("aio_ckpt")
 
 
 def check_staging(staging: Staging, shm_path: str | Path | None, world_size: int) -> None:
-    """Raise ConfigError if a setting cannot be had on this machine or by so many ranks."""
+    """Raise ConfigError if this machine, or this number of ranks, cannot have the settings."""
     if staging == "pinned" and not cuda_is_available():
         raise ConfigError('staging="pinned": no CUDA device is present; use staging="auto" or "pageable"')
     if shm_path is not None and world_size > 1:
@@ -32,14 +32,14 @@ def check_staging(staging: Staging, shm_path: str | Path | None, world_size: int
 
 
 def can_lock(source: torch.device) -> bool:
-    """Return whether the driver page-locks memory for copies from ``source``. Tried with one page."""
+    """Return whether the driver page-locks memory for copies from ``source``. The test locks one page."""
     arena: Arena | None = None
     try:
         arena = map_arena(_PROBE_BYTES, "pinned", None)
         arena.register(source)
-    except (BudgetExceededError, OSError):  # no memory for one page: the save itself tells
+    except (BudgetExceededError, OSError):  # there is no memory for one page: the save itself will raise
         return True
-    except RuntimeError as error:  # as drivers of virtual machines and containers refuse to lock memory
+    except RuntimeError as error:  # in virtual machines and containers, some drivers refuse to lock memory
         _log.warning('staging="auto": pinned memory cannot be used with %s: %s', source, error)
         return False
     finally:
@@ -49,19 +49,19 @@ def can_lock(source: torch.device) -> bool:
 
 
 class StagingChoice:
-    """The kind of memory for each save of one engine.
+    """Choice of the kind of memory for each save of one engine.
 
-    ``auto`` asks the driver once, at the first save or ``prepare`` of a state with CUDA tensors and not when the engine
-    is opened: a context on a device that this rank may never use would cost it half a gigabyte.
+    ``auto`` asks the driver once, at the first save or ``prepare`` of a state with CUDA tensors. It does not ask when
+    the engine is opened: a context on a device that this rank may never use would cost half a gigabyte.
     """
 
     def __init__(self, staging: Staging, *, is_named: bool) -> None:
-        """``is_named``: the memory is to have a name (``shm_path``), which only shared memory can have."""
+        """Set the kind. If ``is_named``, the memory needs a name (``shm_path``), which only shared memory can have."""
         self._staging: Staging = "shm" if is_named else staging
         self._auto_kind: ArenaKind | None = None
 
     def kind(self, source: torch.device | None) -> ArenaKind:
-        """Return the kind for a state whose tensors come from ``source``; None: from host memory."""
+        """Return the kind for a state whose tensors lie on ``source``; None means host memory."""
         if self._staging != "auto":
             return self._staging
         if source is None:
@@ -71,9 +71,9 @@ class StagingChoice:
         return self._auto_kind
 
     def take(self, source: torch.device | None, lease: Callable[[ArenaKind], T]) -> T:
-        """Return what ``lease`` gives for the kind; with ``auto``, for pageable memory if none can be locked.
+        """Return ``lease(kind)``. With ``auto``, fall back to pageable memory if the arena cannot be page-locked.
 
-        A limit on locked memory may allow one page and not the arena of a state.
+        A limit on locked memory may allow the one page of :func:`can_lock` and still refuse the arena of a state.
         """
         kind = self.kind(source)
         try:

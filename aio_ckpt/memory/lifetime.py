@@ -1,8 +1,8 @@
 """Lifetime manager: arenas, leases, byte budget.
 
-Who may touch which bytes until when: an arena's bytes belong to exactly one :class:`Lease` from ``acquire``
-until the lease was closed *and* every thread future that it holds has resolved. Not the task's end counts: a
-cancelled await does not stop its thread (ACCEPTANCE S1).
+Invariant: an arena's bytes belong to exactly one :class:`Lease`, from ``acquire`` until the lease was closed *and* each
+thread future that it holds has resolved. The end of a task does not count, because a cancelled await does not stop its
+thread (ACCEPTANCE S1).
 """
 
 from __future__ import annotations
@@ -27,24 +27,28 @@ __all__ = ["ArenaSpec", "Lease", "LifetimeManager", "LifetimeStats", "default_bu
 
 
 def ranks_on_host(world_size: int) -> int:
-    """Ranks of this host, which share its memory and disk: what the launcher says, else all of them."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(int(told), world_size) if told.isascii() and told.isdigit() and int(told) else world_size
+    """Return the number of ranks that share this host's memory and disk.
+
+    The launcher tells it by ``LOCAL_WORLD_SIZE``. Without that, all ranks count as ranks of this host.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(int(text), world_size) if text.isascii() and text.isdigit() and int(text) else world_size
 
 
-_LEAST_BUDGET_BYTES = 16 << 20
-"""Of a machine that has nothing left: a save needs some memory."""
+_MIN_BUDGET_BYTES = 16 << 20
+"""Budget on a machine without free memory, because every save needs some."""
 
 
 def default_budget_bytes(*, ranks_on_host: int, held_bytes: int = 0) -> int:
-    """Half of the memory that is available, at most the cgroup's headroom, shared among the host's ranks.
+    """Return this rank's share of half of the available memory, or of the cgroup's headroom if that is less.
 
-    The ``held_bytes`` that this rank has for images already count as available, and as many for each other rank.
+    The ``held_bytes`` that this rank already has for images count as available. Each other rank is taken to hold as
+    many.
     """
     held_bytes *= ranks_on_host
     available = (psutil.virtual_memory().available + held_bytes) // 2
     headroom = _cgroup_headroom_bytes(available - held_bytes) + held_bytes
-    return max(min(available, headroom) // ranks_on_host, _LEAST_BUDGET_BYTES)
+    return max(min(available, headroom) // ranks_on_host, _MIN_BUDGET_BYTES)
 
 
 def _cgroup_headroom_bytes(otherwise: int) -> int:
@@ -52,77 +56,76 @@ def _cgroup_headroom_bytes(otherwise: int) -> int:
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
         group = Path("/sys/fs/cgroup") / own
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max": no limit to keep to
+    except (OSError, ValueError):  # without cgroup v2, or with "max", there is no limit
         return otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaSpec:
-    """What a save needs of an arena."""
+    """Requirements of one save on its arena."""
 
     nbytes: int
-    """Bytes of the image that it holds at once."""
+    """Bytes of the image that the arena holds at once."""
     kind: ArenaKind
-    """What kind of memory."""
     source: torch.device | None
-    """CUDA device that is copied from: the memory is registered for it, unless it is pageable. None: the state is in
+    """CUDA device that the save copies from. Memory that is not pageable is registered for it. None: the state is in
     host memory."""
 
     def is_met_by(self, kind: ArenaKind, capacity: int) -> bool:
-        """Whether an arena is large enough, and hardly larger."""
+        """Return whether an arena is of the right kind and large enough, but larger by one huge page or 1/8 at most."""
         return kind == self.kind and self.nbytes <= capacity <= self.nbytes + max(HUGE_PAGE_BYTES, self.nbytes // 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifetimeStats:
-    """What the manager holds now."""
+    """Numbers of arenas and leases that the manager holds."""
 
     arenas: int
-    """Arenas mapped, idle or lent."""
+    """Mapped arenas, idle or lent."""
     arena_bytes: int
-    """Capacity of all of them, in bytes."""
+    """Capacity of all mapped arenas, in bytes."""
     leases: int
     """Leases that have not ended."""
 
 
 class Lease:
-    """The right of one save over one arena; ends exactly once, when closed and let go of by all who held it.
+    """Right of one save to use one arena. It ends exactly once: when it is closed and its last holder has released it.
 
-    What Ctrl-C interrupts here is finished by the next call of :meth:`close` or :meth:`let_go`.
+    If Ctrl-C interrupts a method, the next call of :meth:`close` or :meth:`release` finishes its work.
     """
 
     def __init__(self, arena: Arena, ended: Callable[[Lease], None], *, waited_secs: float) -> None:
         self.arena = arena
         self.waited_secs = waited_secs
-        """How long ``acquire`` waited for earlier leases."""
+        """Seconds that ``acquire`` waited for earlier leases."""
         self.settled: Future[None] = Future()
-        """Resolved when the lease has ended."""
+        """Future that is resolved when the lease has ended."""
         self._ended = ended
         self._lock = Lock()
         self._holders: set[object] = set()
         self._is_closed = False
 
     def hold_until(self, future: Future[object]) -> None:
-        """Keep the bytes until ``future``, the thread's own, has resolved."""
+        """Keep the bytes until ``future`` has resolved: the future of the thread itself, not of an await."""
         self.hold(future)
-        future.add_done_callback(self.let_go)
+        future.add_done_callback(self.release)
 
     def hold(self, holder: object) -> None:
-        """Keep the bytes until :meth:`let_go` of the same holder."""
+        """Keep the bytes until :meth:`release` of the same holder."""
         with self._lock:
             if self._is_closed and not self._holders:
                 raise EngineClosedError("the lease has ended: its bytes may belong to another save")
             self._holders.add(holder)
 
-    def let_go(self, holder: object) -> None:
-        """``holder`` touches the bytes no more. Idempotent."""
+    def release(self, holder: object) -> None:
+        """End the hold of ``holder``, which no longer touches the bytes. Idempotent."""
         with self._lock:
             self._holders.discard(holder)
             self.arena.last_used = time.monotonic()
             self._end_if_unused()
 
     def close(self) -> None:
-        """Nothing new will touch the bytes. Idempotent."""
+        """Refuse new holders; the lease ends when the last holder has released it. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._end_if_unused()
@@ -134,12 +137,12 @@ class Lease:
 
 
 class LifetimeManager:
-    """Lends arenas within a byte budget.
+    """Pool of arenas that lends them to saves within a byte budget.
 
-    Invariant: an arena is either idle here or lent to exactly one lease; ``budget_bytes`` bounds the capacity of all
-    arenas together, those included that are still being mapped, less what each was rounded up by. Idle arenas that fit
-    no more are released, never kept for later. An arena changes hands in one assignment, so that Ctrl-C in
-    :meth:`acquire` may lose a lease but never an arena: see :meth:`close_lost`.
+    Invariants: an arena is either idle or lent to exactly one lease. ``budget_bytes`` bounds the bytes of all arenas,
+    also of those that are still being mapped; the bytes by which each was rounded up do not count. An idle arena that
+    does not fit the next save is released. One assignment lends an arena, so Ctrl-C in :meth:`acquire` may lose a lease
+    but never an arena: see :meth:`close_lost`.
     """
 
     def __init__(
@@ -151,14 +154,19 @@ class LifetimeManager:
         ranks_on_host: int = 1,
         segments: SharedMemoryFactory | None = None,
     ) -> None:
-        """``budget_bytes`` is None: :func:`default_budget_bytes`, with ``ranks_on_host``.
+        """Set up a manager without arenas.
 
-        ``segments``: what makes shared memory that outlives the process; closed with the manager.
+        Args:
+            budget_bytes: limit on staging memory; None: :func:`default_budget_bytes`.
+            executor: threads that map arenas ahead.
+            debug: whether a released arena is poisoned.
+            ranks_on_host: number of ranks that share the memory of this host, for the default budget.
+            segments: factory of shared memory that outlives the process; the manager closes it.
         """
         self._ranks_on_host = ranks_on_host
         self._is_measured = budget_bytes is None
         self.budget_bytes = default_budget_bytes(ranks_on_host=ranks_on_host) if budget_bytes is None else budget_bytes
-        """As given, or as it was measured last."""
+        """Limit on staging memory in bytes: as given, or as last measured."""
         self._segments = segments
         self._executor = executor
         self._debug = debug
@@ -166,12 +174,12 @@ class LifetimeManager:
         self._changed = Condition(self._lock)
         self._arenas: dict[Arena, Lease | None] = {}
         self._reserved_bytes = 0
-        self._coming: list[ArenaSpec] = []
+        self._being_mapped: list[ArenaSpec] = []
         self._is_closed = False
 
     @property
     def stats(self) -> LifetimeStats:
-        """Arenas and leases at this moment."""
+        """Numbers of arenas and leases at this moment."""
         with self._lock:
             return LifetimeStats(
                 arenas=len(self._arenas),
@@ -180,10 +188,10 @@ class LifetimeManager:
             )
 
     def measure_budget(self) -> int:
-        """Return ``budget_bytes``; the default is measured anew.
+        """Return ``budget_bytes``. If the default is in force, measure it anew first.
 
-        Asked where a new layout changes what is needed: the trainer may have taken memory since the last time. In
-        between, the budget stays, and with it the arenas that are used again.
+        Call this when a new layout changes the memory that a save needs: the trainer may have taken memory meanwhile.
+        As long as the layout stays, the budget must stay too, so that the arenas are reused.
         """
         if self._is_measured:
             held_bytes = self.stats.arena_bytes
@@ -191,11 +199,11 @@ class LifetimeManager:
         return self.budget_bytes
 
     def acquire(self, spec: ArenaSpec, *, timeout_secs: float, limit_secs: float = math.inf) -> Lease:
-        """An arena that meets ``spec``; blocks while other leases hold the budget, or while one is being mapped ahead.
+        """Lease an arena that meets ``spec``. Block while other leases hold the budget, or one is being mapped ahead.
 
         Raises:
-            BudgetExceededError: it alone is more than the budget, or the memory cannot be had.
-            StallError: no thread let go of a lent byte for ``timeout_secs``, or ``limit_secs`` passed in all.
+            BudgetExceededError: the image alone exceeds the budget, or the system lacks the memory.
+            StallError: no thread released a lent arena for ``timeout_secs``, or ``limit_secs`` passed in all.
             EngineClosedError: the manager was closed.
         """
         if spec.nbytes > self.budget_bytes:
@@ -229,27 +237,27 @@ class LifetimeManager:
     def map_ahead(self, spec: ArenaSpec, *, arenas: int) -> Future[None] | None:
         """Map and register one more arena in the background, if fewer than ``arenas`` meet ``spec``.
 
-        None if there is nothing to do, or no room within the budget. Its error is that of :meth:`acquire`; a save that
-        comes meanwhile waits for it, and tries by itself if it fails.
+        Returns None if there are enough arenas, or the budget has no room. The future raises what :meth:`acquire` would
+        raise. A save that needs the arena meanwhile waits for it, and maps one itself if this fails.
         """
         with self._lock:
             if self._is_closed:
                 return None
             self._release_unfit(spec)
             fitting = sum(spec.is_met_by(arena.kind, arena.capacity) for arena in self._arenas)
-            if fitting + len(self._coming) >= arenas or self._held_bytes + spec.nbytes > self.budget_bytes:
+            if fitting + len(self._being_mapped) >= arenas or self._held_bytes + spec.nbytes > self.budget_bytes:
                 return None
-            self._coming.append(spec)
+            self._being_mapped.append(spec)
         try:
             return self._executor.submit(self._map_idle, spec)
         except BaseException:
-            self._come(spec, None)
+            self._end_mapping(spec, None)
             raise
 
     def close_lost(self, known: Collection[Lease]) -> None:
-        """Release the leases that no save owns: Ctrl-C between :meth:`acquire` and registration leaves them.
+        """Close the leases that no save owns: Ctrl-C between :meth:`acquire` and registration leaves them.
 
-        ``known`` holds every lease that is owned. No thread may be in :meth:`acquire`.
+        ``known`` holds every owned lease. No thread may be in :meth:`acquire`.
         """
         with self._lock:
             self._reserved_bytes = 0
@@ -258,16 +266,17 @@ class LifetimeManager:
             lease.close()
 
     def close(self) -> None:
-        """Release idle arenas now, lent ones when the last thread has let go of them, others when they are mapped."""
+        """Release idle arenas now, lent ones when their leases end, and others as soon as they are mapped."""
         with self._lock:
             self._is_closed = True
             idle, leases = self._idle, self._leases
             for arena in idle:
                 del self._arenas[arena]
             self._changed.notify_all()
-        with contextlib.ExitStack() as releases:  # each, whatever the others raise
+        with contextlib.ExitStack() as releases:  # if one raises, the others still run
             if self._segments is not None:
-                releases.callback(self._segments.close)  # names of what a thread that does not end still has, too
+                # Segments that a thread still uses lose their names too: that thread may never end.
+                releases.callback(self._segments.close)
             for lease in leases:
                 releases.callback(lease.close)
             for arena in idle:
@@ -283,8 +292,8 @@ class LifetimeManager:
 
     @property
     def _held_bytes(self) -> int:
-        coming = sum(arena_capacity(spec.nbytes) for spec in self._coming)
-        return sum(arena.capacity for arena in self._arenas) + self._reserved_bytes + coming
+        being_mapped = sum(arena_capacity(spec.nbytes) for spec in self._being_mapped)
+        return sum(arena.capacity for arena in self._arenas) + self._reserved_bytes + being_mapped
 
     def _try_take(self, spec: ArenaSpec, began: float) -> Lease | None:
         if self._is_closed:
@@ -303,9 +312,9 @@ class LifetimeManager:
                 arena.release()
 
     def _may_map(self, spec: ArenaSpec) -> bool:
-        if any(spec.is_met_by(coming.kind, arena_capacity(coming.nbytes)) for coming in self._coming):
-            return False  # soon there
-        if not self._leases and not self._reserved_bytes and not self._coming:
+        if any(spec.is_met_by(other.kind, arena_capacity(other.nbytes)) for other in self._being_mapped):
+            return False  # that arena will be there soon
+        if not self._leases and not self._reserved_bytes and not self._being_mapped:
             return True
         return self._held_bytes + spec.nbytes <= self.budget_bytes
 
@@ -328,15 +337,15 @@ class LifetimeManager:
             arena = _make_arena(spec, self._segments)
             _register(arena, spec)
         except BaseException:
-            arena = None  # nobody else has it
+            arena = None  # an arena that could not be registered is of no use
             raise
         finally:
-            self._come(spec, arena)
+            self._end_mapping(spec, arena)
 
-    def _come(self, spec: ArenaSpec, arena: Arena | None) -> None:
-        """What was mapped ahead is there, or will not be."""
+    def _end_mapping(self, spec: ArenaSpec, arena: Arena | None) -> None:
+        """Add the arena that was mapped ahead to the idle ones; None if the mapping has failed."""
         with self._lock:
-            self._coming.remove(spec)
+            self._being_mapped.remove(spec)
             is_closed = self._is_closed
             if arena is not None and not is_closed:
                 self._arenas[arena] = None
@@ -347,7 +356,7 @@ class LifetimeManager:
     def _give_back(self, lease: Lease) -> None:
         arena = lease.arena
         if self._arenas.get(arena) is not lease:
-            return  # told once more, after Ctrl-C
+            return  # it was given back before Ctrl-C interrupted the lease
         if arena.segment is not None:
             arena.segment.mark_invalid()
         if self._debug:

@@ -1,4 +1,4 @@
-"""Bounce: the page-aligned memory that data files are read to when a target cannot be read to itself."""
+"""Bounce buffers: page-aligned memory between a data file and a tensor that cannot be read into directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def bounce_buffers(nbytes: int, count: int) -> list[memoryview]:
-    """``count`` fresh page-aligned buffers of ``nbytes``, rounded up to pages, that lie in a row."""
+    """Return ``count`` new page-aligned buffers of ``nbytes`` each, which lie side by side in one mapping."""
     return _cut(_map(_capacity(nbytes, count)), nbytes, count) if nbytes else [memoryview(b"")] * count
 
 
@@ -33,11 +33,11 @@ def _capacity(nbytes: int, count: int) -> int:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """In huge pages: touching fresh small ones costs as much as the read itself."""
+    """Map memory in huge pages: to touch new small pages costs as much as the read itself."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages only makes the read slower
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # A forked worker would make the pages that a disk or a device is using copies on write.
+    # A fork would make the pages copy-on-write while a disk or a device uses them.
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
@@ -57,14 +57,14 @@ def address_of(view: memoryview) -> int:
 async def page_locked(
     buffers: Sequence[memoryview], device: torch.device | None, *, executor: Executor
 ) -> AsyncIterator[None]:
-    """Buffers that lie in a row are page-locked for CUDA inside; if the driver refuses, copies from them are slower.
+    """Page-lock side-by-side buffers for CUDA while the block runs. If the driver refuses, copies are only slower.
 
-    ``device`` is one that this process uses: to lock memory makes a context.
+    ``device`` must be one that this process uses, because locking memory makes a context on it.
     """
     if not any(buffer.nbytes for buffer in buffers):
         yield
         return
-    # Holds the memory until then, also for a wait that was given up.
+    # The partial keeps the memory alive until it is unlocked, even if this task is cancelled while it waits.
     unlock = functools.partial(_unlock, buffers, device)
     is_locked = await run_owned(executor, _lock, buffers, device, dispose=unlock)
     try:

@@ -65,7 +65,7 @@ class Unrescued(msgspec.Struct, frozen=True, kw_only=True):
     """Segments that were not committed."""
 
     step: int | None
-    """None if no snapshot record is there to tell it."""
+    """None if no readable snapshot record holds the step."""
     reason: str
     segments: tuple[str, ...]
     """Segment files."""
@@ -76,7 +76,7 @@ class Unrescued(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RescueReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of :func:`rescue_root`."""
+    """Result of :func:`rescue_root`: the committed snapshots and the refused segments."""
 
     root: str
     rescued: tuple[Rescued, ...]
@@ -185,12 +185,8 @@ async def _commit(
     return Rescued(step=save.step, path=str(final), nbytes=nbytes)
 
 
-async def _is_captured(_: int) -> None:
-    """Return at once: every chunk of a complete snapshot is captured."""
-
-
-async def _is_admitted(_: int) -> None:
-    """Return at once: no training runs beside a rescue, so that its writes are not throttled."""
+async def _no_wait(_: int) -> None:
+    """Return at once: every chunk of a complete snapshot is captured, and a rescue does not throttle its writes."""
 
 
 async def _write_data(
@@ -218,12 +214,12 @@ async def _write_data(
                 record.image_bytes,
                 writers=_WORKERS,
                 settle_secs=SETTLE_SECS,
-                begin=lambda _: None,
+                on_activity=lambda _: None,
             ),
             executor,
             workers=_WORKERS,
-            captured=_is_captured,
-            admit=_is_admitted,
+            captured=_no_wait,
+            admit=_no_wait,
             on_written=lambda _: None,
             trace=NO_TRACE,
         )

@@ -1,4 +1,4 @@
-"""Rescue as an engine uses it: the engine opens one :class:`Rescue`, and knows nothing else of this package."""
+"""Rescue as an engine uses it: the methods of :class:`Rescue` at which the stages of a save and a load call it."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.storage.local import Storage
 
-__all__ = ["Rescue", "RootRescue", "open_rescue"]
+__all__ = ["Rescue", "RootRescue"]
 
 _log = logging.getLogger("aio_ckpt")
 
 
 class Rescue:
-    """The questions that an engine asks of rescue. This class answers for an engine that rescues nothing."""
+    """Hooks of rescue in an engine. This class is for an engine without rescue: its hooks do nothing."""
 
     shared_memory: SharedMemoryFactory | None = None
-    """Makes staging memory that outlives the process; None if the memory ends with the process."""
+    """Factory of staging memory that outlives the process; None if the memory ends with the process."""
 
     @property
     def has_orphans(self) -> bool:
-        """Whether snapshots of dead trainers are kept."""
+        """Whether the engine keeps snapshots of dead trainers."""
         return False
 
     def announce(self, portal: Portal) -> None:
-        """When the engine is opened: log which snapshots of dead trainers could be rescued, and keep them."""
+        """Log which snapshots of dead trainers could be rescued, and keep them. Called when the engine is opened."""
 
     async def reclaim(self) -> None:
-        """When the engine takes the root's lock: free the segments of dead writers that cannot be rescued."""
+        """Free the segments of dead writers that cannot be rescued. Called when the engine takes the root's lock."""
 
     async def record(
         self,
@@ -75,20 +75,23 @@ class Rescue:
         extra: Mapping[str, Any],
         settled: Future[None],
     ) -> None:
-        """Beside the write: once the snapshot is captured, record what a commit after a crash needs.
+        """Store the snapshot record that a commit after a crash needs. Called concurrently with the write.
 
-        The image is held until ``settled`` lets it go, when the save has ended.
+        The record is stored when the snapshot is captured. The lease of the image is held for ``settled``, and the
+        caller releases that hold when the save has ended.
         """
 
     def give_up(self, why: str, *, after: int = -1) -> None:
         """Remove the kept snapshots of all steps after ``after``."""
 
     def forget(self) -> None:
-        """When the writer ends well: nothing of it is left to be found."""
+        """Remove the list of segment directories, if it is of no more use. Called when the writer ends well."""
 
 
 class RootRescue(Rescue):
     """Rescue for the engine of one root. Without ``shm_path``, it makes no segment and records no snapshot.
+
+    An engine without ``shm_path`` needs this, too, because it frees or gives up what dead trainers left for its root.
 
     Invariant: snapshots that could be rescued are kept until this engine commits a step, goes back behind their step,
     or needs their memory.
@@ -97,6 +100,11 @@ class RootRescue(Rescue):
     def __init__(
         self, storage: Storage, executor: Executor, root: Path, names: StepNames, owner: Owner, config: EngineConfig
     ) -> None:
+        """Check ``config.shm_path``.
+
+        Raises:
+            ConfigError: ``shm_path`` is no writable directory of a memory file system.
+        """
         self._storage = storage
         self._executor = executor
         self._root = root
@@ -112,11 +120,11 @@ class RootRescue(Rescue):
 
     @property
     def has_orphans(self) -> bool:
-        """See :class:`Rescue`."""
+        """Whether the engine keeps snapshots of dead trainers."""
         return bool(self._orphans.paths)
 
     def announce(self, portal: Portal) -> None:
-        """See :class:`Rescue`."""
+        """Search the segments of dead trainers, log the snapshots that could be rescued, and keep them."""
         found = self._find()
         if not any(orphan.record is not None and orphan.owner_is_dead for orphan in found):
             return
@@ -140,7 +148,7 @@ class RootRescue(Rescue):
         self._keep(decision)
 
     async def reclaim(self) -> None:
-        """See :class:`Rescue`."""
+        """Free the segments that cannot be rescued, and record the directories of the others and of this engine."""
         if self._directory is None and not await self._storage.exists(self._root / SEGMENTS_FILE):
             return
         found = await run_blocking(self._executor, self._find)
@@ -174,23 +182,23 @@ class RootRescue(Rescue):
         extra: Mapping[str, Any],
         settled: Future[None],
     ) -> None:
-        """See :class:`Rescue`."""
+        """Store the snapshot record, if the image is in a named segment and holds the whole snapshot."""
         if image.lease.arena.segment is None:
             return
         if not image.is_whole:
             _log.info("step %d: larger than budget_bytes, so that no whole snapshot is there to be rescued", step)
             return
-        image.lease.hold(settled)  # now: the write, which holds it too, may end while the save id is read
+        image.lease.hold(settled)  # held before the await: the write, the other holder, may end while the id is read
         replaces = await read_save_id(self._storage, final) if overwrite else ""
         record = record_of(final.name, save_id, step, overwrite, replaces, metrics, extra, b"".join(metadata.parts))
         await store_record_when_captured(record, plan, objects, image, progress, self._executor)
 
     def give_up(self, why: str, *, after: int = -1) -> None:
-        """See :class:`Rescue`."""
+        """Remove the kept snapshots of all steps after ``after``, and log ``why``."""
         self._orphans.drop(why, after=after)
 
     def forget(self) -> None:
-        """See :class:`Rescue`."""
+        """Remove the list of segment directories, unless snapshots of dead trainers are kept."""
         if not self.has_orphans:
             with contextlib.suppress(OSError):  # if the file stays, the next writer searches the directories in vain
                 (self._root / SEGMENTS_FILE).unlink(missing_ok=True)
@@ -213,22 +221,9 @@ class RootRescue(Rescue):
         if segment_directories(self._root) == directories:
             return
         temporary = self._root / f"{SEGMENTS_FILE}.tmp"
-        await self._storage.remove_file(temporary)  # of a writer that was killed here
+        await self._storage.remove_file(temporary)  # a writer that was killed here has left it
         await self._storage.write_file(temporary, msgspec.json.encode([str(path) for path in directories]))
         await self._storage.replace(temporary, self._root / SEGMENTS_FILE)
-
-
-def open_rescue(
-    storage: Storage, executor: Executor, root: Path, names: StepNames, owner: Owner, config: EngineConfig
-) -> Rescue:
-    """Return the rescue of one engine.
-
-    An engine without ``shm_path`` gets one too, because it frees or gives up what dead trainers left for its root.
-
-    Raises:
-        ConfigError: ``shm_path`` is no writable directory of a memory file system.
-    """
-    return RootRescue(storage, executor, root, names, owner, config)
 
 
 def _paths_of(segments: Iterable[OrphanSegment]) -> str:

@@ -141,7 +141,7 @@ class Refusal:
     """Segments that are not committed, and why."""
 
     step: int | None
-    """None if no snapshot record is there to tell it."""
+    """None if no readable snapshot record holds the step."""
     reason: str
     segments: tuple[OrphanSegment, ...]
     is_obsolete: bool
@@ -211,7 +211,7 @@ def _last_first(save: RescuableSave) -> tuple[int, float, float]:
 
 
 def _replaces(record: SnapshotRecord, save_id: str) -> bool:
-    """Whether the committed save ``save_id`` is the one to be replaced, or an earlier save of the same engine."""
+    """Return whether ``save_id`` is the committed save to be replaced, or an earlier save of the same engine."""
     engine, _, number = save_id.rpartition("-")
     own_engine, _, own_number = record.save_id.rpartition("-")
     is_earlier = engine == own_engine and (len(number), number) < (len(own_number), own_number)
@@ -219,7 +219,11 @@ def _replaces(record: SnapshotRecord, save_id: str) -> bool:
 
 
 def _refusal(save: RescuableSave, committed: Mapping[int, str], taken: Mapping[int, bool]) -> Refusal | None:
-    """Return why a snapshot is not committed, or None if it is. ``taken`` is that of :func:`decide`."""
+    """Return why a snapshot is not committed, or None if it is.
+
+    ``taken`` holds the steps of later snapshots that may be committed: True if now, False if its trainer is still
+    alive.
+    """
     record, step, newest = save.record, save.step, max(committed, default=-1)
 
     def refused(reason: str, *, is_obsolete: bool, is_loss: bool) -> Refusal:

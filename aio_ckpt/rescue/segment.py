@@ -2,7 +2,7 @@
 
 A segment is a file on a memory file system: a header page, the image from ``IMAGE_OFFSET`` on, and the snapshot record.
 The header's generation counter is odd while the segment is invalid (being filled, or free) and even while it holds a
-complete snapshot (a seqlock). What a killed process leaves is what the kernel has of its stores, in their order.
+complete snapshot (a seqlock). After a kill, the file holds the stores of the process up to one point, in their order.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _GENERATION, _RECORD_BYTES, _RECORD_CRC32 = 1, 3, 4
 
 
 class SharedSegment:
-    """One named segment of this process.
+    """Named segment of this process.
 
-    Invariant: from :meth:`mark_valid` until :meth:`mark_invalid` nobody writes other bytes into the image.
+    Invariant: from :meth:`mark_valid` until :meth:`mark_invalid`, the bytes of the image do not change.
     """
 
     def __init__(self, path: Path, capacity: int) -> None:
-        """Make the file, with all its memory secured: to touch a page that cannot be had would be a SIGBUS.
+        """Make the file and reserve all its memory. Without that, a touch of a page that the system lacks is a SIGBUS.
 
         Raises:
-            OSError: it exists, or there is no room; nothing is left.
+            OSError: the file exists, or there is no room; no file is left.
         """
         self.path = path
         self.capacity = capacity
@@ -62,14 +62,14 @@ class SharedSegment:
             path.unlink(missing_ok=True)
             raise
         finally:
-            os.close(descriptor)  # kept open, a forked data loader would keep the memory
+            os.close(descriptor)  # if it stayed open, a forked data loader would keep the memory
         header.madvise(mmap.MADV_DONTFORK)
         self._header = memoryview(header).cast("Q")
         self._header[:] = memoryview(_HEADER.pack(_MAGIC, 1, capacity, 0, 0).ljust(PAGE_BYTES, b"\0")).cast("Q")
 
     @property
     def next_generation(self) -> int:
-        """Return the generation that the next :meth:`mark_valid` sets."""
+        """Generation that the next :meth:`mark_valid` sets."""
         return self._header[_GENERATION] + 1
 
     @property
@@ -78,7 +78,7 @@ class SharedSegment:
         return self._header[_GENERATION] % 2 == 0
 
     def mark_valid(self, record: bytes) -> None:
-        """Store the snapshot record behind the complete image, and make the generation even.
+        """Store the snapshot record after the complete image, and make the generation even.
 
         Raises:
             OSError: there is no room for the record; the segment stays invalid.
@@ -109,10 +109,10 @@ class SharedSegment:
 
 
 class SegmentDirectory:
-    """The directory where one engine makes its segments. :meth:`close` removes every segment that is still there."""
+    """Directory where one engine makes its segments. :meth:`close` removes every segment that still exists."""
 
     def __init__(self, path: Path, prefix: str, *, make_room: Callable[[], bool]) -> None:
-        """If there is no room for a segment, ``make_room()`` frees what can be freed, and says whether it freed any.
+        """Check the directory. ``make_room()`` frees memory for a segment that finds no room. It returns False if none.
 
         Raises:
             ConfigError: ``path`` is no writable directory of a memory file system.
@@ -126,10 +126,10 @@ class SegmentDirectory:
         self._made: list[Path] = []
 
     def make(self, capacity: int) -> SharedSegment:
-        """Make a segment.
+        """Make a segment with an image of ``capacity`` bytes.
 
         Raises:
-            BudgetExceededError: no room for it.
+            BudgetExceededError: there is no room for the segment.
         """
         self._number += 1
         path = self.path / f"{self._prefix}-{self._number}"
@@ -165,7 +165,7 @@ def _check_directory(path: Path) -> None:
 
 
 def _file_system(path: Path) -> str | None:
-    """Type of the file system; None if it is not told."""
+    """Return the type of the file system; None if ``/proc`` does not tell it."""
     number = os.stat(path).st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     with contextlib.suppress(OSError):
@@ -195,11 +195,11 @@ class StoredSegment:
     fault: str = ""
     """Why there is no record; empty if there is one."""
     is_damaged: bool = False
-    """True if the file is no segment, or its record is not what was written; False if it was never marked valid."""
+    """True if the file is no segment, or its record fails its checksum; False if it was never marked valid."""
 
 
 def list_segments(directory: Path, prefix: str) -> list[Path]:
-    """Segments of this user whose names begin with ``prefix``; others could be anybody's in a directory open to all."""
+    """Return the segments of this user whose names begin with ``prefix``. Any user may write into such a directory."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(directory):
@@ -211,7 +211,7 @@ def list_segments(directory: Path, prefix: str) -> list[Path]:
 
 
 def read_segment(path: Path) -> StoredSegment:
-    """What is at ``path``, its snapshot record checked against the header; never raises for what is wrong with it."""
+    """Read a segment and check its snapshot record against the header. A fault is returned, and never raised."""
 
     modified_unix: float | None = None
 
@@ -227,7 +227,7 @@ def read_segment(path: Path) -> StoredSegment:
         modified_unix = status.st_mtime
         is_regular = stat.S_ISREG(status.st_mode)
         if is_regular and not any(data[:_MAGIC_BYTES]):
-            # Fresh memory is zero, if there is any yet: it was killed before it wrote the header.
+            # New memory is zero, or the file is still empty: the process was killed before it wrote the header.
             return faulty("never filled", is_damaged=False)
         if not is_regular or len(data) < _HEADER.size:
             return faulty("cut short", is_damaged=True)
@@ -260,7 +260,11 @@ def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
 
 
 def map_image(stored: StoredSegment) -> mmap.mmap:
-    """The image of a segment, shared: what is written into it stays. OSError: it is gone."""
+    """Map the image of a segment. The mapping is shared, so a write into it changes the segment.
+
+    Raises:
+        OSError: the segment does not exist any more.
+    """
     descriptor = os.open(stored.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, stored.capacity, flags=mmap.MAP_SHARED, offset=IMAGE_OFFSET)

@@ -1,7 +1,7 @@
-"""Snapshot records: what a named segment holds beside its image, so that it can be committed when its trainer is dead.
+"""Snapshot records: the part of a named segment that a commit needs beside the image when the trainer is dead.
 
-The record is written once the snapshot is whole. It holds all that a commit needs beside the image, and a CRC32 of
-every block of raw bytes. Without a record, or if any sum does not match, the snapshot counts as torn.
+The record is written when the snapshot is complete. It also holds a CRC32 of every block of raw bytes. If there is no
+record, or a sum does not match, the snapshot counts as torn.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/\x00]+\Z", max_length=25
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a commit needs beside the image of a complete snapshot, of one rank."""
+    """Facts that a commit needs beside the image of a complete snapshot of one rank."""
 
     directory: _Name
     """Name of the checkpoint's directory under the root."""
@@ -116,7 +116,7 @@ def store_record(
 ) -> None:
     """Sum a captured image, write its record and mark the segment valid. If there is no room for the record, log it.
 
-    Only raw bytes are summed: they change no more, while the write may still render the headers and trailers.
+    Only raw bytes are summed, because the write may still render the headers and trailers.
     """
     layout, image_bytes = plan.layout, image.chunks[-1].stop
     result = WriteResult(
@@ -160,7 +160,7 @@ async def store_record_when_captured(
     progress: CaptureProgress,
     executor: Executor,
 ) -> None:
-    """Beside the write: store the record once every chunk is captured. The caller holds the image's lease."""
+    """Store the record when every chunk is captured, concurrently with the write. The caller holds the lease."""
     segment = image.lease.arena.segment
     assert isinstance(segment, SharedSegment)
     for chunk in image.chunks:

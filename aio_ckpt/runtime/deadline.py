@@ -13,32 +13,32 @@ __all__ = ["NO_DEADLINE", "Deadline"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """When one save must be committed, counted from the call of ``save()``."""
+    """Time limit of one save, counted from the call of ``save()`` to the commit."""
 
     secs: float | None
-    """Limit in seconds; None: there is none."""
+    """Limit in seconds; None: no limit."""
     began: float
     """``time.monotonic`` at the call."""
 
     @classmethod
     def after(cls, secs: float | None) -> Deadline:
-        """``secs`` from now; raises ConfigError if that is no number above 0."""
+        """Return a deadline ``secs`` from now. Raises ConfigError if ``secs`` is no number above 0."""
         if secs is not None:
             check_seconds("deadline_secs", secs)
         return cls(secs=secs, began=time.monotonic())
 
     def left_secs(self, at_most: float) -> float:
-        """Seconds until then, at least 0 and at most ``at_most``."""
+        """Return the seconds until the deadline, at least 0 and at most ``at_most``."""
         if self.secs is None:
             return at_most
         return min(at_most, max(0.0, self.began + self.secs - time.monotonic()))
 
     def check(self, step: object, stage: str) -> None:
-        """Raise StallError, naming ``stage``, if the time is over. ``step`` may not be known yet."""
+        """Raise StallError, which names ``stage``, if the deadline has passed. ``step`` is None if it is unknown."""
         if self.secs is not None and not self.left_secs(1.0):
             which = "the next step" if step is None else f"step {step}"
             raise StallError(f"the save of {which} did not end within deadline_secs={self.secs}: it was {stage}")
 
 
 NO_DEADLINE = Deadline(secs=None, began=0.0)
-"""Never over."""
+"""Deadline that never passes."""

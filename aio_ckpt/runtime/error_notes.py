@@ -1,4 +1,4 @@
-"""What is written on an error before it is raised: the stage of the save, or that a template was modified."""
+"""Notes on errors: the stage of the save in which an error came, or that it left a template modified."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["tell_modified", "tell_stage"]
 
 
 def tell_stage(error: BaseException, stage: str) -> None:
-    """Write on ``error`` at which stage it came, unless it says so; on an error that is not ours, as a note."""
+    """Note on ``error`` the stage of the save in which it came. A stage that an error of ours already has stays."""
     if not isinstance(error, AioCkptError):
         error.add_note(f"while saving, stage {stage}")
     elif not error.stage:
@@ -18,6 +18,6 @@ def tell_stage(error: BaseException, stage: str) -> None:
 
 
 def tell_modified(error: Exception) -> None:
-    """Write on ``error``, of any type, that the caller's template may hold a mix of old and new values."""
+    """Mark ``error``, of any type: the caller's template may now hold a mix of old and new values."""
     with contextlib.suppress(AttributeError):
         error.target_modified = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Futures that follow others, waits that can be given up, and the threads that work for one save."""
+"""Futures that follow others, waits that can be cancelled, and the threads that work for one save."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ T = TypeVar("T")
 
 
 class Threads:
-    """The I/O threads that work for one save: a cancelled await does not stop them."""
+    """I/O threads that work for one save. A cancelled await does not stop them, so they are counted here."""
 
     def __init__(self) -> None:
         self._busy: set[Future[Any]] = set()
 
     def add(self, work: Future[Any]) -> None:
-        """Told by ``watch_submissions`` of each piece of work."""
+        """Add one piece of work of a thread. This is a callback for ``watch_submissions``."""
         self._busy.add(work)
         work.add_done_callback(self._busy.discard)
 
     async def wait(self) -> None:
-        """Until all are done."""
+        """Wait until no thread works for the save."""
         for work in tuple(self._busy):
             await asyncio.wrap_future(follow(work))
 
     @property
-    def are_idle(self) -> bool:
-        """Whether all are done."""
+    def is_idle(self) -> bool:
+        """Whether no thread works for the save."""
         return not self._busy
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first real error inside (nested) exception groups; a cancellation only if there is nothing else."""
+    """Return the first error in (nested) exception groups. A cancellation counts only if there is no other error."""
     while isinstance(error, BaseExceptionGroup):
         error = min(error.exceptions, key=lambda inner: isinstance(inner, asyncio.CancelledError))
     return error
 
 
 async def unless_given_up(given_up: Future[None], work: Callable[[], Awaitable[T]]) -> T:
-    """What ``work`` gives, on the loop; it is cancelled once ``given_up`` is done.
+    """Run ``work`` on the loop and return its result. When ``given_up`` is done, cancel ``work``.
 
-    However it ends, no thread that it began is at work any more.
+    However ``work`` ends, this first waits for the threads that it started.
 
     Raises:
-        SaveCancelledError: it was given up.
+        SaveCancelledError: ``given_up`` was done first.
     """
     threads, loop = Threads(), asyncio.get_running_loop()
     try:
@@ -67,14 +67,14 @@ async def unless_given_up(given_up: Future[None], work: Callable[[], Awaitable[T
 
 
 def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: the work has ended
+    with contextlib.suppress(RuntimeError):  # a closed loop has no work left to cancel
         loop.call_soon_threadsafe(scope.cancel)
 
 
 async def outcome(work: Future[T], given_up: Future[None]) -> T:
-    """What ``work`` gives. A cancelled wait sets ``given_up`` and still waits until ``work`` has ended.
+    """Return the result of ``work``. If this wait is cancelled, set ``given_up`` and wait until ``work`` has ended.
 
-    Also when it is cancelled again, as a cancel scope of anyio does without end.
+    Further cancellations, as a cancel scope of anyio sends them again and again, do not end that wait.
     """
     try:
         await asyncio.wrap_future(follow(work))
@@ -89,7 +89,10 @@ async def outcome(work: Future[T], given_up: Future[None]) -> T:
 
 
 def outcome_blocking(work: Future[T], given_up: Future[None]) -> T:
-    """:func:`outcome` for a caller without a loop; here Ctrl-C gives up, and once more changes nothing."""
+    """Return the result of ``work``, for a caller without a loop. However the wait ends, set ``given_up``.
+
+    After Ctrl-C, this still waits until ``work`` has ended, also if Ctrl-C comes again.
+    """
     try:
         return work.result()
     finally:
@@ -100,7 +103,7 @@ def outcome_blocking(work: Future[T], given_up: Future[None]) -> T:
 
 
 def follow(future: Future[Any]) -> Future[None]:
-    """A future that follows ``future``; cancelling it (as a cancelled await does) leaves ``future`` alone."""
+    """Return a future that is resolved when ``future`` is. A cancelled await cancels it, but never ``future``."""
     follower: Future[None] = Future()
 
     def follow(_: Future[None]) -> None:

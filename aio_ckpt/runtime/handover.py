@@ -1,4 +1,4 @@
-"""A wait of one thread until another one, which may fail unheard, needs something no more."""
+"""Handover: a wait of one thread until another thread, which may fail unnoticed, no longer needs something."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 
 __all__ = ["Handover"]
 
-_LOOK_SECS = 0.1
-"""How often the worker is looked at: nothing tells that it failed."""
+_POLL_SECS = 0.1
+"""Interval at which the owner checks that the worker is alive: a thread that fails notifies nobody."""
 
 
 class Handover:
-    """What the thread that makes this, the owner, lends to a thread that is not known yet, the worker.
+    """Loan from one thread, the owner, to another, the worker, which becomes known only when it calls :meth:`take`.
 
-    Invariant: the owner returns from :meth:`wait` when the worker has released what was lent, or has ended. If an
-    exception ends the wait before, :meth:`release` tells the worker so.
+    The thread that makes the object is the owner. Invariant: the owner returns from :meth:`wait` when the worker has
+    released the loan, or has ended. If an exception ends the wait earlier, :meth:`release` tells the worker so.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Handover:
         self._is_given_up = False
 
     def take(self) -> None:
-        """The current thread is the worker, unless it is the owner."""
+        """Make the current thread the worker, unless it is the owner."""
         if threading.current_thread() is not self._owner:
             self._worker = threading.current_thread()
 
@@ -36,18 +36,21 @@ class Handover:
         return self._worker is threading.current_thread()
 
     def release(self) -> bool:
-        """The worker needs nothing of it any more. Returns whether the owner still waited, or was yet to wait."""
+        """End the loan, on the worker. Return False if the owner has given up its wait; otherwise return True."""
         with self._lock:
             self._released.set()
             return not self._is_given_up
 
     def wait(self, begin_secs: float) -> bool:
-        """Wait for the worker; return False if no thread took it within ``begin_secs``, and count as given up then."""
+        """Wait until the worker has released the loan or has ended, and return True.
+
+        If no thread calls :meth:`take` within ``begin_secs``, give up and return False.
+        """
         limit = time.monotonic() + begin_secs
         is_over = False
         try:
             while not is_over and (self._worker is not None or time.monotonic() < limit):
-                is_over = self._released.wait(_LOOK_SECS) or (self._worker is not None and not self._worker.is_alive())
+                is_over = self._released.wait(_POLL_SECS) or (self._worker is not None and not self._worker.is_alive())
         finally:
             with self._lock:
                 self._is_given_up = not is_over and not self._released.is_set()

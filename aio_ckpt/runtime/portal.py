@@ -1,8 +1,10 @@
-"""The only file that starts a thread or a loop: one event loop on one named thread, and its I/O threads.
+"""Portal: one event loop on one named thread, and its I/O threads. No other file starts a thread or a loop.
 
-:class:`Portal` follows anyio's ``BlockingPortal`` (4.16) and differs where that one waits without a deadline: its
-``start_task_soon`` blocks the caller for a turn of the loop, and for ever if the loop ends meanwhile, a future whose
-task never ran stays unresolved, and leaving it joins the thread however long that takes.
+:class:`Portal` follows anyio's ``BlockingPortal`` (4.16), which waits without a deadline in three places:
+
+- Its ``start_task_soon`` blocks the caller for a turn of the loop, and for ever if the loop ends meanwhile.
+- A future whose task never ran stays unresolved.
+- Its exit joins the thread, however long that takes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from multiprocessing.util import Finalize
 from threading import Condition, Lock
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
-# The last three else by their packages at first use, on a thread: a fork meanwhile keeps their locks for ever.
+# Imported here, because their packages would import the last three at first use, on a thread. A fork during such an
+# import would keep its locks for ever.
 import anyio
 import anyio._backends._asyncio
 import anyio.abc
@@ -54,24 +57,25 @@ Begin = Callable[[], object]
 _logger = logging.getLogger("aio_ckpt")
 _START_TIMEOUT_SECS = 60.0
 HOUSEKEEPING_THREADS = 4
-"""I/O threads beside those that read or write: sums, device copies, manifests, discovery."""
+"""I/O threads beside those that read or write. They compute sums, wait for device copies, and write small files."""
 STOP_SECS = 10.0
-"""How long closing waits for threads in a system call."""
+"""Seconds that closing waits for threads in a system call."""
 _OWNER = threading.local()
 
 
 # -- submissions ----------------------------------------------------------------------------------
 
 ON_SUBMIT: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("aio_ckpt_on_submit", default=None)
-"""Told of every future that this context submits to an :class:`Executor`."""
+"""Callback that gets every future that this context submits to an :class:`Executor`; None: no callback."""
 
 
 @contextlib.contextmanager
 def watch_submissions(callback: Watcher) -> Iterator[None]:
-    """Report the concurrent future of every submission made inside, by this task or one that it starts.
+    """Report the concurrent future of every submission in the block, by this task or a task that it starts.
 
-    A cancelled await does not stop its thread: who lends bytes to a thread holds them until the future reported
-    here resolved. Watchers nest, the outer one is told first. ``callback`` must not raise: the work is queued.
+    A cancelled await does not stop its thread. So a lender of bytes to a thread must hold them until the reported
+    future has resolved. Watchers nest; the outer one is called first. ``callback`` must not raise, because the work is
+    already queued.
     """
     outer = ON_SUBMIT.get()
 
@@ -85,7 +89,7 @@ def watch_submissions(callback: Watcher) -> Iterator[None]:
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
-    """What is submitted inside touches no bytes that anybody lent: nobody is told of it, and nobody waits for it."""
+    """Report no submission in the block to a watcher. The work must touch no lent bytes: no lender waits for it."""
     return _watched_by(None)
 
 
@@ -102,15 +106,20 @@ Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Executor(concurrent.futures.Executor):
-    """``threads`` daemon threads named ``{name}-io_{n}``, all started at once.
+    """Pool of daemon threads named ``{name}-io_{n}``, all started by the constructor.
 
-    Started at once: if a thread cannot be had, no work was queued yet. Daemon threads: at interpreter exit Python joins
-    the threads of its own pools and refuses them work before any ``atexit`` hook runs. A drain needs threads that still
-    work, and a thread that is stuck in the system must not keep the process.
+    The constructor starts all, so that no work is queued if the system refuses a thread. They are daemon threads,
+    because at interpreter exit Python joins the threads of its own pools, and refuses them work, before any ``atexit``
+    hook runs. A drain at exit needs threads that still work, and a thread that is stuck in the system must not keep the
+    process.
     """
 
     def __init__(self, name: str, threads: int, owner: object = None, begin: Begin | None = None) -> None:
-        """``Portal.check_thread`` knows the threads by ``owner``; each calls ``begin()``. RuntimeError: no more."""
+        """Start the threads. Each calls ``begin()`` first. ``Portal.check_thread`` recognises them by ``owner``.
+
+        Raises:
+            RuntimeError: the system refuses a thread.
+        """
         self._pid = os.getpid()
         self._name = name
         self._lock = Lock()
@@ -131,7 +140,9 @@ class Executor(concurrent.futures.Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``fn`` and report its future to the context's watcher.
 
-        EngineClosedError: the executor was shut down. EngineForkedError: its threads are another process's.
+        Raises:
+            EngineClosedError: the executor was shut down.
+            EngineForkedError: the threads belong to another process, of which this one is a fork.
         """
         _check_process(self._pid, self._name)
         future: Future[T] = Future()
@@ -148,12 +159,12 @@ class Executor(concurrent.futures.Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse new work; the threads end behind what is queued, which ``cancel_futures`` drops. Idempotent."""
+        """Refuse new work. The threads end after the queued work, which ``cancel_futures`` drops. Idempotent."""
         dropped: list[Work] = []
         with self._lock:
             self._is_closed = True
             while cancel_futures and not self._queue.empty():
-                with contextlib.suppress(queue.Empty):  # a thread was faster
+                with contextlib.suppress(queue.Empty):  # a thread took the work first
                     work = self._queue.get_nowait()
                     dropped += [] if work is None else [work]
             for _ in self._threads:
@@ -165,7 +176,7 @@ class Executor(concurrent.futures.Executor):
             self._join(None)
 
     def close(self, timeout_secs: float) -> bool:
-        """Refuse new work and drop what is queued; False if a thread is still at work after ``timeout_secs``."""
+        """Refuse new work and drop the queue. Return whether all threads ended within ``timeout_secs``."""
         self.shutdown(wait=False, cancel_futures=True)
         return self._join(timeout_secs)
 
@@ -178,11 +189,11 @@ class Executor(concurrent.futures.Executor):
 
 
 def _work(works: queue.SimpleQueue[Work | None], owner: object, begin: Begin | None) -> None:
-    """What each thread of an executor does."""
+    """Run queued work until None comes. This is the main function of each thread of an executor."""
     _own_thread(owner, begin)
     while (work := works.get()) is not None:
         _run_one(*work)
-        del work  # until the next one comes, nothing of this one is kept
+        del work  # a waiting thread must not keep the last work and its arguments alive
 
 
 def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
@@ -191,18 +202,18 @@ def _run_one(future: Future[Any], fn: Callable[[], Any]) -> None:
     try:
         try:
             result = fn()
-        except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop with what it awaits there
+        except (SystemExit, KeyboardInterrupt) as error:  # if an await raised one of these, asyncio would end the loop
             raise ThreadDiedError(f"an I/O thread was ended by {type(error).__name__}: {error}") from error
-    except BaseException as error:  # noqa: BLE001 - the waiter's to handle
+    except BaseException as error:  # noqa: BLE001 - the waiter handles it
         future.set_exception(error)
     else:
         future.set_result(result)
     finally:
-        del future, fn  # an error's traceback holds this frame: without them it holds no cycle
+        del future, fn  # an error's traceback holds this frame, which would close a cycle through the future
 
 
 async def run_blocking(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """``fn(*args)`` in a thread. A cancelled await returns at once; the thread, once begun, runs on."""
+    """Return ``fn(*args)``, called in a thread. A cancelled await ends at once, but a call that has begun runs on."""
     return await asyncio.get_running_loop().run_in_executor(executor, fn, *args)
 
 
@@ -215,7 +226,7 @@ async def run_beside(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -
 
 
 async def run_owned(executor: Executor, fn: Callable[[*Ts], T], *args: *Ts, dispose: Callable[[T], object]) -> T:
-    """Like :func:`run_blocking`; after a cancelled await ``dispose(result)`` runs once the thread has one, in it."""
+    """Return ``fn(*args)``, called in a thread. If the await is cancelled, the thread calls ``dispose(result)``."""
     future = executor.submit(fn, *args)
     try:
         return await asyncio.wrap_future(future)
@@ -242,16 +253,15 @@ def _check_process(pid: int, name: str) -> None:
 
 
 class Portal:
-    """One asyncio loop on the daemon thread ``{name}-loop``, with an :class:`Executor` for its blocking calls.
+    """Asyncio loop on the daemon thread ``{name}-loop``, with an :class:`Executor` for its blocking calls.
 
-    Invariant: every future that :meth:`submit` returned is resolved at the latest when the loop ended, by its
-    task's outcome or by :class:`EngineClosedError`. Tasks belong to one task group and run in a context of the
-    loop's own, so that none keeps alive what a caller's context holds. In a forked child every method raises
-    :class:`EngineForkedError`.
+    Invariant: every future that :meth:`submit` returned is resolved when the loop has ended, with the task's result or
+    with :class:`EngineClosedError`. Tasks belong to one task group. They run in a context of the loop, so that no task
+    keeps the values of a caller's context alive. In a forked child, every method raises :class:`EngineForkedError`.
     """
 
     def __init__(self, name: str, threads: int, begin: Begin | None = None) -> None:
-        """Nothing is started yet; ``threads`` is the size of the executor, whose threads call ``begin()`` first."""
+        """Start nothing yet. ``threads`` is the size of the executor; each of its threads calls ``begin()`` first."""
         self.name = name
         self._threads, self._begin = threads, begin
         self._pid = os.getpid()
@@ -267,7 +277,7 @@ class Portal:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """:meth:`start`; unless the block ends well, :meth:`close`."""
+        """Start the portal, and close it if the block raises."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, STOP_SECS)
             self.start()
@@ -275,7 +285,11 @@ class Portal:
             undo.pop_all()
 
     def start(self) -> None:
-        """Start the threads; returns when the loop runs. RuntimeError: started before, or no more threads."""
+        """Start the threads, and return when the loop runs.
+
+        Raises:
+            RuntimeError: the portal was started before, or the system refuses a thread.
+        """
         _check_process(self._pid, self.name)
         if self._thread is not None or self._is_closing:
             raise RuntimeError(f"{self.name}: a portal is started once")
@@ -287,7 +301,7 @@ class Portal:
 
     @property
     def executor(self) -> Executor:
-        """Runs what blocks; give it to :func:`run_blocking`."""
+        """Executor for blocking calls, to be passed to :func:`run_blocking`."""
         _check_process(self._pid, self.name)
         if self._executor is None:
             raise EngineClosedError(f"{self.name}: not started")
@@ -295,14 +309,14 @@ class Portal:
 
     @property
     def is_closed(self) -> bool:
-        """Whether submissions are refused: closed, never started, or its loop died."""
+        """Whether submissions are refused, because the portal was closed or never started, or its loop died."""
         return self._is_closing or self._thread is None or not self._thread.is_alive()
 
     def check_thread(self, what: str) -> None:
-        """Refuse a wait that only this very thread could end.
+        """Refuse a wait on a thread of this portal, which would wait for itself.
 
         Raises:
-            WrongThreadError: called on the loop's thread or on one of the executor's.
+            WrongThreadError: the caller runs on the loop's thread or on a thread of the executor.
         """
         _check_process(self._pid, self.name)
         if getattr(_OWNER, "value", None) is self:
@@ -313,16 +327,20 @@ class Portal:
     def submit(
         self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], *args: *Ts, on_done: Watcher | None = None
     ) -> Future[T]:
-        """Start ``async_fn(*args)`` on the loop, from any thread; does not wait for the loop.
+        """Start ``async_fn(*args)`` on the loop, from any thread, without a wait for the loop.
 
-        Cancelling the future cancels the task. :class:`EngineClosedError` if the portal is closed, and in the
-        future if it closes first. ``on_done`` is told of the future, also where Ctrl-C keeps it from the caller.
+        Cancelling the future cancels the task. If the portal closes before the task ends, the future raises
+        :class:`EngineClosedError`. ``on_done`` gets the future when it is done, even if Ctrl-C ended this call before
+        it returned the future.
+
+        Raises:
+            EngineClosedError: the portal is closed.
         """
         _check_process(self._pid, self.name)
         future: Future[T] = Future()
         if on_done is not None:
             future.add_done_callback(on_done)
-        # Added before it is scheduled: a loop that ends in between finds it here and resolves it.
+        # The future is added before its task is scheduled, so that a loop that ends in between resolves it.
         self._unresolved.add(future)
         if self.is_closed or not self._schedule(self._spawn, async_fn, args, future):
             self._unresolved.discard(future)
@@ -336,18 +354,18 @@ class Portal:
         timeout: float | None,
         what: str | None = None,
     ) -> T:
-        """Run ``async_fn(*args)`` on the loop and wait. A wait given up (timeout, KeyboardInterrupt) cancels it.
+        """Run ``async_fn(*args)`` on the loop and wait. If the wait ends early (timeout, Ctrl-C), cancel the task.
 
         Raises:
-            StallError: names ``what`` (default: the function) when ``timeout`` seconds have passed.
-            WrongThreadError: called on a thread of this portal.
-            EngineClosedError: the portal is closed, or closed meanwhile.
+            StallError: ``timeout`` seconds have passed; the message names ``what`` (default: the function).
+            WrongThreadError: the caller runs on a thread of this portal.
+            EngineClosedError: the portal is closed, or was closed meanwhile.
         """
         what = what or str(getattr(async_fn, "__qualname__", async_fn))
         self.check_thread(what)
         future = self.submit(async_fn, *args)
         try:
-            future.exception(timeout)  # does not raise the task's: a TimeoutError from here is the wait's own
+            future.exception(timeout)  # this never raises the task's error, so a TimeoutError is that of the wait
         except TimeoutError:
             raise StallError(f"{self.name}: {what} did not end within {timeout} s") from None
         finally:
@@ -355,18 +373,21 @@ class Portal:
         return future.result()
 
     def post(self, fn: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Call ``fn(*args)`` on the loop soon, from any thread. Ignored once the loop has ended."""
+        """Call ``fn(*args)`` soon on the loop, from any thread. If the loop has ended, do nothing."""
         _check_process(self._pid, self.name)
         self._schedule(fn, *args)
 
     def at_exit(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` at interpreter exit, threads still running, unless closed by then or in a forked child."""
+        """Call ``callback`` at interpreter exit, while the threads still run.
+
+        It is not called if the portal is closed by then, nor in a forked child.
+        """
         _check_process(self._pid, self.name)
         hook = functools.partial(self._run_at_exit, callback)
         if multiprocessing.parent_process() is None:
             atexit.register(hook)
             self._forget_exit = functools.partial(atexit.unregister, hook)
-        else:  # a child that multiprocessing forked ends by os._exit(), which calls no atexit hook
+        else:  # a child of multiprocessing ends by os._exit(), which calls no atexit hook
             self._forget_exit = Finalize(None, hook, exitpriority=0).cancel
 
     def _run_at_exit(self, callback: Callable[[], object]) -> None:
@@ -374,10 +395,10 @@ class Portal:
             callback()
 
     def close(self, timeout: float) -> None:
-        """Cancel what still runs, end the loop, then the threads. Idempotent, from any thread but its own.
+        """Cancel the tasks, end the loop, then end the threads. Idempotent. Call it on any thread but the portal's own.
 
-        A thread that is stuck in the system after ``timeout`` seconds is left behind with a warning that names
-        the portal; every future is resolved all the same.
+        If a thread is still stuck in the system after ``timeout`` seconds, a warning is logged and the thread is
+        abandoned. Every future is resolved in any case.
         """
         self.check_thread("close()")
         deadline = time.monotonic() + timeout
@@ -430,7 +451,7 @@ class Portal:
         return True
 
     def _spawn(self, async_fn: Callable[[*Ts], Coroutine[Any, Any, T]], args: tuple[*Ts], future: Future[T]) -> None:
-        if self._group is not None and not self._is_closing:  # else resolved when the loop has ended
+        if self._group is not None and not self._is_closing:  # a closing portal resolves the future when the loop ends
             self._group.start_soon(self._run_task, async_fn, args, future, name=getattr(async_fn, "__qualname__", None))
 
     async def _run_task(
@@ -442,7 +463,7 @@ class Portal:
                 value = await async_fn(*args)
             except asyncio.CancelledError:
                 self._fail(future, None)
-            except BaseException as error:  # noqa: BLE001 - the waiter's to handle; raised here it would end the loop
+            except BaseException as error:  # noqa: BLE001 - the waiter handles it; raised here, it would end the loop
                 if self._claim(future):
                     future.set_exception(error)
             else:
@@ -462,7 +483,7 @@ class Portal:
             future.set_exception(error)
 
     def _claim(self, future: Future[Any]) -> bool:
-        """Whether the caller is to resolve it: the first to come, unless the future was cancelled."""
+        """Return whether the caller must resolve ``future``: only the first caller, and not if it was cancelled."""
         try:
             self._unresolved.remove(future)
         except KeyError:

@@ -1,7 +1,7 @@
-"""Priority of the engine's I/O threads: behind the trainer's where both want a core or the same disk.
+"""Priority of the engine's I/O threads: lower than the trainer's, for cores and for the disk.
 
-Borrowed facts: Linux keeps niceness and I/O priority for each thread (setpriority(2), ioprio_set(2)); the latter counts
-where the disk's scheduler looks at it (BFQ; mq-deadline between classes), and without one follows the niceness.
+Borrowed facts: Linux keeps niceness and I/O priority for each thread (setpriority(2), ioprio_set(2)). The I/O priority
+counts only if the disk's scheduler uses it (BFQ; mq-deadline between classes). Without one, it follows the niceness.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _CLASS_BEST_EFFORT = 2 << 13
 
 
 def lower_priority(nice: int, ioprio: int | None) -> None:
-    """Give the calling thread niceness ``nice`` and the best-effort I/O priority ``ioprio`` (7: the last; None: as is).
+    """Lower the niceness and the I/O priority of the calling thread. A refusal of the system is logged and ignored.
 
-    Where that is not permitted the thread stays as it is.
+    Args:
+        nice: the niceness. If the thread's own is higher, it stays.
+        ioprio: the best-effort I/O priority, 0 to 7, 7 being the lowest; None: leave it.
     """
     try:
-        # 0 is this thread. Never up: the process may have been niced on purpose.
+        # 0 is this thread. A higher niceness stays, because the user may have set it on purpose.
         if nice > os.getpriority(os.PRIO_PROCESS, 0):
             os.setpriority(os.PRIO_PROCESS, 0, nice)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Preemption: signals that announce the end of the process. A handler sets a flag; loops and stages look at it."""
+"""Preemption: signals that announce the end of the process. A handler sets a flag, which loops and stages read."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Preemption:
-    """Whether a signal came that announces the end of the process.
+    """Flag that a signal sets which announces the end of the process.
 
-    Invariant: from :meth:`install` to :meth:`restore` each signal sets ``has_come`` and then goes to the handler
-    that was there before, if that was a function. Afterwards, and in a forked child, which inherits the handlers,
-    a signal does what it would have done without us. The flag is never taken back.
+    Invariant: from :meth:`install` to :meth:`restore`, each signal sets ``has_come`` and then calls the previous
+    handler if that was a function. After that, a signal does what it would have done without this class. The same holds
+    in a forked child, which inherits the handlers. The flag is never reset.
 
-    The handler runs on the main thread between any two instructions, whatever locks are held there: it takes none
-    and logs nothing. It holds this object only, never the engine.
+    The handler runs on the main thread between any two instructions, which may hold any lock. So the handler takes no
+    lock and logs nothing. It refers to this object only, never to the engine.
     """
 
     def __init__(self) -> None:
         self.has_come = False
-        """Set by the handler, read by everybody."""
+        """Whether a handled signal came."""
         self._previous: dict[int, Handler] = {}
         self._pid = os.getpid()
         self._is_over = False
 
     def install(self, signals: Iterable[int]) -> None:
-        """Handle ``signals`` too; those that are handled already stay as they are.
+        """Install the handler for ``signals``, too. A signal that already has it stays as it is.
 
         Raises:
-            WrongThreadError: not on the main thread, the only one that Python lets install handlers.
-            ConfigError: no signals, one that cannot be handled, or one whose handler was not installed by Python.
+            WrongThreadError: the caller is not on the main thread, the only one on which Python installs handlers.
+            ConfigError: ``signals`` is empty, or a signal cannot be handled, or its handler was not installed by
+            Python.
         """
         numbers = _signal_numbers(signals)
         before = dict(self._previous)
@@ -56,10 +57,10 @@ class Preemption:
             raise
 
     def restore(self) -> None:
-        """Put the previous handlers back. Idempotent, from any thread.
+        """Restore the previous handlers. Idempotent, from any thread.
 
-        Where that cannot be, because another handler was installed over ours or this is not the main thread, ours
-        stays and lets every signal pass.
+        If another handler was installed over this one, or this is not the main thread, this handler stays and only
+        passes every signal on.
         """
         self._is_over = True
         for number, previous in self._previous.items():
@@ -74,7 +75,7 @@ class Preemption:
                 f"{signal.Signals(number).name}: its handler was not installed by Python and could not be called or "
                 "restored: choose another signal"
             )
-        # Before the handler, which looks there.
+        # The previous handler is stored first, because the new one reads it.
         self._previous[number] = previous
         try:
             signal.signal(number, self._handle)
@@ -115,6 +116,6 @@ def _signal_numbers(signals: Iterable[int]) -> list[int]:
 
 
 def _signal(number: object) -> signal.Signals:
-    if isinstance(number, bool):  # True would be SIGHUP
+    if isinstance(number, bool):  # True would count as 1, which is SIGHUP
         raise TypeError("a bool is no signal")
     return signal.Signals(operator.index(number))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Trace of one save: spans on lanes, rendered as Chrome trace JSON (Perfetto, chrome://tracing). Touches no file.
+"""Trace of one save: spans on lanes, rendered as Chrome trace JSON for Perfetto or chrome://tracing. Pure.
 
 Borrowed fact: the Trace Event Format (complete events ``X``, metadata ``M``, instants ``i``; microseconds).
 """
@@ -24,11 +24,11 @@ _FIRST_LANES = (CALLER, COPIES, STAGES, SUMS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that took time."""
+    """Named interval of time on a lane of the trace."""
 
     name: str
     lane: str
-    """Row of the trace; on one lane, spans lie beside or inside each other."""
+    """Row of the trace. On one lane, two spans are disjoint, or one contains the other."""
     began: float
     """Seconds by the clock of the recorder."""
     ended: float
@@ -38,20 +38,20 @@ class Span:
 
 
 class Recorder(Protocol):
-    """Told where the time of one save goes, by whichever thread spends it."""
+    """Recorder of the time that one save spends. Any thread may call it."""
 
     def span(self, name: str, lane: str, **details: object) -> AbstractContextManager[None]:
-        """The block is a span."""
+        """Record the block as a span."""
 
     def add(self, name: str, lane: str, began: float, ended: float, **details: object) -> None:
-        """A span that was measured by ``time.perf_counter``."""
+        """Add a span that the caller has measured with ``time.perf_counter``."""
 
     def stage(self, name: str | None) -> None:
-        """On the lane ``STAGES`` one ends here and ``name``, if it is none, begins. Called by one thread."""
+        """End the current stage on the lane ``STAGES``, and begin ``name`` unless it is None. One thread calls this."""
 
 
 class SpanRecorder:
-    """Keeps the spans of one save."""
+    """Recorder that keeps the spans of one save in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class SpanRecorder:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str, **details: object) -> Iterator[None]:
-        """See :class:`Recorder`; a block that raises is marked with the error's type."""
+        """Record the block as a span. If the block raises, the details of the span name the error's type."""
         key = self._begin(name, lane, details, self._clock())
         try:
             yield
@@ -72,21 +72,21 @@ class SpanRecorder:
             self._end(key, self._clock())
 
     def add(self, name: str, lane: str, began: float, ended: float, **details: object) -> None:
-        """See :class:`Recorder`."""
+        """Add a span that the caller has measured with the recorder's clock."""
         self._spans.append(Span(name=name, lane=lane, began=began, ended=ended, details=details))
 
     def stage(self, name: str | None) -> None:
-        """See :class:`Recorder`."""
+        """End the current stage, and begin ``name`` unless it is None."""
         now, before = self._clock(), self._stage
         self._stage = None if name is None else self._begin(name, STAGES, {}, now)
         if before is not None:
             self._end(before, now)
 
     def spans(self) -> list[Span]:
-        """All so far; what goes on ends now."""
+        """Return all spans so far. A span that is still open ends now."""
         now = self._clock()
-        going_on = [replace(span, ended=now) for span in list(self._open.values())]
-        return [*self._spans, *going_on]
+        still_open = [replace(span, ended=now) for span in list(self._open.values())]
+        return [*self._spans, *still_open]
 
     def _begin(self, name: str, lane: str, details: Mapping[str, object], now: float) -> object:
         key = object()
@@ -98,14 +98,14 @@ class SpanRecorder:
 
 
 def render(spans: Sequence[Span], *, origin: float, rank: int, about: Mapping[str, object], error: str | None) -> bytes:
-    """The trace as JSON. Times count from ``origin``; one process, the rank; one thread a lane.
+    """Return the trace as JSON. The rank is a process of the trace, and each lane is a thread of it.
 
     Args:
-        spans: of one save, as they ended.
-        origin: the call of ``save()``, by the spans' clock.
-        rank: the process of the trace, so that traces of several ranks can be laid side by side.
-        about: what the whole is about.
-        error: what the save failed with, shown where its last span ends.
+        spans: the spans of one save, in the order in which they ended.
+        origin: time of the call of ``save()``, by the spans' clock. All times of the trace count from it.
+        rank: number of the process in the trace, so that a viewer can show the traces of several ranks side by side.
+        about: facts on the save, which the viewer shows for the whole trace.
+        error: error of the save, shown where the last span ends; None if the save succeeded.
     """
     lanes = sorted({span.lane for span in spans}, key=_lane_order)
     threads = {lane: number for number, lane in enumerate(lanes)}
@@ -115,8 +115,8 @@ def render(spans: Sequence[Span], *, origin: float, rank: int, about: Mapping[st
         events.append(
             {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
         )
-    # Ends are rounded, not durations: else what ends with what it lies in could seem to end behind it.
-    ordered = list(reversed(spans))  # of equals the outer one ended, and so came, last
+    # Ends are rounded, and not durations. Otherwise a span that ends with its outer span could seem to end later.
+    ordered = list(reversed(spans))  # of two spans with equal times, the outer one ended last, and so is the last
     ordered.sort(key=lambda span: (span.began, -span.ended))
     for span in ordered:
         began, ended = (round((at - origin) * 1e6, 3) for at in (span.began, span.ended))

@@ -1,7 +1,7 @@
-"""Copy what was planned into leased host memory.
+"""Copy a planned state into leased host memory.
 
-In: a ``PlannedSave`` and a lease. Out: an ``Image`` whose chunks are captured once their events are reached, so that
-the caller may change its tensors again. Imports everything up to ``plan``; never storage.
+In: a ``PlannedSave`` and a lease. Out: an ``Image``. Its chunks are captured when their events are reached; from then
+on, the caller may change its tensors. Imports everything up to ``plan``; never storage.
 """
 
 from aio_ckpt.snapshot.capture import Capture

@@ -1,4 +1,4 @@
-"""Capture a state into the image, on the caller's thread: which copies come first, and how each is issued."""
+"""Capture: the copies of a state into the image, issued on the caller's thread, and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aio_ckpt.errors import SourceChangedError, StallError
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
-from aio_ckpt.memory.host_copy import copy_all, unreadable
+from aio_ckpt.memory.host_copy import copy_all, first_unreadable
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, DeviceCopies, GatherRun
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
@@ -26,24 +26,24 @@ from aio_ckpt.snapshot.gather import GatherBuffers, LeafGroups
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CapturedRun
 
-__all__ = ["NO_ORDER", "Capture", "CopyEngines", "CopyOrder", "KnownCopyOrder", "capture"]
+__all__ = ["NO_ORDER", "Capture", "CopyEngines", "CopyOrder", "CopyOrderCache", "capture"]
 
 _CopiesByDevice = Mapping[torch.device, DeviceCopies]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CopyOrder:
-    """The copies of one layout, by whether all that they read is guarded."""
+    """Copies of one layout, split by whether their leaves are guarded."""
 
     first: _CopiesByDevice
-    """Of leaves that nobody guards."""
+    """Copies of unguarded leaves."""
     guarded: _CopiesByDevice
-    """Of the others."""
+    """Copies of guarded leaves."""
     guarded_runs: Set[int]
     """Image offsets of the gather runs all of whose leaves are guarded."""
 
     def device_copies(self, *, is_guarded: bool) -> _CopiesByDevice:
-        """Return the guarded ones or the others."""
+        """Return the copies of the guarded leaves, or of the others."""
         return self.guarded if is_guarded else self.first
 
 
@@ -51,10 +51,11 @@ NO_ORDER = CopyOrder(first={}, guarded={}, guarded_runs=frozenset())
 
 
 @dataclass(slots=True, eq=False)
-class KnownCopyOrder:
-    """The order of the newest save: with 10,000 tensors it takes a millisecond to find, and seldom changes.
+class CopyOrderCache:
+    """Cache of the copy order of the newest save: for 10,000 tensors it takes a millisecond to compute.
 
-    Known by identity: who makes other routes or copies by address makes new objects. Holds numbers, no source.
+    Copy methods and device copies are compared by identity, because a change of them always makes new objects. The
+    cache holds numbers, and no source tensor.
     """
 
     _copy_methods: Sequence[ChunkCopyMethods] = ()
@@ -62,10 +63,10 @@ class KnownCopyOrder:
     _guarded: Set[int] = frozenset()
     _copy_order: CopyOrder = NO_ORDER
 
-    def of(
+    def order(
         self, copy_methods: Sequence[ChunkCopyMethods], device_copies: _CopiesByDevice, guarded: Set[int]
     ) -> CopyOrder:
-        """For these routes and copies by address, with the guarded leaves."""
+        """Return the order of these copies, given the guarded leaves."""
         if not guarded:
             return CopyOrder(first=device_copies, guarded={}, guarded_runs=frozenset())
         if (
@@ -84,15 +85,16 @@ def _split(copy_methods: Sequence[ChunkCopyMethods], device_copies: _CopiesByDev
     return CopyOrder(
         first={device: found.only(~is_guarded[device]) for device, found in device_copies.items()},
         guarded={device: found.only(is_guarded[device]) for device, found in device_copies.items()},
-        guarded_runs={span.start for route in copy_methods for span in route.gathered if guarded >= {*span.leaves}},
+        guarded_runs={run.start for methods in copy_methods for run in methods.gathered if guarded >= {*run.leaves}},
     )
 
 
 _BRIEF_BYTES = 1 << 20
-"""A run from the host of no more (the last chunk alone can be so short) is copied before anybody wakes to write it."""
+"""Longest run from the host that is not reported at once. Only the last chunk can be so short; it is copied before a
+woken writer would begin."""
 _RUN_GROWTH = 8
-"""Each run of chunks from devices is so many times longer than the one before: its batch and its event cost the caller
-tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
+"""Factor by which each run of chunks from devices is longer than the one before. A batch and an event for each run cost
+the caller tens of microseconds, and a transfer is an order of magnitude faster than a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,27 +104,27 @@ class CopyEngines:
     streams: CopyStreams = field(default_factory=CopyStreams)
     gathers: GatherBuffers = field(default_factory=GatherBuffers)
     device_copier: DeviceCopier = field(default_factory=lambda: DeviceCopier(0))
-    copy_order: KnownCopyOrder = field(default_factory=KnownCopyOrder)
+    copy_order: CopyOrderCache = field(default_factory=CopyOrderCache)
 
     def prepare(self, plan: ImagePlan) -> None:
-        """Make the side streams and the gather buffers of a plan before its first capture needs them."""
+        """Make the side streams, the gather buffers and the device copies of a plan before its first capture."""
         for device in set(plan.structure.devices):
             gathered = [run for methods in plan.copy_methods for run in methods.gathered if run.device == device]
             copies = self.streams.begin(device, is_registered=True)
             if gathered:
-                self.gathers.line(plan, gathered[0], copies)
-        self.device_copier.of(plan, lambda device: self.streams.begin(device, is_registered=True))
+                self.gathers.target(plan, gathered[0], copies)
+        self.device_copier.allocate(plan, lambda device: self.streams.begin(device, is_registered=True))
 
     def clear(self) -> None:
-        """Let go of all memory of devices."""
+        """Free all memory of devices."""
         self.gathers.clear()
         self.device_copier.clear()
 
 
 class Capture:
-    """The copies of one save: issued by :func:`capture`, kept alive until ``finish``.
+    """Copies of one save, which :func:`capture` issues and :meth:`finish` waits for.
 
-    Owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
+    It owns the references to the source tensors, from the call of ``save()`` until the last copy is done.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Capture:
         self._planned = planned
         self._image = image
         self._copy_engines = copy_engines
-        # In waves nothing may wait for later: the ring needs every chunk now.
+        # In waves, no copy may be postponed, because the ring needs every chunk in its turn.
         self._guarded = frozenset(guarded) if image.is_whole else frozenset[int]()
         self._copy_order = NO_ORDER
         self._device_copy: DeviceCopy | None = None
@@ -140,28 +142,30 @@ class Capture:
         self._without_event: set[Copies] = set()
         self._flat: dict[int, torch.Tensor] = {}
         self.events: tuple[CopyEvent, ...] = ()
-        """Behind every copy, once all are issued."""
+        """Events after all copies; empty until all are issued."""
         self.source_events: tuple[CopyEvent, ...] = ()
-        """What must be reached before a source may change."""
+        """Events that must be reached before a source may change."""
         self._trace = trace
         self._runs: list[tuple[str, float, tuple[CopyEvent, ...]]] = []
 
     def issue_first(self) -> None:
-        """What nobody guards, on devices: the caller's stream waits for these copies alone.
+        """Issue the copies of unguarded leaves on devices: the caller's stream waits for these alone.
 
-        The copies within the device come first. What has one is moved from there: nobody changes that copy, so that
-        it needs no other guard.
+        The copies within the devices come first. A leaf that has one is moved to the host from there. Nothing changes
+        that copy, so that the leaf counts as guarded.
         """
         plan = self._planned.plan
         device_copies = plan.descriptors.device_copies
-        device_copy = self._copy_engines.device_copier.of(plan, self._copies_from) if self._image.is_whole else None
+        device_copy = None
+        if self._image.is_whole:
+            device_copy = self._copy_engines.device_copier.allocate(plan, self._copies_from)
         if device_copy is not None:
             for device, groups in device_copy.groups.items():
                 self._assemble(self._copies_from(device), groups)
             self._device_copy, device_copies = device_copy, device_copy.device_copies
             self._guards_copied_alone = self._guarded <= device_copy.leaves
             self._guarded |= device_copy.leaves
-        self._copy_order = self._copy_engines.copy_order.of(plan.copy_methods, device_copies, self._guarded)
+        self._copy_order = self._copy_engines.copy_order.order(plan.copy_methods, device_copies, self._guarded)
         if self._guarded and plan.copy_methods:
             self._issue_device(self._image.chunks[: len(plan.copy_methods)], is_guarded=False)
             self.source_events = tuple(copies.record_event() for copies in self._copies.values())
@@ -169,26 +173,26 @@ class Capture:
                 event.fence()
 
     def issue(self, run: Sequence[Chunk]) -> None:
-        """Issue the copies of a run of chunks, but for what :meth:`issue_first` did."""
+        """Issue the copies of a run of chunks, except those that :meth:`issue_first` has issued."""
         plan = self._planned.plan
-        run = run[: max(len(plan.copy_methods) - run[0].index, 0)]  # behind the last route are objects alone
+        run = run[: max(len(plan.copy_methods) - run[0].index, 0)]  # chunks without copy methods hold only objects
         for chunk in run:
-            route = plan.copy_methods[chunk.index]
-            if route.moved:
+            methods = plan.copy_methods[chunk.index]
+            if methods.moved:
                 self._move(chunk)
-            if route.copied:
-                self._copy(chunk, route.copied)
+            if methods.copied:
+                self._copy(chunk, methods.copied)
         if run:
             self._issue_device(run, is_guarded=bool(self._guarded))
 
     def take_events(self) -> tuple[CopyEvent, ...]:
-        """Behind the copies that were issued since the last call."""
+        """Return events after the copies that were issued since the last call."""
         events = tuple(copies.record_event() for copies in self._without_event)
         self._without_event.clear()
         return events
 
     def capture_run(self, run: Sequence[Chunk], *, is_issued: bool) -> CapturedRun:
-        """:meth:`issue` the run; ``is_issued``: from devices, so that its copies end later."""
+        """Issue the copies of a run. If ``is_issued``, they come from devices and end only when their events do."""
         name = f"chunk {run[0].index}" + (f" to {run[-1].index}" if run[1:] else "")
         with self._trace.span(f"{'issue' if is_issued else 'copy'} {name}", CALLER):
             self.issue(run)
@@ -198,11 +202,11 @@ class Capture:
         return [chunk.index for chunk in run], events
 
     def end(self) -> None:
-        """Nothing more is issued: work that the caller enqueues waits for the copies, unless all else is guarded."""
+        """End the issue of copies: if the sources are not guarded, the caller's stream waits for the copies."""
         self.events = tuple(copies.record_event() for copies in self._copies.values())
         if not self._guards_copied_alone:
             self.source_events = self.events
-        self._device_copy = None  # free by stream order, behind the moves
+        self._device_copy = None  # by stream order, its memory is free after the moves
         if not self._guarded:
             for event in self.events:
                 event.fence()
@@ -213,7 +217,7 @@ class Capture:
         return all(event.query() for event in self.events)
 
     def check_sources(self) -> None:
-        """Raise SourceChangedError if a source moved while it was captured (freed or resized by another thread)."""
+        """Raise SourceChangedError if another thread has freed or resized a source during the capture."""
         planned = self._planned
         if addresses(planned.tensors) != planned.plan.descriptors.fingerprint:
             raise SourceChangedError(
@@ -222,9 +226,9 @@ class Capture:
             )
 
     def finish(self) -> None:
-        """Block until every copy is done, then let go of the sources."""
+        """Block until every copy is done, then drop the references to the sources."""
         ended = 0.0
-        for name, issued, events in self._runs:  # one after the other on the side stream, and so on their lane
+        for name, issued, events in self._runs:  # runs follow each other on the side stream, and so on their lane
             for event in events:
                 event.synchronize()
             began, ended = max(issued, ended), time.perf_counter()
@@ -237,28 +241,31 @@ class Capture:
         self._planned.objects.clear()
 
     def _shift(self, chunk: Chunk) -> int:
-        """From a chunk's image offsets to offsets in the arena."""
+        """Return the difference between a chunk's offset in the arena and its offset in the image."""
         return self._image.slot_offset(chunk) - chunk.start
 
     def _base(self, chunk: Chunk) -> int:
-        """Address that the image's first byte would have."""
+        """Return the address that the first byte of the image would have if the whole image lay around the chunk."""
         return self._image.lease.arena.address + self._shift(chunk)
 
     def _issue_device(self, run: Sequence[Chunk], *, is_guarded: bool) -> None:
-        """Of chunks that have routes. They lie side by side in the arena as in the image: one base serves all."""
+        """Issue the copies from devices of a run of chunks with copy methods.
+
+        The chunks lie side by side in the arena, as in the image, so that one base address serves all.
+        """
         plan, copy_order = self._planned.plan, self._copy_order
         for device, device_copies in copy_order.device_copies(is_guarded=is_guarded).items():
-            # Not to the end of a file whose objects grow: each cut is kept.
+            # The end of the tensors limits the range, as the objects after them grow: each range is cached.
             vectors = device_copies.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
             if len(vectors):
                 self._copies_from(device).issue(self._base(run[0]), vectors)
         for chunk in run:
-            route = plan.copy_methods[chunk.index]
-            for gathered in route.gathered:
+            methods = plan.copy_methods[chunk.index]
+            for gathered in methods.gathered:
                 if (gathered.start in copy_order.guarded_runs) is is_guarded:
                     self._gather(chunk, gathered)
-            if route.converted and not is_guarded:
-                self._copy(chunk, route.converted)
+            if methods.converted and not is_guarded:
+                self._copy(chunk, methods.converted)
 
     def _move(self, chunk: Chunk) -> None:
         plan, base = self._planned.plan, self._base(chunk)
@@ -268,7 +275,7 @@ class Capture:
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            item = plan.layout.items[plan.copy_methods[chunk.index].moved[unreadable(base, vectors)].item]
+            item = plan.layout.items[plan.copy_methods[chunk.index].moved[first_unreadable(base, vectors)].item]
             raise SourceChangedError(
                 f"{item.fqns[0]!r}: its memory cannot be read any more ({error.strerror}), as that of a mapped file "
                 "that was truncated: keep it until save() returns, or give a clone()"
@@ -276,14 +283,14 @@ class Capture:
 
     def _gather(self, chunk: Chunk, run: GatherRun) -> None:
         copies = self._copies_from(run.device)
-        line = self._copy_engines.gathers.line(self._planned.plan, run, copies)
-        if line is None:
+        gathered = self._copy_engines.gathers.target(self._planned.plan, run, copies)
+        if gathered is None:
             self._copy(chunk, run.pieces)
             return
         start = run.start + self._shift(chunk)
         target = self._image.lease.arena.tensor[start : start + run.stop - run.start]
-        self._assemble(copies, line.groups)
-        copies.copy(target, line.memory)
+        self._assemble(copies, gathered.groups)
+        copies.copy(target, gathered.memory)
 
     def _assemble(self, copies: Copies, groups: LeafGroups) -> None:
         tensors = self._planned.tensors
@@ -296,8 +303,8 @@ class Capture:
             tensor = self._planned.tensors[leaf].detach()
             start = piece.image_start + shift
             target = self._image.lease.arena.tensor[start : start + piece.nbytes]
-            if tensor.device.type == "cpu" and not _is_line(tensor):
-                # Piece by piece: a packed copy of the whole tensor would be memory beside the budget.
+            if tensor.device.type == "cpu" and not _has_stored_bytes(tensor):
+                # The tensor is copied piece by piece, because a contiguous copy of it would exceed the budget.
                 pack_part(target.view(tensor.dtype), tensor, piece.raw_start // tensor.itemsize)
                 continue
             copies = self._copies_from(tensor.device)
@@ -313,14 +320,14 @@ class Capture:
 
     def _flat_bytes(self, leaf: int, tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
         if leaf not in self._flat:
-            packed = tensor if _is_line(tensor) else copies.packed(tensor)
-            line = torch.as_strided(packed, (packed.numel(),), (1,), packed.storage_offset())
-            self._flat[leaf] = line.view(torch.uint8)
+            packed = tensor if _has_stored_bytes(tensor) else copies.packed(tensor)
+            flat = torch.as_strided(packed, (packed.numel(),), (1,), packed.storage_offset())
+            self._flat[leaf] = flat.view(torch.uint8)
         return self._flat[leaf]
 
 
-def _is_line(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of ``tensor`` stand in its memory as they are stored."""
+def _has_stored_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of ``tensor`` holds its bytes exactly as a data file stores them."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
     return not is_lazy and envelope.is_dense(tuple(tensor.shape), tensor.stride())
 
@@ -336,47 +343,47 @@ def capture(
     stall_timeout_secs: float,
     trace: Recorder,
 ) -> Capture:
-    """Issue every copy of a save, chunk by chunk, so that the first are written while later ones are captured.
+    """Issue every copy of a save, chunk by chunk, so that the first chunks are written while later ones are captured.
 
-    When it returns, host memory was copied and the caller's stream waits for the copies from devices, except
-    those out of the leaves in ``guarded``: whatever the caller does next cannot tear the snapshot.
+    When it returns, host memory is copied. The caller's stream waits for the copies from devices, except for those of
+    the leaves in ``guarded``. So the caller's next work cannot tear the snapshot.
 
-    ``on_captured`` is told of each run from the host at once. ``on_issued`` is called when all copies are issued, and
-    device chunks are reported after that: waking the loop earlier lets it take the GIL during the next CUDA call, which
-    costs about 1 ms.
+    ``on_captured`` gets each run from the host at once. ``on_issued`` is called when all copies are issued, and runs
+    from devices are reported after that. If the loop were woken earlier, it would take the GIL during the next CUDA
+    call, which costs about 1 ms.
 
     Raises:
-        SourceChangedError: a source moved meanwhile.
+        SourceChangedError: another thread freed or resized a source meanwhile.
         StallError: a slot of the ring did not become free in time.
     """
     work = Capture(planned, image, copy_engines, guarded, trace)
-    untold: list[CapturedRun] = []
+    unreported: list[CapturedRun] = []
 
-    def tell() -> None:
-        if untold:
-            on_captured([*untold])
-            untold.clear()
+    def report() -> None:
+        if unreported:
+            on_captured([*unreported])
+            unreported.clear()
 
     try:
         try:
             work.issue_first()
             for run, is_issued in _cut_runs(image, planned.plan):
                 is_brief = is_issued or run[-1].stop - run[0].start <= _BRIEF_BYTES
-                if not is_brief or run[0].index >= image.slots:  # what is not told is never written
-                    tell()
+                if not is_brief or run[0].index >= image.slots:  # a slot becomes free only after its chunk is reported
+                    report()
                 _await_slot(image, run[0], stall_timeout_secs)
-                untold.append(work.capture_run(run, is_issued=is_issued))
+                unreported.append(work.capture_run(run, is_issued=is_issued))
                 if not is_brief:
-                    tell()
+                    report()
         except (RuntimeError, OSError):
-            work.check_sources()  # why torch or the system refused to copy
+            work.check_sources()  # a changed source explains why torch or the system refused to copy
             raise
         work.check_sources()
         work.end()
         on_issued(work)
-        tell()
+        report()
     except BaseException:
-        # The arena goes back when this raises: no copy may still be under way.
+        # The caller gives the arena back when this raises, so no copy may still be in flight.
         try:
             work.end()
         finally:
@@ -386,9 +393,10 @@ def capture(
 
 
 def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], bool]]:
-    """Chunks that are issued together, and whether they come from devices: one by one from the host and in waves.
+    """Yield each run of chunks that are issued together, and whether the run comes from devices.
 
-    From devices the first alone, so that it is written soon, then more and more.
+    From the host, and in waves, a run is one chunk. From devices, the first run is one chunk, so that its write begins
+    soon, and later runs grow.
     """
     first, length = 0, 1
     while first < len(image.chunks):
@@ -400,7 +408,7 @@ def _cut_runs(image: Image, plan: ImagePlan) -> Iterator[tuple[Sequence[Chunk], 
 
 
 def _is_issued(image: Image, plan: ImagePlan, index: int) -> bool:
-    """Whether a chunk comes from devices, in an image that holds it to the end."""
+    """Return whether a chunk comes from devices, in an image that holds every chunk until the end of the save."""
     if not image.is_whole or index >= len(plan.copy_methods):
         return False
     return bool(plan.copy_methods[index].issued or plan.copy_methods[index].gathered)
@@ -416,5 +424,5 @@ def _await_slot(image: Image, chunk: Chunk, timeout_secs: float) -> None:
             f"chunk {chunk.index - image.slots} was not written within {timeout_secs} s, so chunk {chunk.index} "
             "cannot be captured: the disk is stalled"
         ) from error
-    if failure is not None:  # outside of the try: a passed deadline is a TimeoutError too
+    if failure is not None:  # raised outside of the try, because a passed deadline is a TimeoutError, too
         raise failure

@@ -1,8 +1,8 @@
 """Device copies: copies of a state's large tensors on their own devices, moved to the host while training goes on.
 
-The memory is allocated on the side stream and freed as soon as the moves out of it are issued, so it is free by stream
-order: the next save gets the same memory without asking the driver, and where training needs it, the caching allocator
-gives it back to the device (which waits for the moves) before it says that memory is out.
+The memory is allocated on the side stream and dropped as soon as the moves out of it are issued, so stream order frees
+it. The next save gets the same memory without a call of the driver. If training needs the memory, the caching allocator
+gives it back to the device, which waits for the moves, before it raises OutOfMemoryError.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from aio_ckpt.plan.copy_plan import CopyDescriptors, DeviceCopies, Places
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.snapshot.gather import LeafGroups, by_dtype
 
-__all__ = ["DeviceCopier", "DeviceCopy", "copy_bytes"]
+__all__ = ["DeviceCopier", "DeviceCopy", "copy_budget_bytes"]
 
 _ALIGNMENT = 512
-_LEAST_LEAF_BYTES = 256 << 10
-"""To move less takes no longer than to issue one copy more, about 5 us."""
+_MIN_LEAF_BYTES = 256 << 10
+"""Smallest leaf that gets a copy. To move a smaller one takes no longer than to issue one more copy, about 5 us."""
 _MARGIN_SHARE = 1 / 20
-_LEAST_MARGIN_BYTES = 1 << 30
-"""Left free for what does not ask torch's allocator, which alone can have a copy's memory back: NCCL, cuFFT, others."""
+_MIN_MARGIN_BYTES = 1 << 30
+"""Memory that is left free for NCCL, cuFFT and others that do not use torch's allocator: only that allocator can
+reclaim the memory of a copy."""
 _log = logging.getLogger("aio_ckpt")
 
 _CopiesFrom = Callable[[torch.device], Copies]
@@ -35,26 +36,26 @@ _CopiesFrom = Callable[[torch.device], Copies]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceCopy:
-    """The copies of one save. Whoever drops it behind the last move that was issued frees their memory."""
+    """Memory for the device copies of one save. It is freed when the object is dropped, after its moves are issued."""
 
     leaves: frozenset[int]
     """Leaves that have a copy."""
     groups: Mapping[torch.device, LeafGroups]
     """Views of the copies on each device, by dtype."""
     device_copies: Mapping[torch.device, DeviceCopies]
-    """``CopyDescriptors.device_copies`` with the addresses of the copies, where there is one."""
+    """``CopyDescriptors.device_copies``; if a leaf has a copy, with the address of that copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Placement:
-    """Where the copies of one layout lie, and what is moved from there."""
+    """Places of the copies of one layout, and the moves from there to the host."""
 
     descriptors: CopyDescriptors
-    """What it was made for."""
+    """Descriptors for which the placement was made."""
     spans: Mapping[torch.device, tuple[int, int]]
     """Address and length of the memory on each device."""
     starts: Mapping[torch.device, Mapping[int, int]]
-    """Per device, the leaves that have a copy and where in the memory."""
+    """Per device, the offset in the memory of each leaf that has a copy."""
     leaves: frozenset[int]
     device_copies: Mapping[torch.device, DeviceCopies]
 
@@ -65,20 +66,21 @@ class _Placement:
 
 
 class DeviceCopier:
-    """Makes the device copies of one engine. Holds no memory between two saves, and never a source."""
+    """Allocator of the device copies of one engine. Between two saves it holds no memory, and never a source."""
 
-    def __init__(self, most_bytes: int | None) -> None:
-        """``most_bytes`` of each device; 0 for no copy, None for as much as is free."""
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int | None) -> None:
+        """Limit the copies to ``max_bytes`` on each device; 0: no copies, None: as much as is free."""
+        self._max_bytes = max_bytes
         self._kept: dict[torch.device, tuple[int, int]] = {}
-        """Bytes of the last copy, which the allocator keeps for the next, and :attr:`DeviceMemory.releases` then."""
+        """Per device, (bytes of the last copy, :attr:`DeviceMemory.releases` at that time). The caching allocator keeps
+        these bytes for the next copy."""
         self._wanted: tuple[Places | None, Mapping[torch.device, int]] = None, {}
-        """Per device, what the copies of all large tensors take."""
+        """(places of the newest plan, per device the bytes of the copies of all its large tensors)."""
         self._placement: _Placement | None = None
 
-    def of(self, plan: ImagePlan, copies_from: _CopiesFrom) -> DeviceCopy | None:
-        """Memory for copies of as many large tensors of ``plan`` as there is room for; None if there is none."""
-        if self._most_bytes == 0 or not plan.places.issued:
+    def allocate(self, plan: ImagePlan, copies_from: _CopiesFrom) -> DeviceCopy | None:
+        """Allocate memory for copies of as many large tensors of ``plan`` as fit; None if no tensor gets a copy."""
+        if self._max_bytes == 0 or not plan.places.issued:
             return None
         if self._wanted[0] is not plan.places:
             self._wanted = plan.places, {device: sum(_copy_lengths(plan, device)) for device in plan.places.issued}
@@ -94,25 +96,29 @@ class DeviceCopier:
         return DeviceCopy(leaves=placement.leaves, groups=groups, device_copies=placement.device_copies)
 
     def clear(self) -> None:
-        """Forget the newest layout."""
+        """Drop the placement of the newest layout, and its references to the plan."""
         self._wanted, self._placement = (None, {}), None
 
     def _buffer(self, device: torch.device, wanted_bytes: int, copies: Copies) -> torch.Tensor | None:
-        if self._most_bytes is not None:
-            wanted_bytes = min(wanted_bytes, self._most_bytes)
+        if self._max_bytes is not None:
+            wanted_bytes = min(wanted_bytes, self._max_bytes)
         found = copies.memory()
         kept_bytes, releases = self._kept.pop(device, (0, 0))
         if releases != found.releases:
             kept_bytes = 0
-        nbytes = copy_bytes(wanted_bytes, kept_bytes, found) // _ALIGNMENT * _ALIGNMENT
-        with torch.inference_mode(mode=False):  # memory made inside could not be written to outside
+        nbytes = copy_budget_bytes(wanted_bytes, kept_bytes, found) // _ALIGNMENT * _ALIGNMENT
+        with torch.inference_mode(mode=False):  # outside of inference mode, a tensor made inside cannot be written to
             buffer = copies.buffer(nbytes) if nbytes else None
         if buffer is not None:
             self._kept[device] = max(nbytes, kept_bytes), found.releases
         return buffer
 
     def _placement_of(self, plan: ImagePlan, memory: Mapping[torch.device, torch.Tensor]) -> _Placement:
-        """That of the save before if nothing has moved since: to make it takes milliseconds for 10,000 tensors."""
+        """Return the placement of ``plan`` in ``memory``.
+
+        If nothing has moved since the last save, its placement is reused: for 10,000 tensors, a new one takes
+        milliseconds.
+        """
         spans = {device: (buffer.data_ptr(), buffer.nbytes) for device, buffer in memory.items()}
         known = self._placement
         if known is not None and known.descriptors is plan.descriptors and known.spans == spans:
@@ -138,27 +144,27 @@ class DeviceCopier:
         return placement
 
 
-def copy_bytes(wanted_bytes: int, kept_bytes: int, memory: DeviceMemory) -> int:
-    """How much memory of a device the copies of a save may take.
+def copy_budget_bytes(wanted_bytes: int, kept_bytes: int, memory: DeviceMemory) -> int:
+    """Return how many bytes of a device the copies of a save may take.
 
-    ``kept_bytes``: what the allocator keeps of the copies before, which nobody has to be asked for.
+    The allocator still keeps ``kept_bytes`` of the last copies. They count as free.
     """
     if wanted_bytes <= kept_bytes:
         return wanted_bytes
-    margin_bytes = max(int(memory.total_bytes * _MARGIN_SHARE), _LEAST_MARGIN_BYTES)
+    margin_bytes = max(int(memory.total_bytes * _MARGIN_SHARE), _MIN_MARGIN_BYTES)
     return max(min(wanted_bytes, memory.free_bytes - margin_bytes), kept_bytes, 0)
 
 
 def _copy_lengths(plan: ImagePlan, device: torch.device) -> Sequence[int]:
-    """What the copy of each large tensor on ``device`` takes, in the order of the image; 0 for one that gets none."""
+    """Return the bytes of the copy of each tensor on ``device``, in the order of the image; 0 for a small tensor."""
     return [
-        align_up(nbytes, _ALIGNMENT) if nbytes >= _LEAST_LEAF_BYTES else 0
+        align_up(nbytes, _ALIGNMENT) if nbytes >= _MIN_LEAF_BYTES else 0
         for nbytes in plan.places.issued[device].nbytes.tolist()
     ]
 
 
 def _starts(plan: ImagePlan, device: torch.device, room_bytes: int) -> dict[int, int]:
-    """Leaves that have a copy in so much memory of ``device``, and where it begins there."""
+    """Return the leaves whose copies fit into ``room_bytes`` of ``device``, and the offset of each copy."""
     starts, end = dict[int, int](), 0
     for leaf, nbytes in zip(plan.places.issued[device].leaves.tolist(), _copy_lengths(plan, device), strict=True):
         if nbytes and end + nbytes <= room_bytes:
@@ -168,7 +174,7 @@ def _starts(plan: ImagePlan, device: torch.device, room_bytes: int) -> dict[int,
 
 
 def _views(plan: ImagePlan, memory: torch.Tensor, starts: Mapping[int, int]) -> dict[int, torch.Tensor]:
-    """The copy of each leaf as the tensor that it is."""
+    """Return, for each leaf, a view of its copy with the leaf's dtype, shape and strides."""
     structure = plan.structure
     typed = {dtype: memory.view(dtype) for dtype in {structure.dtypes[leaf] for leaf in starts}}
     return {

@@ -1,7 +1,7 @@
-"""Image: one save's data file in memory, a ring of chunk-sized slots in a leased arena.
+"""Image: the data file of one save in memory, as a ring of chunk-sized slots in a leased arena.
 
-An arena that holds the whole image has a slot for every chunk; a smaller one (byte budget) makes the capture wait
-until an earlier chunk of the slot was written.
+An arena that holds the whole image has a slot for every chunk. In a smaller arena (byte budget), the capture of a chunk
+waits until the earlier chunk in the same slot was written.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ __all__ = ["Image", "arena_spec", "image_bytes_of", "lease_image", "ring_slots"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """One save's data file in memory: a ring of ``slots`` chunks in a leased arena.
+    """Data file of one save in memory: a ring of ``slots`` chunks in a leased arena.
 
-    The slot of chunk ``i`` belongs to the capture until it was captured, then to the writer until
-    ``written[i]`` resolves, then to chunk ``i + slots``.
+    The slot of chunk ``i`` belongs to the capture until the chunk is captured, then to the writer until ``written[i]``
+    is resolved, then to chunk ``i + slots``.
     """
 
     lease: Lease
-    """Right over the arena."""
+    """Right to use the arena."""
     chunks: tuple[Chunk, ...]
-    """Of the whole file, objects included."""
+    """Chunks of the whole file, with those of the objects."""
     chunk_bytes: int
     """Size of a slot."""
     slots: int
-    """Chunks that the arena holds at once."""
+    """Number of chunks that the arena holds at once."""
     written: tuple[Future[None], ...]
-    """Per chunk whose slot is used again: it is free."""
+    """For each chunk whose slot is used again, a future that is resolved when the slot is free."""
     has_constants: bool = False
-    """Whether the constant bytes of the layout stand in the arena already, from an earlier save of the same layout."""
+    """Whether the arena already holds the constant bytes of the layout, from an earlier save of the same layout."""
 
     @property
     def is_whole(self) -> bool:
@@ -47,37 +47,37 @@ class Image:
         return self.slots >= len(self.chunks)
 
     def fail_slots(self, cause: BaseException) -> None:
-        """No slot becomes free any more: a capture that waits for one raises ``cause``."""
+        """Fail all slots that are not free: a capture that waits for one raises ``cause``."""
         for slot in self.written:
-            with contextlib.suppress(InvalidStateError):  # free
+            with contextlib.suppress(InvalidStateError):  # a free slot stays free
                 slot.set_exception(cause)
 
     def slot_offset(self, chunk: Chunk) -> int:
-        """Where in the arena the chunk stands."""
+        """Return the offset of the chunk in the arena."""
         return (chunk.index % self.slots) * self.chunk_bytes
 
     def view(self, chunk: Chunk) -> memoryview:
-        """The chunk's bytes."""
+        """Return the bytes of the chunk in the arena."""
         offset = self.slot_offset(chunk)
         return memoryview(self.lease.arena.memory)[offset : offset + chunk.stop - chunk.start]
 
 
 def ring_slots(image_bytes: int, chunk_bytes: int, budget_bytes: int) -> int:
-    """How many chunks the arena holds: all of them, or as many as the budget allows (waves), but one at least."""
+    """Return the number of chunks that the arena holds: all, or as many as the budget allows (waves), at least 1."""
     if image_bytes <= budget_bytes:
         return -(-image_bytes // chunk_bytes)
     return max(budget_bytes // chunk_bytes, 1)
 
 
 def arena_spec(plan: ImagePlan, objects_bytes: int, kind: ArenaKind, *, budget_bytes: int) -> ArenaSpec:
-    """What a save of ``plan`` with so many bytes of objects needs."""
+    """Return the requirements on the arena of a save of ``plan`` with ``objects_bytes`` of objects."""
     image_bytes = image_bytes_of(plan, objects_bytes)
     slots = ring_slots(image_bytes, plan.layout.chunk_bytes, budget_bytes)
     return ArenaSpec(nbytes=min(image_bytes, slots * plan.layout.chunk_bytes), kind=kind, source=plan.source)
 
 
 def image_bytes_of(plan: ImagePlan, objects_bytes: int) -> int:
-    """Length of the data file of ``plan`` with so many bytes of objects."""
+    """Return the length of the data file of ``plan`` with ``objects_bytes`` of objects."""
     return align_up(max(plan.layout.tensor_bytes + objects_bytes, 1), PAGE_BYTES)
 
 
@@ -90,12 +90,11 @@ def lease_image(
     timeout_secs: float,
     limit_secs: float,
 ) -> Image:
-    """Lease an arena for the image of one save; blocks while earlier saves hold the budget.
+    """Lease an arena for the image of one save. Block while earlier saves hold the budget.
 
     Raises:
-        BudgetExceededError: the memory cannot be had.
-        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs``
-            passed.
+        BudgetExceededError: the image exceeds the budget, or the system lacks the memory.
+        StallError: an earlier save keeps its arena and made no progress for ``timeout_secs``, or ``limit_secs`` passed.
     """
     layout = planned.plan.layout
     spec = arena_spec(planned.plan, objects_bytes, kind, budget_bytes=lifetime.budget_bytes)

@@ -1,4 +1,4 @@
-"""Optimizer guards: ``step`` of a guarded optimizer waits, on the device, for the copies of what it will change."""
+"""Optimizer guards: before a guarded optimizer's ``step`` changes its tensors, the device waits for their copies."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _SHARDED_TYPES = _PLAIN_TYPES | {DTensor}
 
 
 class OptimizerGuards:
-    """The guarded objects of one engine.
+    """Guarded objects of one engine.
 
-    Who may change what when: a guarded tensor is changed by its object's ``step`` alone, and the stream on which
-    ``step`` runs waits before it for every copy that was issued and is not done. Everything else is awaited by
-    ``save()`` itself.
+    Invariant: only the ``step`` of its object changes a guarded tensor. Before ``step``, the stream on which it runs
+    waits for every copy that is issued and not done. For all other tensors, ``save()`` makes the caller's stream wait.
     """
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
         self._removers: list[Callable[[], None]] = []
         self._events: tuple[CopyEvent, ...] = ()
-        self._found: tuple[list[int], list[int], Sequence[int], frozenset[int]] | None = None  # numbers, no tensor
+        self._found: tuple[list[int], list[int], Sequence[int], frozenset[int]] | None = None
+        """(addresses, lengths, fingerprint, leaves) of the last call of :meth:`leaves`. It holds no tensor."""
         self._is_closed = False
 
     def add(self, guarded: object) -> None:
-        """Guard an object with ``step`` and ``param_groups``; twice is once.
+        """Guard an object that has ``step`` and ``param_groups``. Idempotent.
 
         Raises:
-            ConfigError: it has none, or none that can be guarded.
-            EngineClosedError: nobody would take the guard off.
+            ConfigError: the object lacks them, or its ``step`` cannot be guarded.
+            EngineClosedError: the engine was closed, so that the guard would never be removed.
         """
         if self._is_closed:
             raise EngineClosedError("the engine was closed: open a new one")
@@ -66,17 +66,17 @@ class OptimizerGuards:
         self._objects.append(guarded)
 
     def leaves(self, fingerprint: Sequence[int], structure: Structure) -> frozenset[int]:
-        """Positions of the tensors on devices that a guarded object alone changes, given where all tensors are.
+        """Return the leaves on devices that only a guarded object changes. ``fingerprint`` holds all leaves' addresses.
 
-        A leaf that begins where a guarded tensor does and is longer is none of them, nor is one in the memory of a
-        tensor with gaps: others may change the rest.
+        A leaf counts if a guarded tensor without gaps begins at its address and is at least as long. Other code may
+        change the rest of a longer leaf, and the gaps of a guarded tensor.
         """
         if not self._objects:
             return frozenset()
         tensors = [tensor for guarded in self._objects for tensor in _tensors_of(guarded)]
         try:
             starts = addresses(tensors)
-        except RuntimeError:  # sparse ones have no address
+        except RuntimeError:  # a sparse tensor has no address, but its parts have
             tensors = [part for tensor in tensors for part in plain_tensors(tensor) if part.layout == torch.strided]
             starts = addresses(tensors)
         counts = list(map(torch.Tensor.numel, tensors))
@@ -88,21 +88,21 @@ class OptimizerGuards:
                 leaf
                 for leaf, address in enumerate(fingerprint)
                 if structure.devices[leaf].type != "cpu"
-                and 0 < structure.extent_bytes(leaf) <= lengths.get(address, 0)  # of one address the longest stayed
+                and 0 < structure.extent_bytes(leaf) <= lengths.get(address, 0)  # dict() keeps the longest per address
             )
             found = self._found = (starts, counts, fingerprint, leaves)
         return found[3]
 
     def wait_for(self, events: Iterable[CopyEvent]) -> None:
-        """From now on each ``step`` waits for these as well, until they are reached."""
+        """Make each later ``step`` wait for these events, too, until they are reached."""
         if self._objects:
             self._events = tuple(event for event in (*self._events, *events) if not event.query())
 
     def close(self) -> None:
-        """Take every guard off; what was issued is still awaited by a last wait of the caller's current stream."""
+        """Remove every guard. The caller's current stream waits once for the copies that are issued and not done."""
         self._is_closed = True
         for event in self._events:
-            with contextlib.suppress(RuntimeError):  # a dead context: the trainer ends, and nothing steps any more
+            with contextlib.suppress(RuntimeError):  # after the death of its CUDA context, the trainer steps no more
                 event.fence()
         for remove in self._removers:
             remove()
@@ -120,7 +120,7 @@ class OptimizerGuards:
 
 
 def _before_each_step(guarded: Any, wait: Callable[[], None]) -> Callable[[], None]:
-    """Call ``wait`` before each ``step``; what takes that back."""
+    """Make ``guarded`` call ``wait`` before each ``step``. Return a function that undoes this."""
     if isinstance(guarded, torch.optim.Optimizer):
         return guarded.register_step_pre_hook(lambda *_: wait()).remove
     step, own = guarded.step, vars(guarded).get("step")
@@ -145,7 +145,7 @@ def _tensors_of(guarded: Any) -> list[torch.Tensor]:
     values: list[object] = [*chain.from_iterable(group["params"] for group in guarded.param_groups)]
     state = getattr(guarded, "state", None)
     if isinstance(state, Mapping):
-        # isinstance() of an abstract class takes ten times as long.
+        # The type is compared first, because isinstance() of an abstract class takes ten times as long.
         entries = (entry for entry in state.values() if type(entry) is dict or isinstance(entry, Mapping))
         values += chain.from_iterable(entry.values() for entry in entries)
     kinds = {*map(type, values)}

@@ -1,4 +1,4 @@
-"""Which chunks of one save are captured, and when something moved last."""
+"""Progress of one save: its captured chunks, and the time of its last progress, for the stall timer."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ CapturedRun: TypeAlias = tuple[Sequence[int], tuple[CopyEvent, ...]]
 
 
 class CaptureProgress:
-    """Which chunks the caller's thread has captured; told and awaited on the loop."""
+    """Chunks that the caller's thread has captured, and the stall timer of the save. It is used on the loop."""
 
     def __init__(self, chunks: int) -> None:
-        self._events: list[tuple[CopyEvent, ...] | None] = [None] * chunks  # None: not told yet
-        self._awaited: dict[int, asyncio.Event] = {}  # made on the loop, not on the caller's time
+        self._events: list[tuple[CopyEvent, ...] | None] = [None] * chunks  # None: not captured yet
+        self._awaited: dict[int, asyncio.Event] = {}  # made when awaited, which costs the caller's thread no time
         self._error: Exception | None = None
         self._ended_early = asyncio.Event()
         self.last = time.monotonic()
-        """When something moved last."""
+        """``time.monotonic`` of the last progress."""
         self.is_paused = False
-        """What is awaited has limits of its own."""
+        """Whether the save waits for another save, which has its own stall timer."""
 
     @property
     def is_capturing(self) -> bool:
-        """Whether some chunk was not told of yet."""
+        """Whether a chunk is not captured yet."""
         return None in self._events
 
     def touch(self) -> None:
-        """A byte or a message moved."""
+        """Restart the stall timer: the save has made progress."""
         self.last = time.monotonic()
 
     @contextlib.contextmanager
@@ -49,16 +49,16 @@ class CaptureProgress:
             self.resume()
 
     def resume(self) -> None:
-        """What is awaited from here on is the save itself, inside of ``paused``, too."""
+        """End the pause of the stall timer, also inside the block of :meth:`paused`."""
         self.is_paused = False
         self.touch()
 
     def idle_left_secs(self, limit_secs: float) -> float:
-        """How much longer nothing may move if ``limit_secs`` are allowed."""
+        """Return the seconds left until the save counts as stalled, if it may make no progress for ``limit_secs``."""
         return limit_secs if self.is_paused else self.last + limit_secs - time.monotonic()
 
-    def tell(self, runs: Sequence[CapturedRun]) -> None:
-        """The chunks of each run are captured once its events are reached."""
+    def add(self, runs: Sequence[CapturedRun]) -> None:
+        """Record the chunks of each run as captured once the events of the run are reached."""
         for indices, events in runs:
             for index in indices:
                 self._events[index] = events
@@ -67,7 +67,7 @@ class CaptureProgress:
         self.touch()
 
     def fail(self, error: Exception) -> None:
-        """The capture ended early. No KeyboardInterrupt: raised in a task, it would end the engine's loop."""
+        """End the capture early, with ``error``: never KeyboardInterrupt, which would end the engine's loop."""
         self._error = error
         self._ended_early.set()
 
@@ -78,7 +78,7 @@ class CaptureProgress:
             raise self._error
 
     async def wait(self, index: int, executor: Executor) -> None:
-        """Until chunk ``index`` is captured; for ever if the capture ended early."""
+        """Wait until chunk ``index`` is captured. If the capture ended early, this waits for ever."""
         if self._events[index] is None:
             await self._awaited.setdefault(index, asyncio.Event()).wait()
         for event in self._events[index] or ():

@@ -1,4 +1,4 @@
-"""Sums of the contents of tensors, by which the ranks tell whether the replicas that they hold are equal."""
+"""Sums of the contents of tensors. The ranks compare them to check that their replicas are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["content_sums"]
 
 _COLUMNS = 4096
 _PIECE_BYTES = 8 << 20
-"""Most scratch memory: what does not lie in one run of whole words is summed in pieces of this length."""
+"""Most scratch memory. A tensor whose words are not contiguous and aligned is copied in pieces of this length."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 divided by the golden ratio: neighbouring multiples of it differ in most bits."""
 
@@ -54,7 +54,7 @@ def _sums_of_run(run: torch.Tensor, weights: torch.Tensor) -> Iterator[torch.Ten
 
 
 def _runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of ``tensor`` as vectors of uint8 in which words of 8 bytes are aligned."""
+    """Yield the bytes of ``tensor`` as vectors of uint8 whose words of 8 bytes are aligned."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.is_contiguous() and not is_lazy and tensor.storage_offset() * tensor.element_size() % 8 == 0:
         yield tensor.reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Write durable files and read them.
 
 In: paths and bytes. Out: files that are fsynced when a call says so, ranges of bytes, listings, renames and the
-writer's lock, each error with its path and its errno. Imports ``runtime`` and ``format``.
+writer's lock. Each error holds its path and its errno. Imports ``runtime`` and ``format``.
 """
 
 from aio_ckpt.storage.local import LocalStorage, Storage

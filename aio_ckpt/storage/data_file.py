@@ -37,7 +37,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def translated(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
-    """Turn OSError into ``kind`` with errno, message and path, keeping the cause."""
+    """Turn OSError into ``kind`` with errno, message and path. The cause is kept."""
     try:
         yield
     except AioCkptError:
@@ -53,9 +53,9 @@ def translated(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]
 class _Descriptors:
     """Open descriptors of one file.
 
-    Invariant: they are closed once, after :meth:`close` was called and the last :meth:`use` has ended. A use
-    ends when its block was left *and* the last thread that it started is done: a descriptor closed under a
-    thread would be another file's by the time the thread gets to it.
+    Invariant: they are closed once, after :meth:`close` was called and the last :meth:`use` has ended. A use ends when
+    its block has ended *and* the last thread that it started is done. If a descriptor were closed earlier, its number
+    could belong to another file when the thread uses it.
     """
 
     def __init__(self, executor: Executor, numbers: list[int]) -> None:
@@ -66,7 +66,7 @@ class _Descriptors:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[list[Callable[[], object]]]:
-        """Yields a list of what to call when the use has ended, in whatever thread that is."""
+        """Keep the descriptors open for the block. Yield a list of callbacks for the end of the use, on any thread."""
         if self._is_closed:
             raise OSError(errno.EBADF, "the file was closed")
         user = object()
@@ -77,13 +77,13 @@ class _Descriptors:
             with watch_submissions(threads.append):
                 yield at_end
         finally:
-            if threads:  # one after the other, so that the last to be submitted is the last to end
+            if threads:  # a use runs its threads one after the other, so the last submitted one ends last
                 threads[-1].add_done_callback(lambda _: _call_all(at_end))
             else:
                 _call_all(at_end)
 
     async def close(self) -> None:
-        """Close, now or when the last use ends."""
+        """Close the descriptors now, or when the last use ends."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -94,7 +94,7 @@ class _Descriptors:
         except EngineClosedError:
             _close_numbers(self._numbers)
             return
-        # Shielded: a cancelled await would take the call out of the queue and leave the descriptors open.
+        # Shielded, because a cancelled await would take the call out of the queue and leave the descriptors open.
         await asyncio.shield(asyncio.wrap_future(closing))
 
     def _leave(self, user: object) -> None:
@@ -108,9 +108,9 @@ def _close_numbers(numbers: list[int]) -> None:
     while numbers:
         try:
             os.close(numbers.pop())
-        except IndexError:  # another thread took the last one
+        except IndexError:  # another thread took the last number
             break
-        except OSError as error:  # NFS tells late; the others must be closed all the same
+        except OSError as error:  # NFS reports write errors here; the other descriptors must still be closed
             failure = error
     if failure is not None:
         raise failure
@@ -126,22 +126,22 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Created:
-    """A file that was created, before its handles are."""
+    """Created file with its open descriptors, before the asynchronous handles are made."""
 
     path: Path
     mode: WriteMode
     base: int
-    """Descriptor through the page cache."""
+    """Descriptor that goes through the page cache."""
     writers: tuple[FileIO, ...]
-    """One for each concurrent write; none in the mode ``dontcache``. They do not own their descriptors."""
+    """One file for each concurrent write; none in the mode ``dontcache``. They do not own their descriptors."""
 
     @property
     def numbers(self) -> list[int]:
-        """Every open descriptor."""
+        """All open descriptors."""
         return [self.base, *(writer.fileno() for writer in self.writers)]
 
     def discard(self) -> None:
-        """Undo the creation."""
+        """Close the descriptors and remove the file."""
         try:
             _close_numbers(self.numbers)
         finally:
@@ -149,10 +149,10 @@ class _Created:
 
 
 class LocalDataFile:
-    """``storage.DataFile`` over a pool of unbuffered aiofiles handles, each with a file position of its own.
+    """``storage.DataFile`` with a pool of unbuffered aiofiles handles, each with its own file position.
 
-    Invariant: a handle is in ``_free`` or belongs to one :meth:`write` until the last thread of that write is
-    done, awaited or not: else the next write's seek would race with it.
+    Invariant: a handle is in ``_free``, or belongs to one :meth:`write` until the last thread of that write is done,
+    awaited or not. Otherwise, the seek of the next write would race with that thread.
     """
 
     def __init__(self, created: _Created, executor: Executor) -> None:
@@ -166,7 +166,7 @@ class LocalDataFile:
         self._room = anyio.Semaphore(len(self._free), fast_acquire=True)
 
     async def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data`` at ``offset``; what falls short is continued."""
+        """Write all of ``data`` at ``offset``. A short write is continued."""
         view = data.cast("B") if data.nbytes else data
         with translated(WriteError, self.path), self._files.use() as at_end:
             handle = await self._take_handle() if self.mode != "dontcache" else None
@@ -177,26 +177,26 @@ class LocalDataFile:
                 rest = view[done:]
                 span = aligned_span(rest, offset + done) if self.mode == "direct" else rest.nbytes
                 if handle is not None and span:
-                    os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # blocks nowhere: not worth a thread
+                    os.lseek(handle.fileno(), offset + done, os.SEEK_SET)  # a seek never blocks, so it needs no thread
                     written = await handle.write(rest[:span])
                 else:
-                    written = await self._write_beside(offset + done, rest)
+                    written = await self._write_at(offset + done, rest)
                 if not written:
                     raise OSError(errno.EIO, f"nothing of {rest.nbytes} bytes was written at offset {offset + done}")
                 done += written
 
     async def sync(self) -> None:
-        """Call fdatasync in a thread."""
+        """Make the data durable with fdatasync, in a thread."""
         with translated(WriteError, self.path), self._files.use():
             await run_blocking(self._executor, os.fdatasync, self._base)
 
     async def close(self) -> None:
-        """Close when the last write's thread is done."""
+        """Close the file when the thread of the last write is done."""
         with translated(WriteError, self.path):
             await self._files.close()
 
-    async def _write_beside(self, offset: int, rest: memoryview) -> int:
-        """By position, without a handle: uncached, or what direct I/O cannot take (an unaligned rest)."""
+    async def _write_at(self, offset: int, rest: memoryview) -> int:
+        """Write without a handle, at a position: uncached data, or an unaligned rest, which direct I/O cannot take."""
         flags = RWF_DONTCACHE if self.mode == "dontcache" else 0
         return await run_blocking(self._executor, os.pwritev, self._base, [rest], offset, flags)
 
@@ -205,7 +205,7 @@ class LocalDataFile:
         return self._free.pop()
 
     def _return_handle(self, handle: AsyncFileIO) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody will write again
+        with contextlib.suppress(RuntimeError):  # after the end of the loop, no task writes again
             self._loop.call_soon_threadsafe(self._put_handle, handle)
 
     def _put_handle(self, handle: AsyncFileIO) -> None:
@@ -216,11 +216,11 @@ class LocalDataFile:
 async def create_data_file(
     path: Path, nbytes: int, *, writers: int, executor: Executor, direct_io: DirectIO, probe: Probe
 ) -> LocalDataFile:
-    """Create ``path`` (which must not exist), reserve ``nbytes`` and open ``writers`` handles.
+    """Create ``path``, which must not exist, reserve ``nbytes`` and open ``writers`` handles.
 
     Raises:
-        WriteError: it exists, there is no room (before a byte is written), or ``direct_io="on"`` and the file
-            takes no direct write. Nothing is left behind.
+        WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it takes no direct write. No
+            byte was written, and no file is left.
     """
     with translated(WriteError, path):
         create = functools.partial(_create, path, nbytes, writers=writers, direct_io=direct_io, probe=probe)
@@ -234,7 +234,7 @@ def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe
         _reserve(base, nbytes)
         mode = _choose_mode(path, base, direct_io, probe)
         if nbytes < PAGE_BYTES:
-            os.ftruncate(base, nbytes)  # the probe wrote a page
+            os.ftruncate(base, nbytes)  # the probe wrote a whole page
         flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if mode == "direct" else 0)
         for _ in range(0 if mode == "dontcache" else writers):
             files.append(FileIO(os.open(path, flags), "w", closefd=False))
@@ -245,9 +245,9 @@ def _create(path: Path, nbytes: int, *, writers: int, direct_io: DirectIO, probe
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate ``nbytes``, or only set the length where the file system cannot.
+    """Allocate ``nbytes``. If the file system cannot, only set the length.
 
-    Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every 4 KiB instead.
+    This does not use os.posix_fallocate: if the file system cannot allocate, glibc writes a byte into every 4 KiB.
     """
     if not nbytes:
         return
@@ -261,7 +261,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> WriteMode:
-    """Direct if a real write passes, else uncached, else through the page cache."""
+    """Return the first mode in which a real write succeeds: direct, uncached, or through the page cache."""
     if direct_io != "off" and takes_direct(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
         return "direct"
     return "buffered" if refusal(probe, base, RWF_DONTCACHE) else "dontcache"
@@ -271,19 +271,19 @@ def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> Wr
 
 
 class LocalReadFile:
-    """``storage.ReadFile`` by positioned reads, each one hop to a thread."""
+    """``storage.ReadFile`` with positioned reads, each in one call of a thread."""
 
     def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor, *, takes_cached: bool) -> None:
         self.path = path
         self.nbytes = nbytes
-        self.direct = len(numbers) > 1
-        self._may_be_cached = takes_cached and self.direct
+        self.is_direct = len(numbers) > 1
+        self._may_be_cached = takes_cached and self.is_direct
         self._numbers = tuple(numbers)
         self._executor = executor
         self._files = _Descriptors(executor, numbers)
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
-        """Fill ``views``, one after the other, from ``offset``; the bytes read."""
+        """Fill ``views``, one after the other, from ``offset``. Return the number of bytes read."""
         left = [view.cast("B") for view in views if view.nbytes]
         if not left:
             return 0
@@ -291,7 +291,7 @@ class LocalReadFile:
             return await run_blocking(self._executor, self._read, offset, left)
 
     def _read(self, offset: int, views: list[memoryview]) -> int:
-        """In a thread. The first miss ends the look into the page cache: each makes the kernel read ahead in vain."""
+        """Read in a thread. After a first miss, the page cache is not asked again, as a miss makes the kernel read."""
         cached = 0
         if self._may_be_cached:
             cached = _read_cached(self._numbers[0], offset, views)
@@ -299,7 +299,7 @@ class LocalReadFile:
         return cached + _read_fully(self._numbers, offset + cached, views)
 
     async def close(self) -> None:
-        """Close when the last read's thread is done."""
+        """Close the file when the thread of the last read is done."""
         with translated(ReadError, self.path):
             await self._files.close()
 
@@ -307,10 +307,12 @@ class LocalReadFile:
 async def open_data_file(
     path: Path, *, executor: Executor, direct_io: DirectIO, takes_cached: bool, probe: Probe
 ) -> LocalReadFile:
-    """Open ``path`` for reading, with O_DIRECT if ``probe`` passes on it. ``takes_cached``: where it is not cached.
+    """Open ``path`` for reading, with O_DIRECT if ``probe`` succeeds on it.
+
+    If ``takes_cached``, bytes that the page cache holds are read from there, and only the others with O_DIRECT.
 
     Raises:
-        ReadError: it is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
+        ReadError: the file is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
     """
     with translated(ReadError, path):
         opened = await run_owned(executor, _open, path, direct_io, probe, dispose=_Opened.close)
@@ -318,10 +320,10 @@ async def open_data_file(
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read ``path`` by. To open a FIFO would wait for a writer for ever.
+    """Open a regular file for reading and return its descriptor. The open of a FIFO does not wait for a writer.
 
     Raises:
-        MismatchError: it is no regular file.
+        MismatchError: ``path`` is no regular file.
     """
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -337,11 +339,11 @@ def open_regular(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A file that was opened to be read."""
+    """Open descriptors of a file to be read, and its length."""
 
     nbytes: int
     numbers: list[int]
-    """A descriptor through the page cache and, where the file takes it, one with O_DIRECT."""
+    """A descriptor that goes through the page cache. If the file takes O_DIRECT, a second one with it."""
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -363,7 +365,7 @@ def _open(path: Path, direct_io: DirectIO, probe: Probe) -> _Opened:
 def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) -> int:
     begin = offset
     while views:
-        direct = _taken_directly(views, offset) if len(numbers) > 1 else []
+        direct = _direct_prefix(views, offset) if len(numbers) > 1 else []
         count = os.preadv(numbers[1] if direct else numbers[0], direct or views, offset)
         if not count:
             break
@@ -373,7 +375,7 @@ def _read_fully(numbers: tuple[int, ...], offset: int, views: list[memoryview]) 
 
 
 def _read_cached(number: int, offset: int, views: list[memoryview]) -> int:
-    """What the page cache has of the next bytes, up to the first that it lacks; 0 where it cannot be asked."""
+    """Read the next bytes up to the first that the page cache lacks. Return their number; 0 without kernel support."""
     try:
         return os.preadv(number, views, offset, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -385,7 +387,7 @@ def _read_cached(number: int, offset: int, views: list[memoryview]) -> int:
 
 
 def _skip(views: list[memoryview], count: int) -> bool:
-    """Drop the first ``count`` bytes of ``views``; whether any are left."""
+    """Drop the first ``count`` bytes of ``views``. Return whether any are left."""
     while views and count >= views[0].nbytes:
         count -= views.pop(0).nbytes
     if count:
@@ -393,8 +395,8 @@ def _skip(views: list[memoryview], count: int) -> bool:
     return bool(views)
 
 
-def _taken_directly(views: list[memoryview], offset: int) -> list[memoryview]:
-    """What O_DIRECT takes of the next bytes in one call."""
+def _direct_prefix(views: list[memoryview], offset: int) -> list[memoryview]:
+    """Return the first of the views, the last one cut, that O_DIRECT takes in one call at ``offset``."""
     taken: list[memoryview] = []
     for view in views:
         span = aligned_span(view, offset)

@@ -1,4 +1,4 @@
-"""O_DIRECT: whether a file takes it, found by a real aligned operation, and how much of one it takes."""
+"""O_DIRECT: whether a file takes it, which a real aligned operation proves, and which part of a buffer it takes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ __all__ = ["NOT_SUPPORTED", "RWF_DONTCACHE", "PageCache", "Probe", "aligned_span
 __all__ += ["refusal", "takes_direct"]
 
 RWF_DONTCACHE = 0x80
-"""Linux 6.14: through the page cache, dropped from it once written. Not in Python's ``os``."""
+"""Flag of Linux 6.14: a write goes through the page cache and is dropped from it once written. ``os`` lacks it."""
 
 NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-"""What file systems answer to an operation they lack."""
+"""Error numbers with which file systems refuse an operation that they lack."""
 
 PageCache: TypeAlias = Literal["pass", "take", "fill"]
-"""How a file that takes O_DIRECT is read: past the page cache; what is cached from there, and the rest past it; or all
-through it, so that the disk is read once for several readers."""
+"""How a file that takes O_DIRECT is read.
+
+- ``pass``: all bytes bypass the page cache.
+- ``take``: cached bytes come from the page cache, and the others bypass it.
+- ``fill``: all bytes go through the page cache, so that the disk is read once for several readers.
+"""
 
 Probe = Callable[[int, int], None]
-"""``probe(descriptor, rwf_flags)`` raises OSError unless the file takes such an aligned operation."""
+"""Function ``probe(descriptor, rwf_flags)`` that raises OSError if the file refuses an aligned operation."""
 
 
 def probe_write(descriptor: int, rwf_flags: int) -> None:
-    """Write one aligned page of zeros at offset 0: an O_DIRECT open that succeeds proves nothing."""
+    """Write one aligned page of zeros at offset 0. A successful open with O_DIRECT alone would prove nothing."""
     with contextlib.closing(mmap.mmap(-1, PAGE_BYTES)) as page:
         if os.pwritev(descriptor, [page], 0, rwf_flags) != PAGE_BYTES:
             raise OSError(errno.EINVAL, "an aligned write fell short")
@@ -45,10 +49,12 @@ def probe_read(descriptor: int, rwf_flags: int) -> None:
 
 
 def takes_direct(path: Path, access: int, probe: Probe, *, is_required: bool) -> bool:
-    """Whether ``probe`` passes on ``path``, opened with O_DIRECT and ``access`` (``os.O_RDONLY``, ``os.O_WRONLY``).
+    """Return whether ``probe`` succeeds on ``path``, opened with O_DIRECT and ``access``.
+
+    ``access`` is ``os.O_RDONLY`` or ``os.O_WRONLY``.
 
     Raises:
-        OSError: what is no refusal of O_DIRECT; or, with ``is_required``, the refusal.
+        OSError: a failure other than a refusal of O_DIRECT; if ``is_required``, also the refusal.
     """
     number = -1
     try:
@@ -67,21 +73,21 @@ def takes_direct(path: Path, access: int, probe: Probe, *, is_required: bool) ->
 
 
 def refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | None:
-    """What the file system answers to ``probe``, if that is that it cannot.
+    """Return the error with which the file system refuses ``probe``, or None if it takes it.
 
     Raises:
-        OSError: another failure.
+        OSError: a failure that is no refusal.
     """
     try:
         probe(descriptor, rwf_flags)
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
-            raise  # no room, a broken disk: no other way of writing mends that
+            raise  # a full or broken disk would fail in every mode
         return error
     return None
 
 
 def aligned_span(view: memoryview, offset: int) -> int:
-    """How many of the first bytes of ``view`` O_DIRECT takes in one call at ``offset`` of a file."""
+    """Return the number of first bytes of ``view`` that O_DIRECT takes in one call at ``offset`` of a file."""
     address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
     return 0 if (address | offset) % PAGE_BYTES else view.nbytes - view.nbytes % PAGE_BYTES

@@ -1,4 +1,4 @@
-"""The async ``Storage`` protocol, what the stages ask of a place for checkpoints, and the local file system.
+"""Storage: the protocol through which the stages use a file system, and its implementation for local ones.
 
 Errors of the operating system are translated here: WriteError and ReadError keep errno, message and path.
 """
@@ -42,11 +42,11 @@ _RENAME_EXCHANGE = 2
 _MAX_SMALL_FILE_BYTES = 4 << 30
 _NO_RENAMEAT2 = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
-# -- what the stages see --------------------------------------------------------------------------
+# -- protocols ------------------------------------------------------------------------------------
 
 
 class DataFile(Protocol):
-    """A new file that several tasks write at once, each its own range."""
+    """New file that several tasks write at once, each its own range."""
 
     @property
     def path(self) -> Path:
@@ -54,27 +54,27 @@ class DataFile(Protocol):
 
     @property
     def mode(self) -> WriteMode:
-        """How bytes reach the disk, fixed when the file was created."""
+        """How bytes reach the disk. It is fixed when the file is created."""
 
     async def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` (contiguous, any length) at ``offset`` bytes.
 
-        Fastest where address, offset and length are multiples of ``PAGE_BYTES``. ``data`` must stay unchanged
-        until the *thread's* futures have resolved (``watch_submissions``), which may be after a cancelled await.
+        It is fastest if address, offset and length are multiples of ``PAGE_BYTES``. ``data`` must stay unchanged until
+        the futures of the *threads* have resolved (``watch_submissions``), which may be after a cancelled await.
 
         Raises:
-            WriteError: with errno and path.
+            WriteError: the write failed; the error holds errno and path.
         """
 
     async def sync(self) -> None:
-        """Make what was written durable (fdatasync). After a failure the file is lost: do not try again."""
+        """Make the written bytes durable (fdatasync). After a failure the file is lost: do not try again."""
 
     async def close(self) -> None:
         """Close as soon as no thread uses the file. Idempotent; survives cancellation."""
 
 
 class ReadFile(Protocol):
-    """A file that several tasks read at once."""
+    """File that several tasks read at once."""
 
     @property
     def path(self) -> Path:
@@ -82,20 +82,22 @@ class ReadFile(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its length when it was opened."""
+        """Length of the file when it was opened."""
 
     @property
-    def direct(self) -> bool:
-        """Whether reads aligned to ``PAGE_BYTES`` (address, offset, length) pass the page cache by."""
+    def is_direct(self) -> bool:
+        """Whether reads that are aligned to ``PAGE_BYTES`` (address, offset, length) bypass the page cache."""
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
-        """Fill ``views``, one after the other, from ``offset``; the bytes read, fewer only at the end of the file.
+        """Fill ``views``, one after the other, from ``offset``.
 
-        They may be lent to another load as soon as this was cancelled and the thread's futures have resolved
-        (:func:`aio_ckpt.runtime.portal.watch_submissions`): nothing else may write to them then.
+        Returns the number of bytes read, which is less than the length of the views only at the end of the file. After
+        a cancelled await, a thread may still write to the views until its future has resolved
+        (:func:`aio_ckpt.runtime.portal.watch_submissions`). From then on, another load may use them, so the
+        implementation must not write to them.
 
         Raises:
-            ReadError: with errno and path.
+            ReadError: the read failed; the error holds errno and path.
         """
 
     async def close(self) -> None:
@@ -104,72 +106,77 @@ class ReadFile(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStatus:
-    """What the file system tells of a file or directory."""
+    """Identity and modification time of a file or directory."""
 
     identity: tuple[int, int, int]
-    """Another one after the file was replaced, even by one that took over its inode."""
+    """Device, inode and change time: it changes if the file is replaced, even by a file that gets the same inode."""
     modified_unix: float
-    """When it last changed, by the file system's own clock; of a directory, its names."""
+    """Time of the last change, in seconds since 1970 by the file system's clock. For a directory, a change of its
+    names."""
 
 
 @runtime_checkable
 class Storage(Protocol):
-    """A file system for checkpoints. Paths are absolute. Reading raises ReadError, changing WriteError."""
+    """File system for checkpoints. Paths are absolute. Reads raise ReadError, and changes raise WriteError."""
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
         """Create ``path`` exclusively and reserve ``nbytes``, so that a full disk shows before a byte is written."""
 
     async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        """Open ``path`` for ``readers`` reads at once. ``page_cache`` says what they do with the page cache."""
+        """Open ``path`` for ``readers`` concurrent reads. See :data:`PageCache` for ``page_cache``."""
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
-        """Create ``path`` exclusively, write one part after the other, fsync. What failed is removed."""
+        """Create ``path`` exclusively, write one part after the other, and fsync. If that fails, remove the file."""
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """The whole file. MismatchError, before memory is taken, if it is longer than ``max_bytes``."""
+        """Return the bytes of the whole file.
+
+        Raises:
+            MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.
+        """
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """Create a directory; it must not exist. With ``parents`` it may, and all that are made are durable."""
+        """Create a directory, which must not exist. With ``parents``, it may exist, and new directories are durable."""
 
     async def sync_dir(self, path: Path) -> None:
-        """Make the names in ``path`` durable."""
+        """Make the names in the directory ``path`` durable."""
 
     async def list_dir(self, path: Path) -> list[str]:
-        """Names in ``path``, sorted."""
+        """Return the names in ``path``, sorted."""
 
     async def exists(self, path: Path) -> bool:
-        """Whether ``path`` is there; an error other than "not found" is raised, not taken for a no."""
+        """Return whether ``path`` exists. Only "not found" counts as False; other errors are raised."""
 
     async def status(self, path: Path) -> FileStatus | None:
-        """None if ``path`` is not there."""
+        """Return the status of ``path``; None if it does not exist."""
 
     async def touch(self, path: Path) -> None:
-        """Set the time of change of a file that is there to the file system's now. Not durable."""
+        """Set the modification time of an existing file to the file system's present time. Not durable."""
 
     async def rename(self, src: Path, dst: Path) -> None:
-        """Rename; WriteError (EEXIST) if ``dst`` exists, whatever it is."""
+        """Rename a file or directory. Raises WriteError (EEXIST) if ``dst`` exists, of whatever type."""
 
     async def exchange(self, a: Path, b: Path) -> None:
-        """Swap two names in one step. RootError where the file system cannot."""
+        """Swap two names in one step. Raises RootError if the file system cannot."""
 
     async def replace(self, src: Path, dst: Path) -> None:
-        """Rename a file over ``dst``."""
+        """Rename a file to ``dst``, and replace the file that has that name."""
 
     async def remove_file(self, path: Path) -> None:
-        """Remove one file; nothing if it is not there."""
+        """Remove a file. Do nothing if it does not exist."""
 
     async def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all below it; nothing to do if it is gone."""
+        """Remove a directory and all below it. Do nothing if it does not exist."""
 
     def lock(self, path: Path) -> RootLock:
-        """Take the writer's lock now, without waiting. RootError names the holder."""
+        """Take the writer's lock without waiting. Raises RootError, which names the holder, if it is held."""
 
 
 # -- the local file system ------------------------------------------------------------------------
 
 
 class LocalStorage:
-    """:class:`Storage` on a mounted file system; every call that may block runs in ``executor``."""
+    """:class:`Storage` on a mounted file system. Every call that may block runs in ``executor``."""
 
     def __init__(
         self,
@@ -179,14 +186,14 @@ class LocalStorage:
         write_probe: Probe = probe_write,
         read_probe: Probe = probe_read,
     ) -> None:
-        """The probes decide, per file, whether O_DIRECT and RWF_DONTCACHE work."""
+        """Set up the storage. The probes decide for each file whether O_DIRECT and RWF_DONTCACHE work."""
         self._executor = executor
         self._direct_io = direct_io
         self._write_probe = write_probe
         self._read_probe = read_probe
 
     async def create_data_file(self, path: Path, nbytes: int, *, writers: int) -> DataFile:
-        """``writers`` aiofiles handles; O_DIRECT, else RWF_DONTCACHE, else the page cache."""
+        """Create the file with ``writers`` aiofiles handles, in the first mode of :data:`WriteMode` that works."""
         return await create_data_file(
             path,
             nbytes,
@@ -197,9 +204,9 @@ class LocalStorage:
         )
 
     async def open_data_file(self, path: Path, *, readers: int, page_cache: PageCache = "pass") -> ReadFile:
-        """Only ``direct_io="auto"`` leaves a choice.
+        """Open the file. ``page_cache`` counts only with ``direct_io="auto"``.
 
-        Reads are positioned, so that ``readers`` needs no handles here.
+        Reads are positioned and share a descriptor, so ``readers`` is not used.
         """
         del readers
         is_chosen = self._direct_io == "auto"
@@ -212,72 +219,72 @@ class LocalStorage:
         )
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
-        """Exclusive create, write, fsync, close in one thread hop."""
+        """Create the file exclusively, write, fsync and close it in one call of a thread."""
         with translated(WriteError, path):
             await run_blocking(self._executor, _write_file, path, parts)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
-        """Read the whole file in one thread hop."""
+        """Return the bytes of the whole file, read in one call of a thread."""
         with translated(ReadError, path):
             return await run_blocking(self._executor, _read_file, path, max_bytes)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
-        """Call mkdir; with ``parents``, fsync each parent that is made."""
+        """Create the directory. With ``parents``, fsync the parent of each directory that is made."""
         with translated(WriteError, path):
             await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
 
     async def sync_dir(self, path: Path) -> None:
-        """fsync of the directory."""
+        """Call fsync on the directory."""
         with translated(WriteError, path):
             await run_blocking(self._executor, sync_dir, path)
 
     async def list_dir(self, path: Path) -> list[str]:
-        """Call os.listdir and sort the names."""
+        """Return the names in the directory, sorted."""
         with translated(ReadError, path):
             return sorted(await run_blocking(self._executor, os.listdir, path))
 
     async def exists(self, path: Path) -> bool:
-        """Follows symbolic links."""
+        """Return whether the path exists. Symbolic links are followed."""
         with translated(ReadError, path):
             return await run_blocking(self._executor, _exists, path)
 
     async def status(self, path: Path) -> FileStatus | None:
-        """Follows symbolic links."""
+        """Return the status of the path; None if it does not exist. Symbolic links are followed."""
         with translated(ReadError, path):
             return await run_blocking(self._executor, _status, path)
 
     async def touch(self, path: Path) -> None:
-        """utimensat without a time: a server stamps its own."""
+        """Call utimensat without a time, so that a file server sets the time of its own clock."""
         with translated(WriteError, path):
             await run_blocking(self._executor, os.utime, path)
 
     async def rename(self, src: Path, dst: Path) -> None:
-        """renameat2 with RENAME_NOREPLACE; where that is missing, a check before the rename."""
+        """Call renameat2 with RENAME_NOREPLACE. If the system lacks it, check for ``dst`` before the rename."""
         with translated(WriteError, dst):
             await run_blocking(self._executor, _rename_no_replace, src, dst)
 
     async def exchange(self, a: Path, b: Path) -> None:
-        """renameat2 with RENAME_EXCHANGE."""
+        """Call renameat2 with RENAME_EXCHANGE."""
         with translated(WriteError, b):
             await run_blocking(self._executor, _exchange, a, b)
 
     async def replace(self, src: Path, dst: Path) -> None:
-        """Call os.replace."""
+        """Replace ``dst`` with ``src`` in one rename."""
         with translated(WriteError, dst):
             await run_blocking(self._executor, os.replace, src, dst)
 
     async def remove_file(self, path: Path) -> None:
-        """See :meth:`Storage.remove_file`."""
+        """Remove the file, if it exists."""
         with translated(WriteError, path):
             await run_blocking(self._executor, path.unlink, True)
 
     async def remove_tree(self, path: Path) -> None:
-        """Call shutil.rmtree."""
+        """Remove the directory and all below it, if it exists."""
         with translated(WriteError, path):
             await run_blocking(self._executor, _remove_tree, path)
 
     def lock(self, path: Path) -> RootLock:
-        """fcntl.lockf on ``path``, which is created, its directory too."""
+        """Return a held lock on ``path``. If the file or its directory does not exist, create it."""
         return RootLock(path)
 
 
@@ -330,7 +337,7 @@ def _rename_no_replace(src: Path, dst: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_RENAMEAT2:
             raise
-        if os.path.lexists(dst):  # a window for a rename between check and ours remains; the root lock narrows it
+        if os.path.lexists(dst):  # another rename may come between this check and ours; the root lock makes that rare
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(src), None, str(dst)) from error
         src.rename(dst)
 
@@ -350,12 +357,12 @@ def _remove_tree(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
-        if os.path.lexists(path):  # something below vanished meanwhile: not done yet
+        if os.path.lexists(path):  # only a file below it vanished meanwhile, so the removal is not complete
             shutil.rmtree(path)
 
 
 async def names_in(storage: Storage, path: Path) -> list[str]:
-    """Names in a directory, sorted; none if nobody has made it yet."""
+    """Return the names in a directory, sorted; an empty list if the directory does not exist."""
     try:
         return await storage.list_dir(path)
     except ReadError:
@@ -367,7 +374,7 @@ async def names_in(storage: Storage, path: Path) -> list[str]:
 async def sync_parents(storage: Storage, src: Path, dst: Path) -> None:
     """Make a rename from ``src`` to ``dst`` durable.
 
-    The new name first: after a power loss in between what was renamed has one name at least.
+    The new name becomes durable first, so that after a power loss in between at least one of the names is there.
     """
     await storage.sync_dir(dst.parent)
     if src.parent != dst.parent:
@@ -375,10 +382,10 @@ async def sync_parents(storage: Storage, src: Path, dst: Path) -> None:
 
 
 async def read_small_file(storage: Storage, path: Path, *, max_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes | None:
-    """All bytes of a manifest or ``.metadata``; None if there is no such file.
+    """Return the bytes of a manifest or of ``.metadata``; None if there is no such file.
 
     Raises:
-        MismatchError: it is longer than ``max_bytes``; no memory was taken for it.
+        MismatchError: the file is longer than ``max_bytes``; no memory was taken for it.
     """
     try:
         return await storage.read_file(path, max_bytes=max_bytes)

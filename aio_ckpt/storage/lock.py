@@ -1,4 +1,4 @@
-"""The writer's lock of a root."""
+"""The writer's lock of a root, by ``fcntl.lockf``."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ _logger = logging.getLogger("aio_ckpt")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 _TRIES = 20
-"""Then the file is believed: a file system may number its files anew at each look."""
+"""Number of times that the lock file is opened anew if its identity does not match its path. After that, the open file
+counts as the lock file: a file system may report another inode at each call."""
 
 _held: dict[str, tuple[int, weakref.ref[RootLock]]] = {}
-"""Real path -> (pid, holder) of the locks of this process. fcntl locks belong to the process: a second one would
-be granted, and closing it would drop the first. A holder that is gone was lost by Ctrl-C and holds nothing."""
+"""Real path -> (pid, holder) of the locks of this process. An fcntl lock belongs to the process, so the system would
+grant a second one, and closing it would drop the first. A holder that no longer exists was lost by Ctrl-C."""
 
 
 class RootLock:
-    """An exclusive ``fcntl.lockf`` lock on a file that says who holds it; held from construction to release.
+    """Exclusive ``fcntl.lockf`` lock on a file that names its holder. It is held from construction to release.
 
-    Not flock, which a forked data loader would inherit and keep. Where the file system has no locks, a warning is
-    logged and the lock only keeps this process out.
+    It is no flock, because a forked data loader would inherit that and keep it. If the file system has no locks, a
+    warning is logged, and the lock excludes only other engines of this process.
     """
 
     def __init__(self, path: Path) -> None:
-        """Take it without waiting.
+        """Take the lock without waiting.
 
         Raises:
-            RootError: held by another process, which is named if it could be read, or by this one.
+            RootError: this process or another one holds the lock; the message names the other one if it is known.
         """
         self.path = path
         self._pid = os.getpid()
         self._key = os.path.realpath(path)
         self._descriptor: int | None = None
-        self._mine = (self._pid, weakref.ref(self))
+        self._entry = (self._pid, weakref.ref(self))
         try:
             self._claim()
             self._descriptor = _open_locked(path)
@@ -63,15 +64,17 @@ class RootLock:
         self.release()
 
     def renew(self) -> None:
-        """Make sure that it is held still: closing any descriptor of the file (a copy of the root) drops it unnoticed.
+        """Make sure that the lock is still held, and take it again if it was lost.
+
+        The system drops it silently when this process closes any descriptor of the file, as a copy of the root does.
 
         Raises:
-            RootError: another process holds it now.
+            RootError: another process holds the lock now.
         """
         if os.getpid() != self._pid:
             return
         if self._descriptor is not None and not _is_file(self._descriptor, self.path):
-            os.close(self._descriptor)  # the file was removed: others would lock a new one
+            os.close(self._descriptor)  # the file was removed, so that other processes would lock a new one
             self._descriptor = None
         if self._descriptor is None:
             self._descriptor = _open_locked(self.path)
@@ -79,15 +82,15 @@ class RootLock:
             _lock(self._descriptor, self.path)
 
     def discard(self) -> None:
-        """Remove the file and let go: who waits for it locks a new one."""
+        """Remove the file and release the lock. The next holder makes a new file."""
         if self._descriptor is not None and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):  # a file that stays is locked again
+            with contextlib.suppress(OSError):  # if the file stays, the next holder locks it
                 if _is_file(self._descriptor, self.path):
                     os.unlink(self.path)
         self.release()
 
     def release(self) -> None:
-        """Let go. Idempotent; in a forked child it leaves the parent's lock alone."""
+        """Release the lock. Idempotent. In a forked child, the parent keeps its lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -95,13 +98,13 @@ class RootLock:
                 self._unclaim()
 
     def _claim(self) -> None:
-        while (holder := _held.setdefault(self._key, self._mine)) is not self._mine:
+        while (holder := _held.setdefault(self._key, self._entry)) is not self._entry:
             if holder[0] == self._pid and holder[1]() is not None:
                 raise RootError(errno.EBUSY, "another engine of this process writes here", str(self.path))
-            _held.pop(self._key, None)  # lost, or copied by fork: the parent's
+            _held.pop(self._key, None)  # the holder was lost, or it is the parent's, which fork copied
 
     def _unclaim(self) -> None:
-        if _held.get(self._key) is self._mine:
+        if _held.get(self._key) is self._entry:
             del _held[self._key]
 
 
@@ -124,18 +127,22 @@ def _open_locked(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last holder had removed it: others lock the one that is there now
+        os.close(descriptor)  # its last holder has removed the file, so that other processes lock a newer one
     raise AssertionError("the last try returns or raises")
 
 
 def _name_holder(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # for people only; whoever clears a full disk needs the lock first
+    with contextlib.suppress(OSError):  # the name is for people only, and on a full disk the lock must still work
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Whether it is locked now; False, with a warning, where the file system has no locks."""
+    """Lock the file. Return False, with a warning, if the file system has no locks.
+
+    Raises:
+        RootError: another process holds the lock, or the system refuses to lock the file.
+    """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Paths of the user's, and directories that are made durably."""
+"""Checks of paths that the user gives, and durable changes of directories."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["checked_path", "make_dirs", "sync_dir"]
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """``path``, as it is given; nothing is looked up.
+    """Return ``path`` as a Path, unchanged. The file system is not read.
 
     Raises:
-        RootError: it is no path, empty text, or a name that no file system can hold.
+        RootError: ``path`` is no path, or empty text, or a name that no file system can hold.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         remedy = "give a str or a pathlib.Path"
@@ -30,7 +30,11 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def make_dirs(path: Path) -> None:
-    """Make a directory and its parents, durably; it may be there. Raises what the system raises."""
+    """Make a directory and its missing parents, durably. The directory may exist.
+
+    Raises:
+        OSError: a directory cannot be made or synced.
+    """
     if path.is_dir():
         return
     make_dirs(path.parent)
@@ -39,12 +43,16 @@ def make_dirs(path: Path) -> None:
 
 
 def sync_dir(path: Path) -> None:
-    """Make the names in a directory durable. Raises what the system raises."""
+    """Make the names in a directory durable. A file system without fsync of directories is accepted.
+
+    Raises:
+        OSError: the directory cannot be opened or synced.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the answer of file systems that have no fsync of directories
+        if error.errno != errno.EINVAL:  # file systems without fsync of directories return EINVAL
             raise
     finally:
         os.close(descriptor)

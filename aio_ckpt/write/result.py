@@ -1,4 +1,4 @@
-"""What the write stage did, and the post-condition of every save."""
+"""Result of the write stage, and the post-condition of every save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["WriteResult", "check_complete"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """What the write stage did, per rank; enough to render the rank's manifest."""
+    """Result of the write stage of one rank. With the plan, it is all that the rank's manifest needs."""
 
     image_bytes: int
     """Length of the data file, padding included."""
@@ -21,20 +21,20 @@ class WriteResult:
     sums: bytes
     """CRC32 of each block of each item's raw bytes, little-endian, items in the order of the layout."""
     mode: WriteMode
-    """How the bytes went to the disk."""
+    """How the bytes reached the disk."""
     chunks: int
-    """Chunks of the file."""
+    """Number of chunks of the file."""
     chunks_written: frozenset[int]
     """Indices of the chunks that were written."""
     items_patched: int
-    """Items whose trailer got its CRC32."""
+    """Number of items whose trailer holds their CRC32."""
 
 
 def check_complete(requested: frozenset[str], written: frozenset[str]) -> None:
-    """The post-condition of every save: written set == requested set.
+    """Check the post-condition of every save: the written leaves are exactly the requested ones.
 
     Raises:
-        PlanChangedError: names up to five leaves that are missing or that nobody asked for.
+        PlanChangedError: the sets differ; the message names up to five missing and five extra leaves.
     """
     if requested == written:
         return

@@ -1,4 +1,4 @@
-"""Throttle: each write of a data file waits here for its turn at ``max_write_bytes_per_sec``."""
+"""Throttle: it delays the writes of data files so that they stay below ``max_write_bytes_per_sec``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _POLL_SECS = 0.05
 
 
 class TokenBucket:
-    """The order and the time in which writes may begin. A write begins once the bytes before it are paid for.
+    """Order and time in which writes may begin. A write begins once the bytes before it are paid for at the rate.
 
-    In any ``t`` seconds, the writes that begin hold at most ``rate * t`` bytes and one write more: idle time earns no
-    credit. Seconds are those of the caller's clock, which never goes back.
+    In any ``t`` seconds, the writes that begin hold at most ``rate * t`` bytes and one write more, because idle time
+    earns no credit. Seconds are those of the caller's clock, which never goes back.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class TokenBucket:
         self._waiting = 0
 
     def advance(self, now: float, rate: float | None) -> None:
-        """Pay at ``rate`` bytes a second since the last call; None: pay all that is reserved."""
+        """Pay for ``rate`` bytes a second since the last call; None: pay for all reserved bytes."""
         if rate is None:
             self._paid = max(self._paid, self._end)
         else:
@@ -36,19 +36,19 @@ class TokenBucket:
         self._at = now
 
     def reserve(self, nbytes: int) -> float:
-        """Return where a write of ``nbytes`` begins. The caller must call :meth:`leave`, whether it writes or not."""
+        """Return the number of bytes before a write of ``nbytes``. The caller must call :meth:`leave` in any case."""
         begin = max(self._end, self._paid)
         self._end = begin + nbytes
         self._waiting += 1
         return begin
 
     def wait_secs(self, begin: float, rate: float | None) -> float:
-        """Return the seconds until the write at ``begin`` may begin at ``rate``; 0.0: now."""
+        """Return the seconds until the write at ``begin`` may begin at ``rate``; 0.0 if it may begin now."""
         owed = begin - self._paid
         return 0.0 if rate is None or owed < 1 else owed / rate
 
     def leave(self, begin: float, nbytes: int) -> None:
-        """End the wait of the write at ``begin``: its ``nbytes`` begin now, or (0) never will."""
+        """End the wait of the write at ``begin``, which now writes ``nbytes``; 0 if it was given up."""
         if nbytes:
             self._begun = max(self._begun, begin + nbytes)
         self._waiting -= 1
@@ -57,10 +57,10 @@ class TokenBucket:
 
 
 class WriteThrottle:
-    """The write rate of one engine: unlimited or fixed. Used on the engine's loop.
+    """Limit of the write rate of one engine. It is used on the engine's loop.
 
-    The throttle paces the chunks of data files when each begins to be written. It paces neither the copies out of the
-    state, which end sooner, nor the few small files, nor a hurried save.
+    The throttle delays a chunk of a data file before its write begins. It delays neither the copies out of the state,
+    which end sooner, nor the few small files, nor a hurried save.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class WriteThrottle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
     ) -> None:
-        """``limit`` in bytes a second, None: no limit; it does not hold while ``is_urgent()``."""
+        """Set the limit, in bytes a second; None: no limit. While ``is_urgent()`` is True, it does not hold."""
         self._limit = limit
         self._is_urgent = is_urgent
         self._clock = clock
@@ -80,7 +80,7 @@ class WriteThrottle:
         self._is_lifted = False
 
     async def admit(self, nbytes: int, *, is_hurried: bool, on_wait: Callable[[], None]) -> None:
-        """Return when a write of ``nbytes`` may begin, in the order of the calls; call ``on_wait()`` meanwhile."""
+        """Wait until a write of ``nbytes`` may begin, in the order of the calls. Call ``on_wait()`` meanwhile."""
         if is_hurried or self._limit is None:
             return
         self._advance()
@@ -94,15 +94,15 @@ class WriteThrottle:
             self._bucket.leave(begin, begun_bytes)
 
     def lift(self) -> None:
-        """Pace nothing from now on: the process is about to end."""
+        """Delay no write from now on, because the process is about to end."""
         self._is_lifted = True
 
     def longest_wait_secs(self, nbytes: int) -> float:
-        """Return how long ``nbytes`` may wait because of the limit alone."""
+        """Return the longest time in seconds that the limit alone may delay ``nbytes``."""
         return 0.0 if self._limit is None else nbytes / self._limit
 
     def _advance(self) -> float | None:
-        """Pay until now, and return the rate that holds."""
+        """Pay until now, and return the rate in force; None: no limit."""
         rate = None if self._is_lifted or self._is_urgent() else self._limit
         self._bucket.advance(self._clock(), rate)
         return rate

@@ -1,4 +1,4 @@
-"""The file that the trace of one save is written to."""
+"""Trace file: the file to which the trace of one save is written."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["NO_TRACE", "SaveTrace", "TraceFile"]
 
 _log = logging.getLogger("aio_ckpt")
 _WRITE_SECS = 10.0
-"""How long a save that has ended waits for its trace."""
+"""Seconds that a save that has ended waits for the write of its trace."""
 
 
-def _checked(path: object) -> Path:
-    """Where a trace can be written.
+def _checked_path(path: object) -> Path:
+    """Return the absolute path to which a trace can be written.
 
     Raises:
-        ConfigError: no path, a directory, a device or pipe, a file of a checkpoint, or its directory is missing or not
-            writable.
+        ConfigError: ``path`` is no path, or that of a directory, a device, a pipe or a file of a checkpoint, or its
+            directory is missing or not writable.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
         raise ConfigError(f"trace={shown(path)}: give the path of a file")
     found = Path(path).absolute()
     try:
-        found = Path(os.path.realpath(found))  # the file behind a link is replaced, not the link
+        found = Path(os.path.realpath(found))  # the target of a link is replaced, and not the link
         is_taken = not stat.S_ISREG(os.stat(found).st_mode)
     except FileNotFoundError:
         is_taken = False
-    except (OSError, ValueError) as error:  # a name that is too long, a NUL, a file in the place of a directory
+    except (OSError, ValueError) as error:  # the name is too long, or has a NUL, or a parent is a file
         raise ConfigError(f"trace={shown(str(found))}: no file can be there ({error})") from error
     if is_taken:
         raise ConfigError(f"trace={shown(str(found))} is a directory, a device or a pipe: give the path of a file")
@@ -53,12 +53,15 @@ def _checked(path: object) -> Path:
 
 
 class SaveTrace(Recorder, Protocol):
-    """Where the time of one save goes, and what becomes of that in the end."""
+    """Recorder of one save that can store its spans when the save has ended."""
 
     async def keep(
         self, executor: Executor, *, origin: float, rank: int, about: Mapping[str, object], error: BaseException | None
     ) -> None:
-        """The save has ended, with ``error`` or well. Raises nothing: no save fails because of its trace."""
+        """Store the spans of the save, which has ended with ``error``, or well if that is None.
+
+        Raises nothing: no save fails because of its trace.
+        """
 
 
 class _NoTrace:
@@ -80,20 +83,21 @@ NO_TRACE: SaveTrace = _NoTrace()
 
 
 class TraceFile(SpanRecorder):
-    """The spans of one save, written to a file when it has ended.
-
-    Raises:
-        ConfigError: see :func:`_checked`.
-    """
+    """Recorder that writes the spans of one save to a file when the save has ended."""
 
     def __init__(self, path: object) -> None:
+        """Check ``path``.
+
+        Raises:
+            ConfigError: see :func:`_checked_path`.
+        """
         super().__init__()
-        self.path = _checked(path)
+        self.path = _checked_path(path)
 
     async def keep(
         self, executor: Executor, *, origin: float, rank: int, about: Mapping[str, object], error: BaseException | None
     ) -> None:
-        """Put the trace in place of the file at once; what goes wrong is logged."""
+        """Write the trace and replace the file in one rename. An error is only logged."""
         failure = None if error is None else f"{type(error).__name__}: {error}"
         try:
             data = render(self.spans(), origin=origin, rank=rank, about=about, error=failure)

@@ -1,7 +1,7 @@
-"""Write: run an image's chunks: constants, sums, writes. Chunks may complete in any order.
+"""Write the chunks of an image: place constants and objects, compute sums, write. Writes may end in any order.
 
-One task prepares the chunks in order (so that a running CRC can pass from one to the next), as far ahead as
-``workers`` tasks write: writes that end together, as they do on a disk they share, begin anew together.
+One task prepares the chunks in order, because the CRC of the file runs from one to the next. It prepares up to
+``workers`` chunks ahead of the tasks that write. Writes to one disk often end together, and then begin again together.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["ChunkPreparer", "new_file", "write_image"]
 
 
 class ChunkPreparer:
-    """Makes captured chunks ready to be written, in order: constants, objects, padding, sums.
+    """Preparation of captured chunks for the write, in order: constants, objects, padding, sums.
 
-    Used by one thread at a time, chunk after chunk. Holds sums, never bytes.
+    One thread at a time uses it, chunk after chunk. It holds sums, and never the bytes of an image.
     """
 
     def __init__(self, layout: ImageLayout, objects: bytes, *, renders_constants: bool) -> None:
@@ -41,13 +41,13 @@ class ChunkPreparer:
         self._item_crc32s = np.zeros(len(layout.items), dtype="<u4")
         self._blocks: dict[int, list[int]] = {}
         self.file_crc32 = 0
-        """Of every chunk so far."""
+        """CRC32 of all chunks so far."""
         self.items_patched = 0
-        """Items whose trailer holds their CRC32."""
+        """Number of items whose trailer holds their CRC32."""
 
     @property
     def sums(self) -> bytes:
-        """CRC32 of each block of each item, little-endian; complete when every chunk was prepared."""
+        """CRC32 of each block of each item, little-endian. It is complete when every chunk was prepared."""
         parts: list[bytes] = []
         begin = 0
         for index in sorted(self._blocks):
@@ -59,7 +59,7 @@ class ChunkPreparer:
         return b"".join([*parts, self._single_sums(begin, len(self._layout.items))])
 
     def prepare(self, chunk: Chunk, view: memoryview) -> None:
-        """Complete ``view``, the captured chunk, and sum it."""
+        """Complete the captured ``chunk`` in its memory ``view``, and compute its sums."""
         if self._renders_constants:
             for start, data in chunk.constants:
                 offset = start - chunk.start
@@ -74,7 +74,7 @@ class ChunkPreparer:
         self._sum_file(chunk, view, totals)
 
     def _single_sums(self, begin: int, end: int) -> bytes:
-        """Sums of the items from ``begin`` to ``end``, none of more than one block; an empty item has none."""
+        """Return the sums of the items from ``begin`` to ``end``. Each has one block, or, if it is empty, none."""
         nonempty = [index for index in range(begin, end) if self._layout.items[index].envelope.raw_bytes]
         return self._item_crc32s[nonempty].tobytes()
 
@@ -89,7 +89,7 @@ class ChunkPreparer:
             view[padding - chunk.start :] = bytes(chunk.stop - padding)
 
     def _sum_part(self, piece: Piece, view: memoryview, chunk_start: int) -> int:
-        """CRC32 of the piece; extends the sums of its item."""
+        """Return the CRC32 of the piece, and extend the sums of its item."""
         blocks = self._blocks.setdefault(piece.item, [])
         offset = piece.image_start - chunk_start - piece.raw_start
         total = 0
@@ -108,7 +108,7 @@ class ChunkPreparer:
         return total
 
     def _sum_file(self, chunk: Chunk, view: memoryview, totals: Sequence[int]) -> None:
-        """Extend the file's CRC32; the parts, whose own is known, are combined and not summed again."""
+        """Extend the CRC32 of the file. The pieces with ``totals`` are combined into it and not summed again."""
         running, position = self.file_crc32, 0
         for piece, total in zip(chunk.sums.parts, totals, strict=True):
             start = piece.image_start - chunk.start
@@ -119,21 +119,22 @@ class ChunkPreparer:
 
 @contextlib.asynccontextmanager
 async def new_file(
-    storage: Storage, path: Path, nbytes: int, *, writers: int, settle_secs: float, begin: Callable[[str], None]
+    storage: Storage, path: Path, nbytes: int, *, writers: int, settle_secs: float, on_activity: Callable[[str], None]
 ) -> AsyncIterator[DataFile]:
-    """A new data file with room for ``nbytes``; durable when the block ends well, and closed when it ends.
+    """Create a data file with room for ``nbytes``. Make it durable if the block succeeds, and close it in any case.
 
-    ``begin(activity)`` is told what is done. Close waits at most ``settle_secs`` for threads that use the file.
+    ``on_activity`` gets the name of each activity when it begins. Closing waits at most ``settle_secs`` for threads
+    that still use the file.
 
     Raises:
-        WriteError: it exists, there is no room (before a byte is written), or it could not be made durable.
+        WriteError: the file exists, or there is no room (before a byte is written), or it could not be made durable.
     """
-    begin("reserving room for its data")
+    on_activity("reserving room for its data")
     file = await storage.create_data_file(path, nbytes, writers=writers)
     try:
-        begin("writing its data")
+        on_activity("writing its data")
         yield file
-        begin("making its data durable (fdatasync)")
+        on_activity("making its data durable (fdatasync)")
         await file.sync()
     finally:
         with anyio.move_on_after(settle_secs, shield=True):
@@ -152,10 +153,10 @@ async def write_image(
     on_written: Callable[[int], None],
     trace: Recorder,
 ) -> WriteResult:
-    """Write every chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
+    """Write each chunk of ``image`` to a file as soon as ``captured(index)`` and ``admit(nbytes)`` return.
 
-    The first chunks are prepared while the file is opened; at most ``workers`` writes are in flight. Each thread that
-    touches the image is reported to its lease, and keeps it to its end. The first error cancels the rest and is raised.
+    The first chunks are prepared while the file is opened. At most ``workers`` writes are in flight. Each thread that
+    touches the image holds the lease of the image until it ends. The first error cancels all other work and is raised.
     """
     sender, receiver = anyio.create_memory_object_stream[Chunk](workers)
     written: set[int] = set()
@@ -167,7 +168,7 @@ async def write_image(
                     await captured(chunk.index)
                 with trace.span(f"sum chunk {chunk.index}", SUMS, bytes=chunk.stop - chunk.start):
                     await run_blocking(executor, preparer.prepare, chunk, image.view(chunk))
-                with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left: what ended them is raised
+                with contextlib.suppress(anyio.BrokenResourceError):  # no writer is left, and their error is raised
                     await sender.send(chunk)
 
     async def write(file: DataFile, chunks: MemoryObjectReceiveStream[Chunk], lane: str) -> None:

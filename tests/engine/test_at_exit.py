@@ -157,7 +157,7 @@ BESIDE = {
         engine = engine_of(SyncCheckpointEngine, max_in_flight=2)
         engine.save(state(1)).result()
         storage.slow("sync", secs=0.3)
-        threading.Thread(target=lambda: (time.sleep(0.2), engine.save(state(2)))).start()
+        threading.Thread(target=lambda: (threading.main_thread().join(), engine.save(state(2)))).start()
     """,
     "an executor's thread that waits for the save": """
         from concurrent.futures import ThreadPoolExecutor

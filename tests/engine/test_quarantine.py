@@ -257,9 +257,9 @@ async def test_a_rename_that_hangs_holds_a_load_no_longer_than_its_limit(
     quarantine.is_writer = True
     gate = storage.hold("rename", TWO)
     with caplog.at_level(logging.WARNING, "aio_ckpt"), anyio.fail_after(TIMEOUT):
-        assert await quarantine.condemn(storage, root, proof, 0.05) == {}
+        assert await quarantine.add(storage, root, proof, 0.05) == {}
     assert "steps [2] are damaged but were not set aside within 0.05 s" in caplog.text
-    assert [found.step for found in await quarantine.committed(storage, root, NAMES)] == [1], "condemned for good"
+    assert [found.step for found in await quarantine.committed(storage, root, NAMES)] == [1], "damaged for good"
     storage.release(gate)
     assert len(await quarantine.enforce(storage, root, TIMEOUT)) == 1, "tried again"
     assert executor.close(TIMEOUT)
@@ -291,7 +291,7 @@ class OddReads(GatedStorage):
 class OddFile:
     def __init__(self, storage: OddReads, inner: ReadFile) -> None:
         self._storage, self._inner = storage, inner
-        self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
+        self.path, self.nbytes, self.is_direct = inner.path, inner.nbytes, inner.is_direct
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
         if self._storage.errors:
@@ -406,7 +406,7 @@ def test_a_renamed_directory_is_passed_by_but_proves_no_damage(root: Path) -> No
         assert listing(root) == [ONE, THREE, "step_000000004"]
 
 
-def test_what_was_overwritten_after_it_was_condemned_stays(root: Path) -> None:
+def test_what_was_overwritten_after_it_was_proven_damaged_stays(root: Path) -> None:
     saved(root, 1, 2)
     damage(root, 2)
     with SyncCheckpointEngine(root) as late:

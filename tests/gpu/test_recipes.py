@@ -98,8 +98,8 @@ def device_bytes() -> int:
 
 def gather_buffer_bytes(engine: SyncCheckpointEngine) -> int:
     """What the engine keeps on the device for its next save, until ``clear_cache()`` or ``close()``."""
-    kept = [lines for lines in engine._frontend.in_flight._copy_engines.gathers._lines.values() if lines]
-    return sum(next(iter(lines.values())).memory.untyped_storage().nbytes() for lines in kept)
+    kept = [targets for targets in engine._frontend.in_flight._copy_engines.gathers._targets.values() if targets]
+    return sum(next(iter(targets.values())).memory.untyped_storage().nbytes() for targets in kept)
 
 
 @pytest.mark.parametrize("staging", STAGINGS)

@@ -921,7 +921,7 @@ class BadTransfer(WatchedOpens):
 class Garbling:
     def __init__(self, inner: ReadFile) -> None:
         self._inner = inner
-        self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
+        self.path, self.nbytes, self.is_direct = inner.path, inner.nbytes, inner.is_direct
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
         got = await self._inner.read_into(offset, *views)
@@ -951,7 +951,7 @@ async def test_a_storage_that_must_read_directly_does(tmp_path: Path) -> None:
         for direct_io, page_cache in (("auto", "fill"), ("auto", "pass"), ("auto", "take"), ("on", "fill")):
             storage = LocalStorage(executor, direct_io, read_probe=lambda *_: None)  # type: ignore[arg-type]
             file = await storage.open_data_file(tmp_path / "d", readers=1, page_cache=page_cache)  # type: ignore[arg-type]
-            assert file.direct is (page_cache != "fill" or direct_io == "on")
+            assert file.is_direct is (page_cache != "fill" or direct_io == "on")
             await file.close()
     finally:
         executor.close(READ_SECS)

@@ -149,8 +149,8 @@ class _ForwardingReadFile:
         return self._inner.nbytes
 
     @property
-    def direct(self) -> bool:
-        return self._inner.direct
+    def is_direct(self) -> bool:
+        return self._inner.is_direct
 
     async def read_into(self, offset: int, *views: memoryview) -> int:
         return await self._storage.run_read(Call("read_into", self.path), lambda: self._inner.read_into(offset, *views))

@@ -84,7 +84,7 @@ async def save_image(
             image,
             CopyEngines(),
             guarded=frozenset(),
-            on_captured=lambda runs: loop.call_soon_threadsafe(progress.tell, list(runs)),
+            on_captured=lambda runs: loop.call_soon_threadsafe(progress.add, list(runs)),
             stall_timeout_secs=TIMEOUT,
             trace=NO_TRACE,
         )
@@ -100,7 +100,7 @@ async def save_image(
                         image.chunks[-1].stop,
                         writers=workers,
                         settle_secs=TIMEOUT,
-                        begin=lambda activity: None,
+                        on_activity=lambda activity: None,
                     ),
                     executor,
                     workers=workers,

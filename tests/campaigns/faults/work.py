@@ -47,7 +47,7 @@ __all__ = [
 
 _PACKAGE = str(Path(aio_ckpt.__file__).parent)
 _KEPT = ("pending/", "trash/")
-_UNGUARDED = {"Lease._let_go", "Lease._end", "LifetimeManager._give_back"}
+_UNGUARDED = {"Lease.release", "Lease._end_if_unused", "LifetimeManager._give_back"}
 """Callbacks of futures, which swallow what they raise: documented, the buffer stays lent until the engine is closed."""
 Work = Callable[..., Any]
 

@@ -410,7 +410,7 @@ class SimDataFile:
 class SimReadFile:
     """A file of :class:`SimStorage` that is read."""
 
-    direct = False
+    is_direct = False
 
     def __init__(self, storage: SimStorage, path: Path, file: File) -> None:
         self._storage = storage

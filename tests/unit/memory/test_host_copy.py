@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aio_ckpt.memory import host_copy as vectors
-from aio_ckpt.memory.host_copy import CopyVectors, copy_all, unreadable
+from aio_ckpt.memory.host_copy import CopyVectors, copy_all, first_unreadable
 
 
 @pytest.fixture(params=["at once", "one by one"])
@@ -58,7 +58,7 @@ def test_a_source_that_is_no_memory_any_more_is_an_error_and_no_crash() -> None:
     try:
         with pytest.raises(OSError, match=r"of 4104 bytes were copied") as caught:
             copy_all(target.ctypes.data, rows)
-        assert unreadable(target.ctypes.data, rows) == 1
+        assert first_unreadable(target.ctypes.data, rows) == 1
     finally:  # so that what unmaps the object later unmaps nothing of others
         ctypes.CDLL(None).mmap(
             ctypes.c_void_p(address), ctypes.c_size_t(1 << 16), 3, 0x32, -1, ctypes.c_long(0)

@@ -594,7 +594,7 @@ def test_an_arena_that_the_driver_does_not_register_ahead_is_not_kept(
     assert ahead is not None
     with pytest.raises(RuntimeError, match="refused"):
         ahead.result(TIMEOUT)
-    assert (manager.stats.arenas, manager._coming) == (0, [])
+    assert (manager.stats.arenas, manager._being_mapped) == (0, [])
 
 
 def test_ctrl_c_in_a_save_loses_no_arena_that_is_being_mapped(manager: LifetimeManager, held: Gate) -> None:

@@ -21,7 +21,7 @@ from aio_ckpt.memory.lifetime import LifetimeManager
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, DeviceCopies, GatherRun
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.snapshot.capture import CopyEngines, KnownCopyOrder, capture
+from aio_ckpt.snapshot.capture import CopyEngines, CopyOrderCache, capture
 from aio_ckpt.write.trace_file import NO_TRACE
 
 
@@ -63,8 +63,8 @@ def leaves_of(device_copies):
 
 def test_what_is_guarded_comes_later_and_all_else_first():
     plan, _ = issued(state_of([100, 200, 300, 400]))
-    device_copies, known = plan.places.at([1000, 2000, 3000, 4000]).device_copies, KnownCopyOrder()
-    copy_order = known.of(plan.copy_methods, device_copies, frozenset({0, 3}))
+    device_copies, known = plan.places.at([1000, 2000, 3000, 4000]).device_copies, CopyOrderCache()
+    copy_order = known.order(plan.copy_methods, device_copies, frozenset({0, 3}))
     assert leaves_of(copy_order.device_copies(is_guarded=True)) == [[0, 3]]
     (first,) = copy_order.device_copies(is_guarded=False).values()
     assert (first.leaves.tolist(), first.vectors[:, 1].tolist()) == ([1, 2], [2000, 3000])
@@ -73,13 +73,13 @@ def test_what_is_guarded_comes_later_and_all_else_first():
 def test_turns_are_found_once_and_again_for_other_addresses_routes_or_guards():
     plan, _ = issued(state_of([100, 200]))
     first, second = (plan.places.at(addresses).device_copies for addresses in ([1000, 2000], [1000, 5000]))
-    known, guarded = KnownCopyOrder(), frozenset({1})
-    copy_order = known.of(plan.copy_methods, first, guarded)
-    assert known.of(plan.copy_methods, first, guarded) is copy_order
-    (moved,) = known.of(plan.copy_methods, second, guarded).device_copies(is_guarded=True).values()
+    known, guarded = CopyOrderCache(), frozenset({1})
+    copy_order = known.order(plan.copy_methods, first, guarded)
+    assert known.order(plan.copy_methods, first, guarded) is copy_order
+    (moved,) = known.order(plan.copy_methods, second, guarded).device_copies(is_guarded=True).values()
     assert moved.vectors[:, 1].tolist() == [5000]
-    assert leaves_of(known.of(plan.copy_methods, second, frozenset({0})).device_copies(is_guarded=True)) == [[0]]
-    assert leaves_of(known.of(plan.copy_methods, second, frozenset()).device_copies(is_guarded=False)) == [[0, 1]]
+    assert leaves_of(known.order(plan.copy_methods, second, frozenset({0})).device_copies(is_guarded=True)) == [[0]]
+    assert leaves_of(known.order(plan.copy_methods, second, frozenset()).device_copies(is_guarded=False)) == [[0, 1]]
 
 
 def route_of(start: int, *leaves: int) -> ChunkCopyMethods:
@@ -88,10 +88,10 @@ def route_of(start: int, *leaves: int) -> ChunkCopyMethods:
 
 
 def test_a_span_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
-    known, device_copies, guarded = KnownCopyOrder(), dict[torch.device, DeviceCopies](), frozenset({0, 2, 3, 4})
+    known, device_copies, guarded = CopyOrderCache(), dict[torch.device, DeviceCopies](), frozenset({0, 2, 3, 4})
     copy_methods = [route_of(0, 0, 1), route_of(100, 2, 3), route_of(200, 4)]
-    assert known.of(copy_methods, device_copies, guarded).guarded_runs == {100, 200}
-    assert known.of([route_of(50, 0)], device_copies, guarded).guarded_runs == {50}  # another layout
+    assert known.order(copy_methods, device_copies, guarded).guarded_runs == {100, 200}
+    assert known.order([route_of(50, 0)], device_copies, guarded).guarded_runs == {50}  # another layout
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (40, 50), (20, 20)])

@@ -943,7 +943,7 @@ class CountingStorage:
 class CountingFile:
     def __init__(self, owner, inner):
         self._owner, self._inner = owner, inner
-        self.path, self.nbytes, self.direct = inner.path, inner.nbytes, inner.direct
+        self.path, self.nbytes, self.is_direct = inner.path, inner.nbytes, inner.is_direct
 
     async def read_into(self, offset, *views):
         owner = self._owner

@@ -354,8 +354,9 @@ async def test_a_cancelled_await_leaves_its_thread_running_and_the_watcher_knows
             await run_blocking(executor, work)
 
     task = asyncio.create_task(awaiting())
-    while not entered.is_set():
-        await asyncio.sleep(0)
+    async with asyncio.timeout(TIMEOUT):
+        while not entered.is_set():
+            await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -385,8 +386,9 @@ async def test_the_result_of_a_cancelled_await_is_disposed_of(executor: Executor
         return "a descriptor"
 
     task = asyncio.create_task(run_owned(executor, work, dispose=disposed.set_result))
-    while not entered.is_set():
-        await asyncio.sleep(0)
+    async with asyncio.timeout(TIMEOUT):
+        while not entered.is_set():
+            await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

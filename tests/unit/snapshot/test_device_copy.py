@@ -11,7 +11,7 @@ import torch
 from rings import issued
 
 from aio_ckpt.memory.copies import DeviceMemory, HostCopies
-from aio_ckpt.snapshot.device_copy import DeviceCopier, copy_bytes
+from aio_ckpt.snapshot.device_copy import DeviceCopier, copy_budget_bytes
 
 ROOM = 1 << 30
 
@@ -29,7 +29,7 @@ def states() -> dict[str, torch.Tensor]:
 
 def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() -> None:
     plan, tensors = issued(states())
-    device_copy = DeviceCopier(ROOM).of(plan, lambda _: HostCopies())
+    device_copy = DeviceCopier(ROOM).allocate(plan, lambda _: HostCopies())
     assert device_copy is not None
     for groups in device_copy.groups.values():
         HostCopies().assemble([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
@@ -52,7 +52,7 @@ def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() ->
 def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> None:
     device_copier, (plan, _), (other, _) = DeviceCopier(None), issued(states()), issued({"w": torch.ones(99_999)})
     copies = KeptMemory()
-    first, again = (device_copier.of(plan, lambda _: copies) for _ in range(2))
+    first, again = (device_copier.allocate(plan, lambda _: copies) for _ in range(2))
     assert first is not None
     assert again is not None
     assert again.device_copies is first.device_copies  # which is what the order of the copies is known by
@@ -61,7 +61,7 @@ def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> Non
     assert memory() is not None
     del first, again
     assert memory() is None
-    changed = device_copier.of(other, lambda _: copies)
+    changed = device_copier.allocate(other, lambda _: copies)
     assert changed is not None
     assert changed.leaves == {0}
 
@@ -85,7 +85,7 @@ class KeptMemory(HostCopies):
 def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() -> None:
     state = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(4)}  # 1 MiB each
     plan, tensors = issued(state)
-    device_copy = DeviceCopier(5 << 19).of(plan, lambda _: HostCopies())
+    device_copy = DeviceCopier(5 << 19).allocate(plan, lambda _: HostCopies())
     assert device_copy is not None
     assert len(device_copy.leaves) == 2
     ((_, moved),) = device_copy.device_copies.items()
@@ -95,7 +95,7 @@ def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() 
 
 def test_small_tensors_get_no_copy() -> None:
     plan, _ = issued({"large": torch.ones(1 << 16), "small": torch.ones((1 << 16) - 1)})
-    device_copy = DeviceCopier(None).of(plan, lambda _: HostCopies())
+    device_copy = DeviceCopier(None).allocate(plan, lambda _: HostCopies())
     assert device_copy is not None
     assert [plan.structure.names[leaf] for leaf in device_copy.leaves] == ["large"]
 
@@ -119,31 +119,31 @@ GIB = 1 << 30
 )
 def test_copies_take_what_is_free_but_for_a_margin(wanted: int, kept: int, free: int, copied: int) -> None:
     memory = DeviceMemory(free_bytes=free * GIB, total_bytes=80 * GIB, releases=0)
-    assert copy_bytes(wanted * GIB, kept * GIB, memory) == copied * GIB
+    assert copy_budget_bytes(wanted * GIB, kept * GIB, memory) == copied * GIB
 
 
 def test_a_small_device_keeps_a_gibibyte_free() -> None:
     memory = DeviceMemory(free_bytes=4 * GIB, total_bytes=8 * GIB, releases=0)
-    assert copy_bytes(8 * GIB, 0, memory) == 3 * GIB
+    assert copy_budget_bytes(8 * GIB, 0, memory) == 3 * GIB
 
 
 def test_what_the_allocator_gave_back_to_the_device_is_not_counted_on() -> None:
     plan, _ = issued({"w": torch.ones(2 * GIB >> 2 >> 10)})  # 2 MiB
     device_copier, copies = DeviceCopier(None), KeptMemory()
-    assert device_copier.of(plan, lambda _: copies) is not None
+    assert device_copier.allocate(plan, lambda _: copies) is not None
     copies.found = DeviceMemory(free_bytes=0, total_bytes=GIB, releases=0)
-    assert device_copier.of(plan, lambda _: copies) is not None
+    assert device_copier.allocate(plan, lambda _: copies) is not None
     copies.found = DeviceMemory(free_bytes=0, total_bytes=GIB, releases=1)
-    assert device_copier.of(plan, lambda _: copies) is None
+    assert device_copier.allocate(plan, lambda _: copies) is None
 
 
-@pytest.mark.parametrize("most_bytes", [0, 1000])
-def test_without_room_there_is_none(most_bytes: int) -> None:
+@pytest.mark.parametrize("max_bytes", [0, 1000])
+def test_without_room_there_is_none(max_bytes: int) -> None:
     plan, _ = issued(states())
-    assert DeviceCopier(most_bytes).of(plan, lambda _: HostCopies()) is None
+    assert DeviceCopier(max_bytes).allocate(plan, lambda _: HostCopies()) is None
 
 
 def test_without_memory_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopies, "buffer", lambda *_: None)
     plan, _ = issued(states())
-    assert DeviceCopier(ROOM).of(plan, lambda _: HostCopies()) is None
+    assert DeviceCopier(ROOM).allocate(plan, lambda _: HostCopies()) is None

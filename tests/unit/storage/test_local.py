@@ -137,9 +137,10 @@ def numbers(nbytes: int, seed: int = 0) -> bytes:
 
 
 async def until_entered(executor: GatedExecutor, count: int = 1) -> None:
-    for _ in range(count):
-        while not executor.entered.acquire(blocking=False):
-            await asyncio.sleep(0)
+    async with asyncio.timeout(TIMEOUT):
+        for _ in range(count):
+            while not executor.entered.acquire(blocking=False):
+                await asyncio.sleep(0)
 
 
 @contextlib.contextmanager
@@ -295,7 +296,7 @@ async def test_direct_off_never_opens_with_o_direct(executor: GatedExecutor, tmp
     reading = await local.open_data_file(tmp_path / "d", readers=1)
     await reading.close()
     assert file.mode != "direct"
-    assert not reading.direct
+    assert not reading.is_direct
     assert not any(probed)
 
 
@@ -595,8 +596,9 @@ async def test_a_cancelled_close_closes_all_the_same(executor: GatedExecutor, tm
     for blocker in blockers:
         blocker.result(TIMEOUT)
     await asyncio.wrap_future(executor.submit(int))
-    while open_files() > baseline:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(TIMEOUT):
+        while open_files() > baseline:
+            await asyncio.sleep(0)
 
 
 async def test_a_creation_that_fails_closes_every_descriptor_though_a_close_tells_of_an_error(
@@ -670,10 +672,10 @@ async def test_every_range_reads_as_it_stands_in_the_file(
     data = numbers(nbytes)
     (tmp_path / "r").write_bytes(data)
     file = await LocalStorage(executor, "auto" if direct else "off").open_data_file(tmp_path / "r", readers=2)
-    if direct and not file.direct:
+    if direct and not file.is_direct:
         await file.close()
         pytest.skip(f"{tmp_path} takes no direct reads")
-    assert (file.nbytes, file.direct, file.path) == (nbytes, direct, tmp_path / "r")
+    assert (file.nbytes, file.is_direct, file.path) == (nbytes, direct, tmp_path / "r")
     for offset in (0, 1, PAGE, 2 * PAGE + 512, 3 * PAGE, 4 * PAGE):
         for length in (0, 1, 512, PAGE, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE):
             for shift in (0, 8):
@@ -701,7 +703,7 @@ async def test_what_is_cached_is_taken_from_the_page_cache_and_the_rest_from_the
         with (tmp_path / "r").open("rb") as file:
             file.read() if is_cached else os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         opened = await LocalStorage(executor).open_data_file(tmp_path / "r", readers=1, page_cache=page_cache)  # type: ignore[arg-type]
-        if not opened.direct:
+        if not opened.is_direct:
             await opened.close()
             pytest.skip(f"{tmp_path} takes no direct reads")
         before, view = bytes_from_disk(), aligned(bytes(64 * PAGE))
@@ -739,7 +741,7 @@ async def test_a_read_probe_that_is_refused_falls_back_to_the_page_cache(
 ) -> None:
     (tmp_path / "r").write_bytes(numbers(PAGE))
     file = await LocalStorage(executor, read_probe=refuse_all).open_data_file(tmp_path / "r", readers=1)
-    assert not file.direct
+    assert not file.is_direct
     assert await file.read_into(0, view := aligned(bytes(PAGE))) == PAGE
     await file.close()
     assert bytes(view) == numbers(PAGE)
