@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.match.rank_names import skeleton_of
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import Template
+from aio_ckpt.state.names import NamedKeys, compound_keys, leaf_keys
 
 __all__ = ["named_as_stored"]
 
 
-def named_as_stored(checkpoint: Checkpoint, template: tree.Template, rank: int) -> tuple[tree.Template, list[str]]:
+def named_as_stored(checkpoint: Checkpoint, template: Template, rank: int) -> tuple[Template, list[str]]:
     """The template with the names of the checkpoint, and why some of its leaves have none.
 
     Names that are not marked on either side are kept: a leaf may have been saved by another rank, or under a key that
@@ -29,17 +30,15 @@ def named_as_stored(checkpoint: Checkpoint, template: tree.Template, rank: int) 
         return template, []
     taken = catalog.names()
     skeleton = skeleton_of(checkpoint, rank)
-    stored = [leaf for leaf in tree.leaf_keys(skeleton, rank=rank) if leaf.name not in checkpoint.names]
-    names, faults = _paired(tree.leaf_keys(template.skeleton, rank=rank), stored, taken)
-    compounds, _ = _paired(
-        tree.compound_keys(template.skeleton, rank=rank), tree.compound_keys(skeleton, rank=rank), ()
-    )
+    stored = [leaf for leaf in leaf_keys(skeleton, rank=rank) if leaf.name not in checkpoint.names]
+    names, faults = _paired(leaf_keys(template.skeleton, rank=rank), stored, taken)
+    compounds, _ = _paired(compound_keys(template.skeleton, rank=rank), compound_keys(skeleton, rank=rank), ())
     own = dict(zip(compounds, template.compounds.values(), strict=True))
     return replace(template, names=names, compounds=own), faults
 
 
 def _paired(
-    own: Sequence[tree.NamedKeys], stored: Sequence[tree.NamedKeys], taken: Collection[str]
+    own: Sequence[NamedKeys], stored: Sequence[NamedKeys], taken: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Names of ``own`` in ``stored``; a name outside of ``taken`` for a leaf whose own name another leaf has there."""
     by_keys = {leaf.keys: leaf.name for leaf in stored}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.catalog import Shards
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import leaves_of
 from aio_ckpt.state.tensor_memory import are_apart, look_of, memory_fault, memory_of, span_of
 from aio_ckpt.state.values import Shard, Target
 
@@ -25,7 +25,7 @@ __all__ = ["fillable", "layouts_below", "tensors_below"]
 
 def tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
     """Tensors of ``value.state_dict()``, which is called once, that have one of ``names``."""
-    leaves = tree.leaves_of(value.state_dict(), prefix, rank=rank)
+    leaves = leaves_of(value.state_dict(), prefix, rank=rank)
     return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
 
 

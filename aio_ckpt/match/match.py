@@ -23,9 +23,10 @@ from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host
-from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
-from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, type_name
+from aio_ckpt.state.flatten import Template, read_template
+from aio_ckpt.state.names import is_below
+from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
 from aio_ckpt.state.tensor_memory import (
     are_apart,
     look_of,
@@ -113,7 +114,7 @@ def match_template(
         TemplateMismatchError: kind, shape or dtype differ.
         UnsafeObjectError: a Stateful value is to get a tensor of a type that it does not have and that is not allowed.
     """
-    template, ambiguous = named_as_stored(checkpoint, tree.read_template(state, rank=rank), rank)
+    template, ambiguous = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
     found = Match()
     if any("~" in name for name in template.names):
         found.names = template.names
@@ -179,7 +180,7 @@ def _shape(tensor: Target) -> tuple[int, ...]:
 
 
 def _match_leaves(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, trusted: bool, casts: bool
+    checkpoint: Checkpoint, template: Template, into: Match, trusted: bool, casts: bool
 ) -> tuple[list[str], list[str]]:
     """Fills ``into``; names that are missing, and what else does not fit. The loop takes 2 us a tensor."""
     catalog = checkpoint.catalog
@@ -203,7 +204,7 @@ def _match_leaves(
         elif kind is LeafKind.TENSOR and (address := _whole_address(cast("torch.Tensor", value), shards)):
             whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
-            tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
+            tensor = cast("Target", value) if kind is LeafKind.TENSOR else as_tensor(value, kind)
             if fault := _tensor_fault(tensor, shards, casts):
                 if kind is LeafKind.SCALAR_ARRAY:
                     into.open[name] = OpenPlace(names=[name], branch=checkpoint.stored_name(name))
@@ -245,7 +246,7 @@ def _tensor_for_array(value: npt.NDArray[Any]) -> str:
 
 
 def _match_open(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, missing: list[str], rank: int
+    checkpoint: Checkpoint, template: Template, into: Match, missing: list[str], rank: int
 ) -> tuple[list[str], list[str]]:
     """Add to ``into.open`` what is stored below empty containers and None; what is missing then, and what cannot be."""
     absent = set(missing)
@@ -274,7 +275,7 @@ def _holds_nothing(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, deque)) and not value)
 
 
-def _set_apart(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
+def _set_apart(catalog: Catalog, found: Match, template: Template) -> list[str]:
     """Move the targets that would be written through each other to ``found.shared``; those that cannot be moved."""
     spans = [span_of(memory_of(tensor)) for _, tensor in (*found.tensors, *found.shared)]
     starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
@@ -364,7 +365,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _match_stateful(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int, casts: bool
+    checkpoint: Checkpoint, template: Template, into: Match, rank: int, casts: bool
 ) -> tuple[list[str], list[str]]:
     """Fills ``into``; names of Stateful values of which the checkpoint has nothing, and what does not fit."""
     if not template.stateful:
@@ -381,7 +382,7 @@ def _match_stateful(
         if count > 1
     ]
     for prefix, value in template.stateful:
-        below = [name for name in names if tree.is_below(name, prefix)]
+        below = [name for name in names if is_below(name, prefix)]
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or is_empty_container(checkpoint, prefix, rank):
@@ -426,7 +427,7 @@ def _stored_branch(
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
     everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
-    whole = {name for name in everything if tree.is_below(name, branch)}
+    whole = {name for name in everything if is_below(name, branch)}
     moved = {".".join(filter(None, (branch, rest))) for rest in rests}
     # Keys of a module hold dots: what its names begin with need not be a container.
     is_one = not checkpoint.has_skeleton or is_empty_container(checkpoint, branch, rank)
@@ -435,7 +436,7 @@ def _stored_branch(
 
 def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | None:
     """Why ``load_state_dict`` of ``value`` cannot be given leaves of several branches; None if it can."""
-    if isinstance(value, torch.nn.Module) and not any(tree.is_below(name, prefix) for name in compounds):
+    if isinstance(value, torch.nn.Module) and not any(is_below(name, prefix) for name in compounds):
         return None
     return (
         f"{prefix!r} is a {type(value).__name__}, and rename= changes names inside of what is stored for it: rename "

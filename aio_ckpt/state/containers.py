@@ -17,21 +17,24 @@ import types
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
 
 from aio_ckpt._torch import PYTREE_NODES
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
 from aio_ckpt.state.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
-from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.state.objects import decode_object, encode_object, type_name
 
 __all__ = [
     "Form",
     "Notes",
     "Opened",
+    "UnreadableError",
     "decode_metadata",
+    "entries_of",
     "fields_of",
     "form_of",
     "has_fields",
@@ -56,6 +59,11 @@ _HARMLESS = frozenset((*_NAMESPACES, collections.defaultdict, collections.deque,
 _OPAQUE = (str, bytes, bytearray, memoryview, range, array, torch.Size)
 """Sequences that are leaves."""
 _FACTORY_NAMES = {kind: name for name, kind in FACTORIES.items()}
+_KEY, _VALUE = itemgetter(0), itemgetter(1)
+
+
+class UnreadableError(Exception):
+    """A mapping whose entries cannot be read."""
 
 
 # -- what is in them --------------------------------------------------------------------------------
@@ -149,6 +157,23 @@ def parts_of(value: Any) -> list[object]:
     if has_fields(type(value)):
         return fields_of(value)[1]
     return list(value) if not _is_config(type(value)) else list(map(_unresolved, value._iter_ex(resolve=False)))
+
+
+def entries_of(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any, ...], list[object]]:
+    """Keys and values, read at once: no value under another's key, whatever another thread changes meanwhile."""
+    if type(value) is dict:  # whose copy is one step: 20,000 entries take 0.2 ms, and their pairs 1.6
+        still = value.copy()
+        return tuple(still), list(still.values())
+    try:
+        items = items_of(value)
+    except RuntimeError as error:
+        raise SourceChangedError(
+            f"{name or 'the state'}: another thread changed this {type_name(value)} while it was read ({error}): keep "
+            "the state still until save() returns"
+        ) from error
+    except Exception as error:  # a mapping that cannot be read, such as one with values that are missing
+        raise UnreadableError from error
+    return tuple(map(_KEY, items)), list(map(_VALUE, items))
 
 
 def _unresolved(item: Any) -> Any:

@@ -15,7 +15,11 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     MissingNameError,
 )
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.dcp_paths import unflatten_dcp
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.names import is_below, skeleton_names, subtree
+from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 from aio_ckpt.state.values import LeafKind, PerRank
 
 JUNK = st.recursive(
@@ -29,12 +33,12 @@ JUNK = st.recursive(
 @given(JUNK.map(msgspec.msgpack.encode) | st.binary(max_size=40))
 def test_junk_is_either_a_skeleton_that_builds_or_corrupt(data):
     try:
-        skeleton = tree.decode_skeleton(data, name="m.bin")
+        skeleton = decode_skeleton(data, name="m.bin")
     except CorruptCheckpointError:
         return
-    names = tree.skeleton_names(skeleton, rank=0)
-    tree.build(skeleton, dict.fromkeys(names, 1), rank=0)
-    assert tree.decode_skeleton(tree.encode_skeleton(skeleton), name="m") == skeleton
+    names = skeleton_names(skeleton, rank=0)
+    build(skeleton, dict.fromkeys(names, 1), rank=0)
+    assert decode_skeleton(encode_skeleton(skeleton), name="m") == skeleton
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_junk_is_either_a_skeleton_that_builds_or_corrupt(data):
 )
 def test_a_damaged_skeleton_is_corrupt_and_names_its_file(raw):
     with pytest.raises(CorruptCheckpointError, match=r"m\.bin"):
-        tree.decode_skeleton(msgspec.msgpack.encode(raw), name="m.bin")
+        decode_skeleton(msgspec.msgpack.encode(raw), name="m.bin")
 
 
 TYPES = (
@@ -86,9 +90,9 @@ def test_crafted_notes_give_a_state_or_say_that_the_checkpoint_is_corrupt(notes,
     keys = list("abc"[:count]) if code in (16, 17, 18, 23) else []
     raw = [16, ["w", "x"], [2, [code, keys, [2] * count, notes]]]
     try:
-        skeleton = tree.decode_skeleton(msgspec.msgpack.encode(raw), name="m.bin")
-        names = tree.skeleton_names(skeleton, rank=0)
-        tree.build(skeleton, dict.fromkeys(names, 1), rank=0)
+        skeleton = decode_skeleton(msgspec.msgpack.encode(raw), name="m.bin")
+        names = skeleton_names(skeleton, rank=0)
+        build(skeleton, dict.fromkeys(names, 1), rank=0)
     except CorruptCheckpointError:
         pass
 
@@ -96,7 +100,7 @@ def test_crafted_notes_give_a_state_or_say_that_the_checkpoint_is_corrupt(notes,
 def test_a_skeleton_nested_for_ever_is_corrupt():
     for data in (b"\x91" * 100_000, b"\x93\x10\x91\xa1a\x91" * 300 + b"\x00", b"\xdd\xff\xff\xff\xff"):
         with pytest.raises(CorruptCheckpointError):
-            tree.decode_skeleton(data, name="m.bin")
+            decode_skeleton(data, name="m.bin")
 
 
 # -- building a part -------------------------------------------------------------------------------
@@ -113,35 +117,35 @@ def test_only_keeps_the_named_branches():
 
 
 def test_only_reads_no_leaf_that_it_leaves_out():
-    flat = tree.flatten({"a": torch.ones(1), "b": 2}, rank=0)
-    assert tree.build(flat.skeleton, {"b": 2}, rank=0, only=["b"]) == {"b": 2}
+    flat = flatten({"a": torch.ones(1), "b": 2}, rank=0)
+    assert build(flat.skeleton, {"b": 2}, rank=0, only=["b"]) == {"b": 2}
     with pytest.raises(MissingNameError, match="'a'"):
-        tree.build(flat.skeleton, {"b": 2}, rank=0)
+        build(flat.skeleton, {"b": 2}, rank=0)
 
 
 def test_the_value_below_one_name_can_be_built_alone():
     model, optimizer = adamw()
     state = {"train": [{"m": model}, PerRank({"o": optimizer})], "a.b": {"c": 1}, "a": {"b": {"d": 2}, "x": 1}}
-    flat = tree.flatten(state, rank=1)
+    flat = flatten(state, rank=1)
     leaves = stored(flat)
-    built = tree.build_below(flat.skeleton, "train.1.rank1.o", leaves, rank=1)
+    built = build_below(flat.skeleton, "train.1.rank1.o", leaves, rank=1)
     assert same(built, optimizer.state_dict())
-    assert tree.build_below(flat.skeleton, "a.b.d", leaves, rank=1) == 2
-    assert tree.build_below(flat.skeleton, "a.x", leaves, rank=1) == 1
-    assert same(tree.build_below(flat.skeleton, "", leaves, rank=1), tree.build(flat.skeleton, leaves, rank=1))
-    assert tree.subtree(flat.skeleton, "a.b.c", rank=1) == LeafKind.OBJECT
+    assert build_below(flat.skeleton, "a.b.d", leaves, rank=1) == 2
+    assert build_below(flat.skeleton, "a.x", leaves, rank=1) == 1
+    assert same(build_below(flat.skeleton, "", leaves, rank=1), build(flat.skeleton, leaves, rank=1))
+    assert subtree(flat.skeleton, "a.b.c", rank=1) == LeafKind.OBJECT
     for name in ("train.7", "train.1.rank0", "ab"):
         with pytest.raises(MissingNameError, match=name):
-            tree.subtree(flat.skeleton, name, rank=1)
+            subtree(flat.skeleton, name, rank=1)
     with pytest.raises(MissingNameError, match=r"train\.0\.m\.0\.weight"):
-        tree.build_below(flat.skeleton, "train.0.m", {}, rank=1)
+        build_below(flat.skeleton, "train.0.m", {}, rank=1)
 
 
 def test_a_name_lies_below_itself_its_parents_and_the_state():
-    assert tree.is_below("a.b", "a")
-    assert tree.is_below("a", "a")
-    assert tree.is_below("a", "")
-    assert not tree.is_below("ab", "a")
+    assert is_below("a.b", "a")
+    assert is_below("a", "a")
+    assert is_below("a", "")
+    assert not is_below("ab", "a")
 
 
 # -- plain DCP -------------------------------------------------------------------------------------
@@ -149,8 +153,8 @@ def test_a_name_lies_below_itself_its_parents_and_the_state():
 @given(st.dictionaries(st.text("ab", max_size=2), text_keyed, min_size=1, max_size=4))
 def test_a_plain_dcp_checkpoint_is_unflattened_as_dcp_does(state):
     leaves, paths = flatten_state_dict(state)
-    assert same(tree.unflatten_dcp(paths, leaves), unflatten_state_dict(leaves, paths))
-    assert tree.unflatten_dcp(None, leaves) == leaves
+    assert same(unflatten_dcp(paths, leaves), unflatten_state_dict(leaves, paths))
+    assert unflatten_dcp(None, leaves) == leaves
 
 
 @pytest.mark.parametrize(
@@ -166,4 +170,4 @@ def test_a_plain_dcp_checkpoint_is_unflattened_as_dcp_does(state):
 )
 def test_paths_that_contradict_each_other_are_refused(paths):
     with pytest.raises(CorruptCheckpointError):
-        tree.unflatten_dcp(paths, dict.fromkeys(paths, 1))
+        unflatten_dcp(paths, dict.fromkeys(paths, 1))
