@@ -1,10 +1,12 @@
-"""States and helpers of the tests of tree, skeleton and objects."""
+"""States and helpers of the tests of ``aio_ckpt.state``."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import io
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,12 @@ from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
 
 Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Moments:
+    mean: Any
+    steps: int = 0
 
 
 class Ordered(dict):
@@ -69,6 +77,17 @@ def round_trip(state, *, rank=0, **kwargs):
     assert len(copies) == sum(isinstance(value, StockCopy) for value in flat.values)
     assert [*skeleton_names(skeleton, rank=rank), *flat.names[len(flat.names) - len(copies) :]] == flat.names
     return build(skeleton, stored(flat), rank=rank, **kwargs)
+
+
+def t(number=1.0):
+    return torch.full((2,), float(number))
+
+
+def through_skeleton(state, **options):
+    flat = flatten(state, rank=0)
+    skeleton = decode_skeleton(encode_skeleton(flat.skeleton), name="m.bin")
+    assert skeleton == flat.skeleton
+    return build(skeleton, stored(flat), rank=0, **options)
 
 
 def through_bytes(value):
