@@ -25,7 +25,7 @@ from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, want
 from aio_ckpt.memory.cuda import is_host
 from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.flatten import Template, read_template
-from aio_ckpt.state.names import is_below
+from aio_ckpt.state.names import MARK, is_below, marked_name
 from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
 from aio_ckpt.state.tensor_memory import (
     are_apart,
@@ -114,18 +114,16 @@ def match_template(
         TemplateMismatchError: kind, shape or dtype differ.
         UnsafeObjectError: a Stateful value is to get a tensor of a type that it does not have and that is not allowed.
     """
-    template, ambiguous = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
-    found = Match()
-    if any("~" in name for name in template.names):
-        found.names = template.names
+    named = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
+    template, found = named.template, Match(names=named.names)
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
-    faults += ambiguous
+    faults += named.faults
     faults += _set_apart(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
-    missing, faults = missing + unmatched, faults + misfits
+    missing, faults = [named.stand_ins.get(name, name) for name in missing] + unmatched, faults + misfits
     found.own, misfits = own_below(checkpoint, found.stateful, rank=rank, trusted=trusted)
     faults += misfits
     if missing and not allow_missing:
@@ -401,7 +399,7 @@ def _match_stateful(
             missing.append(prefix)
     fitting: dict[str, Target] = {}
     for name, tensor in there.items():
-        if "~" in name or f"{name}~2" in shards:
+        if MARK in name or marked_name(name, 2) in shards:
             continue
         if isinstance(tensor, torch.Tensor) and (address := _whole_address(tensor, shards[name])):
             into.live_at[name], fitting[name] = address, tensor

@@ -13,6 +13,7 @@ from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
 from aio_ckpt.state.values import LeafKind
 
 __all__ = [
+    "MARK",
     "NamedKeys",
     "Path",
     "children_of",
@@ -24,6 +25,7 @@ __all__ = [
     "is_below",
     "leaf_keys",
     "leaf_paths",
+    "marked_name",
     "prefix_of",
     "sizes_of",
     "skeleton_names",
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 
+MARK = "~"
+"""Stands in a marked name before its number."""
 Path: TypeAlias = "tuple[str | int, ...]"
 _LEAF_TYPES = {int, LeafKind}
 
@@ -56,10 +60,15 @@ def unique_names(names: list[str]) -> list[str]:
     for name in names:
         marked, number = name, 2
         while marked in seen or (marked is not name and marked in taken):
-            marked, number = f"{name}~{number}", number + 1
+            marked, number = marked_name(name, number), number + 1
         seen.add(marked)
         unique.append(marked)
     return unique
+
+
+def marked_name(name: str, number: int) -> str:
+    """Return the name of the ``number``-th leaf of one name, from the second on."""
+    return f"{name}{MARK}{number}"
 
 
 def children_of(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
