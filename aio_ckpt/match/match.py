@@ -29,11 +29,11 @@ from aio_ckpt.state.names import MARK, is_below, marked_name
 from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
 from aio_ckpt.state.tensor_memory import (
     are_apart,
-    look_of,
     memory_fault,
     memory_of,
     overlapping,
     overlaps_itself,
+    signature_of,
     span_of,
 )
 from aio_ckpt.state.values import LeafKind, Shard, Target
@@ -290,7 +290,7 @@ def _set_apart(catalog: Catalog, found: Match, template: Template) -> list[str]:
     moved: set[int] = set()
     faults: list[str] = []
     for before, later in overlapping(tensors):
-        is_tied = look_of(tensors[later]) == look_of(tensors[before])
+        is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
         if is_tied and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]]):
             continue
         moved |= {before, later}

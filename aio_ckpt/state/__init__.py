@@ -1,9 +1,10 @@
 """Take a user's nested state apart, and put a state together again. Pure, but for ``put_back``.
 
-In: a nested state or template. Out: its names, leaves and skeleton (``flatten``), the bytes of its leaves that are no
-tensors (``objects``) and the memory that its tensors occupy (``tensor_memory``). From loaded leaves and a skeleton, the
-state again (``build``); loaded leaves, set in the containers of a template (``put_back``). Imports ``format``,
-``errors`` and ``_torch``.
+In: a nested state or template. Out: its names, leaves and skeleton (``flatten``); the bytes of leaves that are no
+tensors (``objects``); the memory of its tensors (``tensor_memory``).
+
+In: a skeleton and loaded leaves. Out: the nested state (``build``). ``put_back`` sets loaded leaves in the containers
+of a template instead. Imports ``format``, ``errors`` and ``_torch``.
 """
 
 from aio_ckpt.state.flatten import FlatState, Template

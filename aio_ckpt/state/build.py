@@ -1,4 +1,4 @@
-"""Build a nested state, or a part of it, from its skeleton and leaves."""
+"""Build a nested state, or a part of it, from its skeleton and leaves. Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from aio_ckpt.state.values import LeafKind
 
 __all__ = ["build", "build_below"]
 
-
 _FORMS: dict[int, Form] = {
     **dict.fromkeys(map(int, MAPPINGS), "mapping"),
     Container.FIELDS: "fields",
     Container.TUPLE: "tuple",
     Container.LIST: "list",
 }
-"""How the type of a container must be taken apart to fit its code."""
+"""Form that the noted type of a container must have, by its code."""
+
 _MISSING = object()
 _NO_NOTES: dict[str, Any] = {}
 
@@ -43,14 +43,14 @@ def build(
     plain: list[str] | None = None,
     untrusted: dict[str, str] | None = None,
 ) -> object:
-    """The nested state from leaf values by name; arrays and numpy scalars arrive as tensors. PerRank is unwrapped.
+    """Return the nested state that has these leaves, given by name. PerRank is unwrapped.
 
-    With ``only``, what is neither one of these names nor below one is left out; list and tuple elements become None.
-    ``plain`` gets a line for each container that is of another type than it was. ``untrusted``, if given, gets the
-    versions of modules that only running code reads, with the reason, and they are left out.
+    Arrays and numpy scalars are given as tensors. ``only``: names to keep, with all values below; other elements of a
+    list or tuple become None. ``plain`` gets a line for each container whose type has changed. ``untrusted``, if given,
+    gets the versions of modules that only running code reads, with the reason; the state lacks them.
 
     Raises:
-        MissingNameError: ``only`` selects nothing, or a selected leaf is not in ``leaves``.
+        MissingNameError: ``only`` selects nothing, or ``leaves`` lacks a selected leaf.
     """
     kept = None if only is None else frozenset(only)
     builder = _Builder(
@@ -81,13 +81,13 @@ def build_below(
     own: Mapping[str, CompoundTensor] | None = None,
     untrusted: dict[str, str] | None = None,
 ) -> object:
-    """The value called ``name`` (a module's or optimizer's ``state_dict()``), from leaves by their full names.
+    """Return the value called ``name``, such as a ``state_dict()``, from leaves given by full name.
 
-    ``own``: compound tensors of the value that takes it, by full name. Their types are made without trust.
+    ``own``: compound tensors of the value that takes the result, by full name. Their types are made without trust.
     ``untrusted``: as in :func:`build`.
 
     Raises:
-        MissingNameError: nothing is called so, or one of its leaves is not in ``leaves``.
+        MissingNameError: no value has this name, or ``leaves`` lacks one of its leaves.
     """
     node, number, leaf_number = find_named(skeleton, name, rank)
     builder = _Builder(
@@ -109,7 +109,7 @@ def build_below(
 
 @functools.lru_cache(maxsize=2)
 def _marked(skeleton: Skeleton, rank: int) -> dict[int, str]:
-    """Names of leaves that are not their path, by the number of the leaf."""
+    """Return the marked names, by the number of their leaf."""
     names = [name for name, _ in leaf_paths(skeleton, "", (), (rank,))]
     unique = unique_names(names)
     if unique is names:
@@ -119,7 +119,7 @@ def _marked(skeleton: Skeleton, rank: int) -> dict[int, str]:
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """Rebuilds containers around leaves."""
+    """Recursive build of containers around leaves."""
 
     leaves: Mapping[str, object]
     """Value of each leaf, by its name."""
@@ -128,30 +128,30 @@ class _Builder:
     only: frozenset[str] | None
     """Names to keep, with all below; None keeps all."""
     trusted: bool
-    """Whether types and keys may be read by running code."""
+    """True: reading types and keys may run code."""
     marked: dict[int, str]
-    """Names of leaves that are not their path, by the number of the leaf."""
+    """Marked names, by the number of their leaf."""
     own: Mapping[str, CompoundTensor] = field(default_factory=dict)
-    """Compound tensors of the value that is to take what is built: their types are the caller's."""
+    """Compound tensors of the value that takes the result, by name. The caller has made their types."""
     number: int = 0
-    """Of the next container."""
+    """Number of the next container."""
     leaf_number: int = 0
-    """Of the next leaf."""
+    """Number of the next leaf."""
     made: dict[int, Any] = field(default_factory=dict)
-    """Containers by their number."""
+    """Built containers by their number."""
     with_grad: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors that require gradients, by the id of the leaf that was given."""
+    """Built tensors that require gradients, by the id of the given leaf."""
     compounds: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
-    """Compound tensors by their notes and the ids of their parts: tied ones are one tensor."""
+    """Built compound tensors, by their notes and the ids of their parts: tied names get one tensor."""
     absent: list[str] = field(default_factory=list)
-    """Leaves that were wanted and not given."""
+    """Names of the leaves that were selected and not given."""
     plain: list[str] = field(default_factory=list)
-    """Containers that are of another type than they were."""
+    """Names and types of the containers whose type has changed."""
     untrusted: dict[str, str] | None = None
-    """Collects what is left out as only running code reads it, with the reason, if given."""
+    """Reasons why versions of modules are left out, by name. None: such versions are an error."""
 
     def value(self, node: Skeleton, prefix: str, is_kept: bool) -> Any:
-        """The value at ``node``, or ``_MISSING`` if it was not selected; its name is ``prefix`` less the last dot."""
+        """Return the value at ``node``; ``_MISSING`` if it is not selected. ``prefix``: its name and a dot."""
         if isinstance(node, int):
             return self.leaf(prefix[:-1], node, is_kept)
         is_kept = is_kept or self.only is None or (prefix != "" and prefix[:-1] in self.only)
@@ -186,7 +186,7 @@ class _Builder:
         return made
 
     def plain_mapping(self, node: Any, prefix: str, is_kept: bool) -> Any:
-        """What most containers are: the state of a parameter, of which there are thousands."""
+        """Return a mapping without notes: the fast path, as thousands of parameters have a state each."""
         made = self.made[self.number] = MAPPINGS[node[0]]()
         self.number += 1
         for key, text, child in children_of(node, self.rank):
@@ -196,7 +196,7 @@ class _Builder:
         return made if is_kept or made else _MISSING
 
     def compound(self, node: Any, prefix: str, is_kept: bool) -> Any:
-        """A compound tensor, or a dict of its parts where not all of them were selected."""
+        """Return a compound tensor; a dict of the selected parts if not all are selected."""
         items = [
             (key, self.value(child, f"{prefix}{text}.", is_kept)) for key, text, child in children_of(node, self.rank)
         ]
@@ -213,6 +213,7 @@ class _Builder:
         return self.compounds[key]
 
     def put_together(self, notes: Mapping[str, Any], parts: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        """Return the compound tensor of these parts; None if its type may not be made."""
         if name in self.own and "type" in notes:
             return put_together_like(self.own[name], parts)
         try:
@@ -221,7 +222,7 @@ class _Builder:
             raise CorruptCheckpointError(f"{name!r}: its parts are of no tensor: {error}") from error
 
     def opened(self, code: int, notes: Mapping[str, Any], name: str) -> Opened | None:
-        """An empty container of the type that is noted; None if it comes back plain."""
+        """Return an opened container of the noted type; None if the container becomes a plain one."""
         try:
             found = open_container(notes, form=_FORMS.get(code), trusted=self.trusted)
         except Exception:  # noqa: BLE001 - whatever a type's own __new__ raises
@@ -231,10 +232,11 @@ class _Builder:
         return found
 
     def note_plain(self, notes: Mapping[str, Any], name: str) -> None:
+        """Add a value whose type has changed to ``plain``."""
         self.plain.append(f"{name or 'the state'} ({str(notes['type']).replace(':', '.')})")
 
     def finished(self, opened: Opened | None, parts: Any, code: int, notes: Mapping[str, Any], name: str) -> Any:
-        """The container, with the versions that a ``state_dict()`` carries."""
+        """Return the container of these parts, with the versions that a ``state_dict()`` carries."""
         made: Any = tuple(parts) if code == Container.TUPLE else parts[0] if code == Container.PER_RANK else parts
         if opened is not None:
             try:
@@ -251,7 +253,7 @@ class _Builder:
         return made
 
     def key(self, key: Key) -> Any:
-        """A mapping's key; its text where only running code reads it."""
+        """Return a mapping's key; its text if only running code reads the key."""
         if key[0] not in HELD_KEYS:
             return thaw_key(key)
         try:
@@ -265,6 +267,7 @@ class _Builder:
         return thawed
 
     def leaf(self, name: str, code: int, is_kept: bool) -> object:
+        """Return the value of the next leaf, ``_MISSING`` if it is not selected or not given."""
         name = self.marked.get(self.leaf_number, name)
         self.leaf_number += 1
         if not (is_kept or self.only is None or name in self.only):
@@ -279,7 +282,7 @@ class _Builder:
         return value
 
     def tensor_with_grad(self, value: torch.Tensor) -> torch.Tensor:
-        """Over the same memory, which another name may have without gradients; tied names share a tensor."""
+        """Return a tensor over the same memory that requires gradients. Tied names get one tensor."""
         if not (value.is_floating_point() or value.is_complex()):
             return value
         if id(value) not in self.with_grad:

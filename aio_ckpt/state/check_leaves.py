@@ -18,14 +18,14 @@ from aio_ckpt.state.values import LeafKind, Shard
 
 __all__ = ["check_leaves", "tensor_fault"]
 
-
 _SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+"""Types of the tensor of a ``Shard``."""
 _UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
-"""Opaque dtypes of less than a byte, or of no number at all: DCP's planner fails on them."""
+"""Opaque dtypes, of less than a byte or of no number. DCP's planner fails on them."""
 
 
 def check_leaves(flat: FlatState) -> None:
-    """The checks that only a changed structure needs: tensors of a kind no item holds, names that are no UTF-8.
+    """Refuse tensors that no item can hold, and names that are no UTF-8. Only a changed structure needs this check.
 
     Raises:
         UnsupportedLeafError: names the leaf and the remedy.
@@ -39,7 +39,7 @@ def check_leaves(flat: FlatState) -> None:
 
 
 def tensor_fault(value: Any) -> str | None:
-    """Why no item can hold this tensor, and what to give instead; None if it can."""
+    """Return why no item can hold this tensor, and what to give instead; None if an item can."""
     kind = type(value)
     if isinstance(value, Shard):
         kind, value = type(value.tensor), value.tensor

@@ -1,4 +1,4 @@
-"""Which values of a state are leaves, and of which kind; which are containers, and of which."""
+"""Tell leaves from containers: what each value of a state is stored as."""
 
 from __future__ import annotations
 
@@ -18,33 +18,42 @@ from aio_ckpt.state.values import LeafKind, PerRank, Shard
 
 __all__ = ["CODES", "CONTAINERS_FROM", "LEAVES", "TENSOR_TYPES", "code_of", "holds_leaves"]
 
-
 TENSOR_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, DTensor)
+"""Exact types of the tensors that an item holds."""
 _PLAIN_TYPES: tuple[type, ...] = (NoneType, bool, int, float, complex, str, bytes, bytearray, torch.Size)
 _NO_LEAVES = frozenset({*_PLAIN_TYPES, np.ndarray})
-"""Elements that do not make a list or tuple one to enter."""
+"""Types of elements for which no list or tuple is entered."""
+
 LEAVES: dict[type, LeafKind] = {
     **dict.fromkeys(_PLAIN_TYPES, LeafKind.OBJECT),
     **dict.fromkeys(TENSOR_TYPES, LeafKind.TENSOR),
 }
+"""Kinds of leaves by exact type."""
 CODES: dict[type, int] = {
     **LEAVES,
     **{kind: int(code) for code, kind in MAPPINGS.items()},
     PerRank: int(Container.PER_RANK),
     Shard: int(LeafKind.TENSOR),
 }
+"""Codes of leaves and containers by exact type."""
 _CODES_BY_FORM: dict[str, int] = {
     "fields": int(Container.FIELDS),
     "tuple": int(Container.TUPLE),
     "list": int(Container.LIST),
 }
 CONTAINERS_FROM = int(min(Container))
+"""Smallest code of a container; those of leaves are smaller."""
+
 _MOST_PARTS = 1024
-"""Elements of a container without tensors that are stored one by one, each for some hundred bytes."""
+"""Most elements of a container without tensors that are stored one by one; each takes some hundred bytes."""
 
 
 def code_of(value: Any, name: str | None) -> int:
-    """``LeafKind`` or ``Container`` of a value, by its exact type wherever there is one."""
+    """Return the ``LeafKind`` or ``Container`` of a value. ``name``: of the value, for messages.
+
+    Raises:
+        UnsupportedLeafError: a list nested too deep.
+    """
     kind = type(value)
     code = CODES.get(kind)
     if code is not None:
@@ -72,10 +81,10 @@ def code_of(value: Any, name: str | None) -> int:
 
 
 def holds_leaves(values: Any, name: str | None, depth: int, without: set[int], *, tensors_only: bool = False) -> bool:
-    """Whether a container is entered: decided by the set of its types, so that 10,000 ints cost one pass in C.
+    """Return whether a container with these values is entered: it holds a tensor, mapping, Stateful or PerRank value.
 
-    ``without``: ids of those that are looked at, or hold no leaf; one that stands in many places is looked at once.
-    ``tensors_only``: mappings are looked into, too.
+    The set of their types decides, so 10,000 ints cost one pass in C. ``without``: ids of containers that were visited;
+    a container in many places is visited once. ``tensors_only``: a mapping counts only if it holds such a value itself.
     """
     nested = False
     for kind in set(map(type, values)) - _NO_LEAVES:

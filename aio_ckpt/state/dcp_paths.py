@@ -1,4 +1,4 @@
-"""Paths of leaves as DCP's ``planner_data`` has them: those of a skeleton, and the nested state that paths make."""
+"""Paths of leaves as DCP's ``planner_data`` has them: from a skeleton, and back to a nested state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from aio_ckpt.state.skeleton import Skeleton
 
 __all__ = ["dcp_paths", "unflatten_dcp"]
 
-
 _INDEX_SLACK = 1000
 """A list index of foreign metadata may exceed its number of leaves by this factor (empty containers have none)."""
 
 
 def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> dict[str, tuple[str | int, ...]]:
-    """Name -> path as DCP's ``planner_data`` has it: mapping keys as str, list and tuple indices as int.
+    """Return the path of each name: mapping keys as str, list and tuple indices as int.
 
-    ``others``: ranks with the same skeleton, whose PerRank values are named too.
+    ``others``: ranks with the same skeleton. Their PerRank values get paths, too.
     """
     found = list(leaf_paths(skeleton, "", (), (rank, *others)))
     copies = dict(copy_paths(skeleton, "", (), (rank, *others)))
@@ -27,7 +26,7 @@ def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> d
     if len(paths) == len(found):
         return paths | copies
     paths = {}
-    for number in (rank, *others):  # names are marked by what one rank has
+    for number in (rank, *others):  # A name is marked if the same rank has it twice.
         own = list(leaf_paths(skeleton, "", (), (number,)))
         for marked, (name, path) in zip(unique_names([name for name, _ in own]), own, strict=True):
             paths[marked] = path if marked == name else (*path[:-1], f"{path[-1]}{marked.removeprefix(name)}")
@@ -35,9 +34,9 @@ def dcp_paths(skeleton: Skeleton, *, rank: int, others: Sequence[int] = ()) -> d
 
 
 def unflatten_dcp(paths: Mapping[str, tuple[str | int, ...]] | None, leaves: Mapping[str, object]) -> dict[str, object]:
-    """The nested state of a plain DCP checkpoint; a leaf without a path stands under its name.
+    """Return the nested state of a checkpoint of stock DCP. A leaf without a path gets its name as key.
 
-    Int parts become list indices, and what a list lacks None: DCP stores no empty container.
+    Int parts become list indices. Elements that a list lacks become None, as DCP stores no empty container.
 
     Raises:
         CorruptCheckpointError: paths that contradict each other.
@@ -64,7 +63,7 @@ def unflatten_dcp(paths: Mapping[str, tuple[str | int, ...]] | None, leaves: Map
 
 
 def _with_lists(node: Any, branches: set[int], *, is_root: bool = False) -> Any:
-    """``node`` with every branch whose keys are all int made a list."""
+    """Return ``node`` with a list for every branch whose keys are all int."""
     if id(node) not in branches:
         return node
     items = {key: _with_lists(item, branches) for key, item in node.items()}

@@ -1,11 +1,15 @@
 """Walk a state: its names, its leaves and the skeleton that rebuilds it. Pure.
 
-A name is the path joined by ``.``, as DCP's ``flatten_state_dict`` makes it, and a container is entered when DCP
-enters it: every mapping; a list that holds a tensor or mapping at any depth of lists. Beyond DCP, which pickles them,
-a tuple, another sequence, a dataclass or a namespace that holds a tensor or mapping is entered, and so are Stateful
-values and :class:`~aio_ckpt.state.values.PerRank` inside any of them; without any of these, dataclasses, namedtuples
-and other sequences are entered all the same, as an object of their type would need trust to be read. Every other
-value, whatever arrays it holds, is one object leaf.
+A name is the path of a leaf, joined by ``.``, as DCP's ``flatten_state_dict`` makes it. The walk enters every mapping,
+and a list that holds a tensor or mapping at any depth of lists. DCP enters the same containers.
+
+The walk also enters values that DCP pickles:
+
+- Stateful values and :class:`~aio_ckpt.state.values.PerRank`.
+- Tuples, other sequences, dataclasses and namespaces that hold a tensor, a mapping or one of the above.
+- Dataclasses, namedtuples and sequences of other types, whatever they hold: one object would need trust to be read.
+
+Every other value is one object leaf, whatever arrays it holds.
 """
 
 from __future__ import annotations
@@ -36,66 +40,71 @@ __all__ = ["FlatState", "Template", "compounds_of", "flatten", "leaves_of", "rea
 
 
 _SHOWN = 80
-"""Characters of a name that a message shows where it may be as long as the nesting is deep."""
+"""Most characters that a message shows of a name, which grows with the depth of the nesting."""
 _MAX_ENTERED = 1 << 20
-"""Containers, at most: 60 tuples of which each holds the next one twice stand in 2**60 places."""
+"""Most containers of a state, counted in every place: 60 tuples that hold the next one twice have 2**60 places."""
 _STATEFUL = int(Container.STATEFUL)
 _TEXT = {str}
 _TENSORS = frozenset(TENSOR_TYPES)
 _requires_grad, _layout, _is_quantized = map(attrgetter, ("requires_grad", "layout", "is_quantized"))
 _STRIDED = {torch.strided}
 _COPY_BYTES = 1 << 20
-"""Largest container that is stored a second time."""
+"""Size of the largest container that is stored a second time."""
 _MUTABLE = frozenset({*MAPPINGS, Container.LIST, Container.FIELDS})
-"""Containers that may hold themselves."""
+"""Containers that can hold themselves."""
 _UNNOTED = frozenset({dict, Counter, list, tuple, PerRank})
-"""Types of which a skeleton says everything by its code."""
+"""Types that the code of a container tells completely: a skeleton needs no note."""
 _MANY = 16
-"""From so many entries on a mapping of leaves is worth a look at all their types first."""
+"""Fewest entries of a mapping that is first tested for leaves alone."""
 
 
 @dataclass(slots=True)
 class FlatState:
-    """One save's view of a state; holds references to its leaves, so it lives no longer than the save."""
+    """Names, leaves and skeleton of the state of one save. It refers to the leaves, so it ends with the save."""
 
     names: list[str]
     """Name of each leaf, in the order of the walk; all different."""
     values: list[object]
     """Value of each leaf."""
     kinds: list[LeafKind]
-    """What each leaf is stored as."""
+    """Kind of each leaf."""
     skeleton: Skeleton
-    """Containers and keys around them."""
+    """Containers and keys around the leaves."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
     """(name, bytes) of each ``_metadata`` of a ``state_dict()`` that the skeleton holds as an object."""
 
 
 @dataclass(slots=True)
 class Template:
-    """What ``load`` is to fill. Stateful values are not entered: their ``state_dict()`` may be empty until loaded."""
+    """Names, leaves and skeleton of the state that a load fills. Stateful values are not entered."""
 
     names: list[str]
     """Name of each leaf outside Stateful values."""
     values: list[object]
     """Value of each leaf."""
     kinds: list[LeafKind]
-    """What each leaf would be stored as."""
+    """Kind of each leaf."""
     stateful: list[tuple[str, Any]]
-    """(name, value) of each Stateful value; the name is ``""`` if the state itself is one."""
+    """(name, value) of each Stateful value, whose ``state_dict()`` may be empty until it is loaded.
+
+    The name is ``""`` if the state itself is one.
+    """
     compounds: dict[str, CompoundTensor]
-    """Compound tensors by name; their parts are leaves."""
+    """Compound tensors by name. Their parts are leaves."""
     skeleton: Skeleton
     """Containers and keys around the leaves."""
     empty: list[str]
-    """Names of the empty mappings and lists that are no leaves; ``""`` is the state itself."""
+    """Names of the empty mappings and lists that are entered; ``""`` is the state itself."""
 
 
 def flatten(state: object, *, rank: int) -> FlatState:
-    """Names, leaves and skeleton of ``state`` (a mapping or Stateful). Checks no tensor: :func:`check_leaves` does.
+    """Return names, leaves and skeleton of ``state``, a mapping or Stateful value.
+
+    It checks no tensor: :func:`aio_ckpt.state.check_leaves.check_leaves` does.
 
     Raises:
-        UnsupportedLeafError: a container or key that cannot be stored.
-        EmptyStateError: no leaf.
+        UnsupportedLeafError: no checkpoint can store a container or key.
+        EmptyStateError: the state has no leaf.
     """
     walk = _Walk(rank=rank, copies={})
     skeleton = walk.root(state)
@@ -104,7 +113,7 @@ def flatten(state: object, *, rank: int) -> FlatState:
     skeleton, _ = walk.apart(skeleton)
     skeleton = _with_grads(skeleton, walk.tensors(), walk.kinds)
     names = unique_names(walk.names)
-    if walk.copies and (taken := walk.copies.keys() & {*names}):  # by another leaf, which is equal as text
+    if walk.copies and (taken := walk.copies.keys() & {*names}):  # A leaf has the same name.
         skeleton = without_copies(skeleton, taken, rank=rank)
         walk.copies = {name: value for name, value in walk.copies.items() if name not in taken}
     if walk.copies:
@@ -115,11 +124,12 @@ def flatten(state: object, *, rank: int) -> FlatState:
 
 
 def read_template(state: object, *, rank: int) -> Template:
-    """Like :func:`flatten`, for ``load``: Stateful values are listed, not entered.
+    """Return names, leaves and skeleton of the state that a load fills. Stateful values are listed, not entered.
 
     Raises:
         UnsupportedLeafError: as :func:`flatten`.
-        EmptyStateError: neither a leaf nor an empty mapping or list, which takes all that is stored below its name.
+        EmptyStateError: the state has no leaf, and no empty mapping or list, which takes all that is stored below its
+            name.
     """
     stateful: list[tuple[str, Any]] = []
     empty: list[str] = []
@@ -132,7 +142,7 @@ def read_template(state: object, *, rank: int) -> Template:
 
 
 def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
-    """Leaves of a ``state_dict()`` by name, as they are called below ``prefix``; no parts of compound tensors."""
+    """Return the leaves of a ``state_dict()`` by their names below ``prefix``, without parts of compound tensors."""
     try:
         flat = flatten({prefix: state} if prefix else state, rank=rank)
     except EmptyStateError:
@@ -145,7 +155,7 @@ def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
 
 
 def compounds_of(state: object, prefix: str, *, rank: int) -> dict[str, CompoundTensor]:
-    """Compound tensors of a ``state_dict()`` by name, as they are called below ``prefix``."""
+    """Return the compound tensors of a ``state_dict()`` by their names below ``prefix``."""
     walk = _Walk(rank=rank)
     _, found = walk.apart(walk.root({prefix: state} if prefix else state))
     return dict(found)
@@ -156,50 +166,48 @@ def compounds_of(state: object, prefix: str, *, rank: int) -> dict[str, Compound
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """One walk over a state; the lists grow in step."""
+    """One walk over a state. Names, values and kinds grow in step."""
 
     rank: int
     """Rank that PerRank values are stored for."""
     stateful: list[tuple[str, Any]] | None = None
-    """Collects Stateful values instead of entering them, if given."""
+    """Stateful values so far, which are not entered. None: they are entered."""
     empty: list[str] | None = None
-    """Collects the names of empty mappings and lists, if given."""
+    """Names of the empty mappings and lists so far. None: they are not collected."""
     names: list[str] = field(default_factory=list)
     """Names of the leaves so far."""
     values: list[object] = field(default_factory=list)
     kinds: list[LeafKind] = field(default_factory=list)
     entered: int = 0
-    """Containers so far, each as often as it stands somewhere."""
+    """Containers so far, counted in every place."""
     number: int = 0
-    """Of the next container in the skeleton."""
+    """Number of the next container in the skeleton."""
     places: dict[int, int] = field(default_factory=dict)
-    """Number of a container by its id."""
+    """Number of the first place of each container, by its id."""
     alive: list[object] = field(default_factory=list)
-    """Containers, whose ids stay theirs so."""
-    around: list[int] = field(default_factory=lambda: [-1] * (MAX_DEPTH + 1))
-    """By depth: numbers of the first places of the containers around the one that is entered; behind its depth, of no
-    meaning."""
-
+    """Containers so far. They stay alive, so no other object gets their ids."""
+    enclosing: list[int] = field(default_factory=lambda: [-1] * (MAX_DEPTH + 1))
+    """Number of the first place of each enclosing container, by depth. Entries from the current depth on are stale."""
     copies: dict[str, object] | None = None
-    """Collects containers that stock DCP stores as one object, if given, by their names."""
+    """Containers that stock DCP stores as one object, by name. None: they are not collected."""
     is_copied: bool = False
-    """Whether the walk is inside such a container."""
-    barred: int = 0
-    """How often the walk met what no copy can hold."""
+    """True inside a container that may get a copy for stock DCP."""
+    uncopyable: int = 0
+    """Values so far that no copy for stock DCP can hold."""
     versions: list[tuple[str, bytes]] = field(default_factory=list)
-    """As :attr:`FlatState.versions`."""
+    """Versions so far, as in :attr:`FlatState.versions`."""
     has_shards: bool = False
-    """Whether a leaf is a :class:`Shard`."""
+    """True if a leaf is a :class:`Shard`."""
 
     def root(self, state: object, depth: int = 0) -> Skeleton:
-        """The skeleton of the state itself, which must be a mapping or Stateful."""
+        """Return the skeleton of the state itself, which must be a mapping or Stateful value."""
         code = code_of(state, "the state")
         if code not in MAPPINGS and code != Container.STATEFUL:
             raise UnsupportedLeafError(f"the state is a {type_name(state)}: give a dict or an object with state_dict()")
         return self.node(state, None, depth)
 
     def node(self, value: Any, name: str | None, depth: int) -> Skeleton:
-        """The skeleton of ``value``, whose name is ``name`` (None: the state itself)."""
+        """Return the skeleton of ``value``. ``name``: of the value; None for the state itself."""
         kind = type(value)
         code = CODES.get(kind)
         if code is None:
@@ -210,24 +218,24 @@ class _Walk:
         if depth > MAX_DEPTH or self.entered > _MAX_ENTERED:
             raise _endless(f"{name}", depth)
         if code == _STATEFUL:
-            self.around[depth] = -1
+            self.enclosing[depth] = -1
             return self.state_of(value, name, depth)
         number, known = self.number, self.places.setdefault(id(value), self.number)
-        if known != number and code in _MUTABLE and known in self.around[:depth]:
+        if known != number and code in _MUTABLE and known in self.enclosing[:depth]:
             self.number += 1
-            self.barred += 1
+            self.uncopyable += 1
             return Container.REFERENCE, (), (), (("same", known),)
         self.number = number + 1
         self.alive.append(value)
-        self.around[depth] = known
+        self.enclosing[depth] = known
         skeleton = self.mapping(value, code, name, depth) if code in MAPPINGS else self.copied(value, code, name, depth)
         if known == number and kind in _UNNOTED and type(skeleton) is tuple:
             return skeleton
         return self.noted(value, skeleton, name, number, known)
 
     def noted(self, value: Any, skeleton: Any, name: str | None, number: int, known: int) -> Skeleton:
-        """The skeleton of a container with its notes; ``known`` is the number of its first place."""
-        if isinstance(skeleton, int):  # stored as one object
+        """Return the skeleton of a container with its notes. ``known``: the number of its first place."""
+        if isinstance(skeleton, int):  # The container is stored as one object.
             self.number = number
             if known == number:
                 del self.places[id(value)]
@@ -242,23 +250,23 @@ class _Walk:
         return (*skeleton[:3], notes) if notes else skeleton
 
     def copied(self, value: Any, code: int, name: str | None, depth: int) -> Any:
-        """The skeleton of a container that is no mapping; a small one that stock takes whole is noted."""
+        """Return the skeleton of a container that is no mapping. Note a small one that stock DCP stores whole."""
         if self.copies is None or self.is_copied or not name or code == Container.PER_RANK or not _is_stock_leaf(value):
             return self.container(value, code, name, depth)
-        self.is_copied, barred, start = True, self.barred, len(self.values)
+        self.is_copied, uncopyable, start = True, self.uncopyable, len(self.values)
         skeleton = self.container(value, code, name, depth)
         self.is_copied = False
-        is_free = name not in self.copies and self.barred == barred
+        is_free = name not in self.copies and self.uncopyable == uncopyable
         if is_free and _copy_bytes(self.values[start:]) <= _COPY_BYTES:
             self.copies[name] = value
             return (*skeleton, (("copy", 1),))
         return skeleton
 
     def container(self, value: Any, code: int, name: str | None, depth: int) -> Any:
-        """The skeleton of a container that is no mapping, without its notes."""
+        """Return the skeleton of a container that is no mapping, without its notes."""
         prefix = prefix_of(name)
         if code == Container.PER_RANK:
-            self.barred += 1
+            self.uncopyable += 1
             return code, (), (self.node(value.value, f"{prefix}rank{self.rank}", depth + 1),)
         if code == Container.FIELDS:
             keys, items = fields_of(value)
@@ -270,26 +278,27 @@ class _Walk:
         return code, (), tuple(children)
 
     def leaf(self, value: Any, name: str | None, code: int) -> Skeleton:
+        """Add a leaf; return its skeleton."""
         kind = LeafKind(code)
         self.names.append(name or "")
         self.values.append(value)
         self.kinds.append(kind)
         if isinstance(value, Shard):
             self.has_shards = True
-            self.barred += 1
+            self.uncopyable += 1
         return kind
 
     def tensors(self) -> list[Any]:
-        """The tensor leaves, with the tensors of shards in their places."""
+        """Return the tensor of every tensor leaf; for a shard, its tensor."""
         found = self.values
         if self.kinds.count(LeafKind.TENSOR) < len(found):
             found = list(compress(found, map(is_, self.kinds, repeat(LeafKind.TENSOR))))
         return [value.tensor if isinstance(value, Shard) else value for value in found] if self.has_shards else found
 
     def apart(self, skeleton: Skeleton) -> tuple[Skeleton, list[tuple[str, CompoundTensor]]]:
-        """``skeleton`` with the parts of compound tensors as leaves, and those tensors with their names.
+        """Replace compound tensors by their parts; return the skeleton with them, and (name, tensor) of each.
 
-        A pass behind the walk, whose hot loop asks no tensor for its layout: 20,000 plain ones take 1 ms.
+        This pass follows the walk, so that the walk's hot loop asks no tensor for its layout.
         """
         if _are_plain(self.tensors()):
             return skeleton, []
@@ -300,7 +309,7 @@ class _Walk:
         return _with_nodes(skeleton, iter(nodes)), found
 
     def part(self, name: str, value: Any, kind: LeafKind, found: list[tuple[str, CompoundTensor]]) -> Skeleton:
-        """The skeleton of a leaf, or of a compound tensor."""
+        """Add a leaf, or the parts of a compound tensor; return its skeleton."""
         if isinstance(value, ShardedTensor):
             return self.leaf(shard_of(value, name), name, kind)
         if kind is not LeafKind.TENSOR or isinstance(value, Shard) or not is_compound(value):
@@ -311,7 +320,7 @@ class _Walk:
         return Container.TENSOR, tuple(compound.parts), tuple(nodes), compound.notes
 
     def mapping(self, value: Mapping[Any, object], code: int, name: str | None, depth: int) -> Any:
-        """The hot loop: 20,000 tensors in one dict take no call each."""
+        """Return the skeleton of a mapping. This is the hot loop: a tensor takes no call."""
         try:
             given, items = entries_of(value, name)
         except UnreadableError:
@@ -323,7 +332,7 @@ class _Walk:
         names, values, kinds, prefix = self.names, self.values, self.kinds, prefix_of(name)
         keys: tuple[Key, ...] = given
         texts: Sequence[str] = given
-        for key in given:  # of the few of a parameter's state: quicker than the set of their types
+        for key in given:  # A parameter's state has few keys: a loop is faster than the set of their types.
             if type(key) is not str:
                 keys, texts = frozen_keys(given, name)
                 if len(set(texts)) != len(texts):
@@ -344,7 +353,7 @@ class _Walk:
         return code, keys, tuple(children)
 
     def leaves(self, keys: tuple[Any, ...], values: list[object], code: int, name: str | None) -> Skeleton | None:
-        """A mapping from str to leaves alone, without a line of Python a leaf; None if it is none."""
+        """Return the skeleton of a mapping from str to leaves alone, by passes in C; None for another mapping."""
         types = {*map(type, values)}
         if not types <= LEAVES.keys() or {*map(type, keys)} != _TEXT:
             return None
@@ -358,10 +367,10 @@ class _Walk:
         return code, keys, kinds
 
     def state_of(self, value: Any, name: str | None, depth: int) -> Skeleton:
-        """A Stateful value: the skeleton of its ``state_dict()``, or an entry in ``stateful``."""
+        """Return the skeleton of a Stateful value's ``state_dict()``; with ``stateful``, list the value instead."""
         if name == "":
             raise UnsupportedLeafError(f"a {type_name(value)} under the key '': give it a name")
-        self.barred += 1
+        self.uncopyable += 1
         if self.stateful is None:
             inner = value.state_dict()
             return self.root(inner, depth + 1) if name is None else self.node(inner, name, depth + 1)
@@ -370,7 +379,7 @@ class _Walk:
 
 
 def _endless(name: str, depth: int) -> UnsupportedLeafError:
-    """What says that a walk would not end, or not soon."""
+    """Return the error of a walk that would not end, or not soon."""
     if depth > MAX_DEPTH:
         why = f"nested deeper than {MAX_DEPTH} (does a container hold itself?)"
     else:
@@ -382,6 +391,7 @@ def _endless(name: str, depth: int) -> UnsupportedLeafError:
 
 
 def _check_keys(keys: Sequence[Key], name: str | None) -> None:
+    """Refuse keys of a mapping that are stored alike."""
     if len(set(keys)) != len(keys):
         raise UnsupportedLeafError(f"{name or 'the state'}: two keys that are stored alike: rename one of them")
 
@@ -390,7 +400,7 @@ def _check_keys(keys: Sequence[Key], name: str | None) -> None:
 
 
 def _is_stock_leaf(value: Any) -> bool:
-    """Whether DCP's ``flatten_state_dict`` takes the value, which is no mapping, as one leaf."""
+    """Return whether DCP's ``flatten_state_dict`` makes one leaf of the value, which is no mapping."""
     if not isinstance(value, list):
         return True
     for item in value:
@@ -400,7 +410,7 @@ def _is_stock_leaf(value: Any) -> bool:
 
 
 def _copy_bytes(values: Sequence[object]) -> float:
-    """About as many bytes as torch.save stores for these leaves: whole storages; no end for what it cannot store."""
+    """Return about how many bytes ``torch.save`` stores for these leaves, with whole storages; infinity if it fails."""
     total = 0.0
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -417,7 +427,7 @@ def _copy_bytes(values: Sequence[object]) -> float:
 
 
 def _with_grads(skeleton: Skeleton, tensors: list[Any], kinds: Sequence[LeafKind]) -> Skeleton:
-    """``skeleton``, where leaf tensors that require gradients are marked. One pass in C where none does."""
+    """Return ``skeleton`` with the code of every leaf tensor that requires gradients. If none does, one pass in C."""
     if not any(map(_requires_grad, tensors)):
         return skeleton
     left = iter(tensors)
@@ -430,14 +440,14 @@ def _code_of(tensor: torch.Tensor) -> int:
 
 
 def _with_nodes(node: Any, nodes: Iterator[Skeleton]) -> Skeleton:
-    """``node`` with other nodes in the places of its leaves."""
+    """Return ``node`` with the next of ``nodes`` in place of each leaf."""
     if isinstance(node, int):
         return next(nodes)
     return (*node[:2], tuple([_with_nodes(child, nodes) for child in node[2]]), *node[3:])
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether none is compound: three passes in C."""
+    """Return whether no tensor is compound, in three passes in C."""
     if not ({*map(type, tensors)} <= _TENSORS and {*map(_layout, tensors)} <= _STRIDED):
         return False
     return not any(map(_is_quantized, tensors))

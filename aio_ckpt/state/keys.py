@@ -1,4 +1,4 @@
-"""Keys of mappings as a skeleton has them, and the parts of names that they make."""
+"""Keys of mappings: as a skeleton stores them, and as parts of names."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from aio_ckpt.state.objects import decode_object, encode_object
 
 __all__ = ["HELD_KEYS", "Key", "freeze_key", "frozen_keys", "key_text", "thaw_key"]
 
-
 Key: TypeAlias = "str | tuple[str, Any]"
 """A mapping's key: a str as itself, others as (type tag, text), so that 1, True and 1.0 never compare equal."""
 HELD_KEYS = frozenset("ot")
-"""Tags of keys that hold others."""
+"""Tags of keys that hold values of other types: objects and tuples."""
+
 _KEY_BITS = 2040
-"""What ``weights_only`` reads."""
+"""Bits of the largest whole number that ``weights_only`` reads."""
 _INT = {int}
 _MANY_DIGITS = 1 << 64
+"""Smallest absolute value of an int that :func:`freeze_key` checks."""
 
 
 def freeze_key(key: object, name: str) -> Key:
-    """A mapping's key as it stands in a skeleton.
+    """Return the form in which a skeleton holds a mapping's key. ``name``: of the mapping, for messages.
 
     Raises:
         UnsupportedLeafError: a tensor, or a whole number that no reader takes.
@@ -45,7 +46,7 @@ def freeze_key(key: object, name: str) -> Key:
 
 
 def _simple_key(key: Any, name: str) -> Key | None:
-    """A key that needs no object; None if it is another one."""
+    """Return the frozen form of a key of a plain type; None for a key that is stored as an object."""
     kind = type(key)
     if kind is str:
         return str(key)
@@ -77,13 +78,13 @@ def _object_key(key: Any) -> Key:
 def _text_of(key: object, name: str) -> str:
     try:
         return str(key)
-    except Exception as error:  # whatever a type's own __str__ raises
+    except Exception as error:  # A type's own __str__ raises any error.
         raise UnsupportedLeafError(f"{name}: a key of type {type(key).__qualname__} without a text: {error}") from error
 
 
 def frozen_keys(keys: Sequence[Any], name: str | None) -> tuple[tuple[Key, ...], list[str]]:
-    """Keys as a skeleton has them, and the parts of names that they make."""
-    if {*map(type, keys)} == _INT and max(max(keys), -min(keys)) < _MANY_DIGITS:  # of an optimizer
+    """Return the frozen form of each key, and its part of a name."""
+    if {*map(type, keys)} == _INT and max(max(keys), -min(keys)) < _MANY_DIGITS:  # An optimizer numbers its parameters.
         texts = list(map(str, keys))
         return tuple([("i", text) for text in texts]), texts
     frozen = tuple([key if type(key) is str else freeze_key(key, name or "the state") for key in keys])
@@ -91,16 +92,17 @@ def frozen_keys(keys: Sequence[Any], name: str | None) -> tuple[tuple[Key, ...],
 
 
 def key_text(key: Key) -> str:
-    """The part of a name that a key makes: ``str(key)``."""
+    """Return the part of a name that a frozen key makes: ``str`` of the key."""
     if isinstance(key, str):
         return key
     return str(key[1][0]) if key[0] == "o" else str(thaw_key(key))
 
 
 def thaw_key(key: Any, *, trusted: bool = False) -> Any:
-    """Inverse of :func:`freeze_key`; ValueError, TypeError or KeyError if ``key`` is none of its values.
+    """Return the key that :func:`freeze_key` was given.
 
     Raises:
+        ValueError, TypeError, KeyError: ``key`` is no frozen key.
         UnsafeObjectError: only running code reads the key.
     """
     if isinstance(key, str):

@@ -1,4 +1,4 @@
-"""Names of what a skeleton holds: of leaves, compound tensors and containers; and what is called so."""
+"""Names by a skeleton: of its leaves, compound tensors and copies; and the part of a skeleton that has a name."""
 
 from __future__ import annotations
 
@@ -34,24 +34,27 @@ __all__ = [
     "without_copies",
 ]
 
+Path: TypeAlias = "tuple[str | int, ...]"
+"""Path of a leaf as DCP has it: str for keys of mappings, int for indices of lists and tuples."""
 
 MARK = "~"
-"""Stands in a marked name before its number."""
-Path: TypeAlias = "tuple[str | int, ...]"
+"""Separator of a marked name and its number."""
 _LEAF_TYPES = {int, LeafKind}
+"""Types of the nodes that are leaves."""
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Whether ``name`` is ``prefix`` or lies below it; everything lies below ``""``, the state itself."""
+    """Return whether ``name`` is ``prefix`` or lies below it. Every name lies below ``""``, the state itself."""
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
 def prefix_of(name: str | None) -> str:
+    """Return what the names below ``name`` begin with; None stands for the state itself."""
     return "" if name is None else name + "."
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """``names``, where the second of two that are equal is marked: ``0`` and ``0~2``."""
+    """Return ``names`` with the second of two equal names marked: ``0`` and ``0~2``. ``names`` itself if all differ."""
     taken = set(names)
     if len(taken) == len(names):
         return names
@@ -72,7 +75,7 @@ def marked_name(name: str, number: int) -> str:
 
 
 def children_of(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
-    """(key as it is stored or index, the same as a part of the name, child)."""
+    """Yield (stored key or index, its part of the name, child) for each child of a container."""
     code, keys, children = node[:3]
     if code in KEYED:
         for key, child in zip(keys, children, strict=True):
@@ -88,12 +91,12 @@ def children_of(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
 
 
 def skeleton_names(skeleton: Skeleton, *, rank: int) -> list[str]:
-    """Names of the leaves, in the order of ``flatten``."""
+    """Return the names of the leaves, in the order of ``flatten``."""
     return unique_names([name for name, _ in leaf_paths(skeleton, "", (), (rank,))])
 
 
 def leaf_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of every leaf of these ranks."""
+    """Yield (name before marks, path) of every leaf that one of these ranks has."""
     if isinstance(node, int):
         yield prefix[:-1], path
         return
@@ -112,13 +115,13 @@ class NamedKeys:
     keys: tuple[Key, ...]
     """A key for each container; the index of a list or tuple counts as an int."""
     text: str
-    """They as text, joined by dots."""
+    """Keys as text, joined by dots."""
     name: str
-    """The same, marked where another one of the state has it."""
+    """Name of the leaf: ``text``, marked if an earlier leaf has it."""
 
 
 def leaf_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
-    """Keys of the leaves, in the order of ``flatten``."""
+    """Return the keys of the leaves, in the order of ``flatten``."""
     return _with_names([(keys, text) for keys, text, node in _by_keys(skeleton, (), "", rank) if isinstance(node, int)])
 
 
@@ -130,7 +133,7 @@ def _with_names(found: list[tuple[tuple[Key, ...], str]]) -> list[NamedKeys]:
 def _by_keys(
     node: Any, keys: tuple[Key, ...], prefix: str, rank: int
 ) -> Iterator[tuple[tuple[Key, ...], str, Skeleton]]:
-    """(keys, text, node) of every leaf and compound tensor."""
+    """Yield (keys, text, node) of every leaf and compound tensor."""
     if isinstance(node, int) or node[0] == Container.TENSOR:
         yield keys, prefix[:-1], node
     if isinstance(node, int):
@@ -144,13 +147,13 @@ def _by_keys(
 
 
 def compound_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
-    """Keys of the compound tensors, in the order of :func:`compound_notes`."""
+    """Return the keys of the compound tensors, in the order of :func:`compound_notes`."""
     found = _by_keys(skeleton, (), "", rank)
     return _with_names([(keys, text) for keys, text, node in found if not isinstance(node, int)])
 
 
 def compound_notes(skeleton: Skeleton, *, rank: int) -> dict[str, Notes]:
-    """Notes of every compound tensor of a rank, by its name."""
+    """Return the notes of every compound tensor of a rank, by name."""
     found = list(_compounds(skeleton, "", rank))
     return dict(zip(unique_names([name for name, _ in found]), [notes for _, notes in found], strict=True))
 
@@ -170,12 +173,12 @@ def _compounds(node: Any, prefix: str, rank: int) -> Iterator[tuple[str, Notes]]
 
 
 def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
-    """Names of the containers of which a second item is stored, as stock DCP stores them."""
+    """Return the names of the containers that are stored a second time, as one object, for stock DCP."""
     return {name for name, _ in copy_paths(skeleton, "", (), tuple(ranks))}
 
 
 def copy_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of every container with such an item."""
+    """Yield (name, path) of every container that has such a copy."""
     if isinstance(node, int):
         return
     if len(node) > 3 and ("copy", 1) in node[3]:
@@ -193,7 +196,7 @@ def copy_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) 
 
 
 def without_copies(skeleton: Skeleton, names: Collection[str], *, rank: int) -> Skeleton:
-    """The skeleton, where no second item is noted of the containers of these names."""
+    """Return ``skeleton`` without the notes that containers of these names have a copy."""
     return _without_copies(skeleton, "", frozenset(names), rank)
 
 
@@ -209,16 +212,20 @@ def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) ->
 
 
 def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
-    """The skeleton of the value called ``name``; ``""`` is the state itself.
+    """Return the skeleton of the value called ``name``; ``""`` is the state itself.
 
     Raises:
-        MissingNameError: nothing is called so.
+        MissingNameError: no value has this name.
     """
     return find_named(skeleton, name, rank)[0]
 
 
 def find_named(skeleton: Skeleton, name: str, rank: int) -> tuple[Skeleton, int, int]:
-    """The skeleton of the value called ``name``, its number and that of its first leaf."""
+    """Return the skeleton of the value called ``name``, its number and the number of its first leaf.
+
+    Raises:
+        MissingNameError: no value has this name.
+    """
     found = (skeleton, 0, 0) if not name else _find(skeleton, "", name, rank, (0, 0))
     if found is None:
         raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
@@ -245,7 +252,7 @@ def _find(
 
 
 def sizes_of(node: Skeleton) -> tuple[int, int]:
-    """Containers and leaves of a skeleton, itself among them."""
+    """Return how many containers and leaves a skeleton has; a container counts itself."""
     if isinstance(node, int):
         return 0, 1
     below = [sizes_of(child) for child in node[2]]
@@ -253,5 +260,5 @@ def sizes_of(node: Skeleton) -> tuple[int, int]:
 
 
 def _count(node: Any) -> int:
-    """Numbers that a node takes, less those below it."""
+    """Return how many container numbers the node itself takes: a compound tensor has none."""
     return int(node[0] != Container.TENSOR)

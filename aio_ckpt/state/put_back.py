@@ -1,4 +1,4 @@
-"""Set loaded values in the caller's own containers."""
+"""Put loaded values back into the caller's own containers."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ __all__ = ["put_back"]
 
 
 def put_back(state: object, objects: Mapping[str, object], *, rank: int, names: Sequence[str] | None = None) -> None:
-    """Set the leaves named in ``objects`` in the caller's containers; a tuple or ``PerRank`` is rebuilt in its parent.
+    """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
 
-    An empty mapping or list that is named is filled if the object is one, too, and else replaced. What a Stateful value
-    or a tensor stands in is left alone, and so is every name that ``objects`` lacks. ``names``: those of all leaves, in
-    the order of :func:`read_template`, where they are not their paths.
+    If a named value is an empty mapping or list, an object of the same form fills it; another object replaces it.
+    Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``names``: of all leaves, in the order
+    of :func:`aio_ckpt.state.flatten.read_template`; None: each leaf's name is its path.
     """
     _PutBack(objects=objects, rank=rank, names=names).replaced(state, None)
 
 
 @dataclass(slots=True, kw_only=True)
 class _PutBack:
-    """Sets objects in the containers of a caller, in the order of the walk."""
+    """Walk of :func:`put_back`, in the order of ``flatten``."""
 
     objects: Mapping[str, object]
-    """What to set, by name."""
+    """Values to set, by name."""
     rank: int
     """Rank whose PerRank values are set."""
     names: Sequence[str] | None
-    """Names of the leaves, where they are not their paths."""
+    """Names of all leaves. None: each leaf's name is its path."""
     leaf_number: int = 0
-    """Of the next leaf."""
-    around: set[int] = field(default_factory=set)
-    """Ids of the containers around the one that is entered."""
+    """Number of the next leaf."""
+    enclosing: set[int] = field(default_factory=set)
+    """Ids of the containers that enclose the current value."""
 
     def replaced(self, value: Any, name: str | None) -> Any:
-        """``value`` itself, changed in place where it can be, or what must stand in its parent in its stead."""
+        """Return ``value``, changed in place if its type allows that; otherwise what replaces it in its parent."""
         code = code_of(value, name)
         if code < CONTAINERS_FROM:
             return self.leaf(value, name, code)
-        if code == Container.STATEFUL or id(value) in self.around:
+        if code == Container.STATEFUL or id(value) in self.enclosing:
             return value
-        self.around.add(id(value))
+        self.enclosing.add(id(value))
         try:
             return self.entered(value, code, name)
         finally:
-            self.around.discard(id(value))
+            self.enclosing.discard(id(value))
 
     def leaf(self, value: Any, name: str | None, code: int) -> Any:
         if self.names is not None:
@@ -69,6 +69,7 @@ class _PutBack:
         return _with_all(value, found) if isinstance(value, list) and not value else found
 
     def entered(self, value: Any, code: int, name: str | None) -> Any:
+        """Return a container with its parts replaced: itself if it can be changed."""
         prefix = prefix_of(name)
         if code == Container.PER_RANK:
             inner = self.replaced(value.value, f"{prefix}rank{self.rank}")
@@ -97,7 +98,7 @@ class _PutBack:
 
 
 def _with_all(value: Any, found: Any) -> Any:
-    """``value``, an empty mapping or list, filled with what ``found`` holds; or ``found`` if that is neither."""
+    """Return ``value``, an empty mapping or list, filled from ``found``; ``found`` itself if their forms differ."""
     if is_mapping(type(value)) and isinstance(found, Mapping):
         if isinstance(value, OrderedDict) and "_metadata" in getattr(found, "__dict__", ()):
             value._metadata = found._metadata  # type: ignore[attr-defined]
@@ -109,7 +110,7 @@ def _with_all(value: Any, found: Any) -> Any:
 
 
 def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[object]) -> Any:
-    """``value`` with its parts set, or another one of its type where it takes none."""
+    """Set the changed parts of ``value`` and return it; for an immutable type, return a new value."""
     if code == Container.TUPLE:
         return tuple(items) if type(value) is tuple else remade(type(value), items)
     if code == Container.FIELDS:

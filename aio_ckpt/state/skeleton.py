@@ -1,8 +1,7 @@
-"""The skeleton of a state: its containers, keys and order without the leaves; and its bytes.
+"""Skeleton of a state: its containers, keys and order without the leaves; and its bytes.
 
-A skeleton is built of tuples and plain values only, so that it compares and hashes by value, and is stored as msgpack
-in each rank's manifest. DCP's own flattening loses all of this: key 0 comes back as ``'0'``, and ``{}`` does not come
-back.
+A skeleton consists of tuples and plain values, so it compares and hashes by value. Each rank's manifest stores it as
+msgpack. DCP's own flattening keeps no skeleton: key 0 comes back as ``'0'``, and ``{}`` does not come back.
 """
 
 from __future__ import annotations
@@ -33,44 +32,53 @@ __all__ = [
 
 
 class Container(IntEnum):
-    """Containers of a skeleton. The numbers are part of the on-disk skeleton, disjoint from ``LeafKind``."""
+    """Containers of a skeleton. The numbers are part of the on-disk skeleton and differ from those of ``LeafKind``."""
 
     DICT = 16
     ORDERED_DICT = 17
     COUNTER = 18
-    """Schedulers of torch keep their milestones in one."""
+    """Type of the milestones of torch's schedulers."""
     LIST = 19
     TUPLE = 20
     PER_RANK = 21
     """One child, whose name ends in ``.rank{rank}``."""
     STATEFUL = 22
-    """Never stored: its ``state_dict()`` stands in its place."""
+    """Never stored: a skeleton has its ``state_dict()`` instead."""
     FIELDS = 23
-    """A dataclass or namespace, by its attributes."""
+    """A dataclass or namespace, taken apart into its attributes."""
     REFERENCE = 24
-    """The container around it whose number its note ``same`` gives; has no children."""
+    """An enclosing container, by its number in the note ``same``. It has no children."""
     TENSOR = 25
-    """A compound tensor, by its parts; it has no number."""
+    """A compound tensor, taken apart into its parts. It has no number."""
 
 
 Skeleton: TypeAlias = (
     "int | tuple[int, tuple[Key, ...], tuple[Skeleton, ...]] | tuple[int, tuple[Key, ...], tuple[Skeleton, ...], Notes]"
 )
-"""A leaf code, or (``Container``, keys (of a mapping), children), and notes if there are any. Equal if and only if
-types, keys, order are. Containers are numbered in the order of the walk, each before its children."""
+"""A leaf code, or a tuple of ``Container``, keys (empty but for a keyed container), children, and notes if any.
+
+Two skeletons are equal if and only if types, keys and order are. Containers are numbered in the order of the walk, each
+before its children.
+"""
+
 TENSOR_WITH_GRAD = 4
-"""Leaf code of a tensor that requires gradients; its ``LeafKind`` is TENSOR."""
+"""Leaf code of a leaf tensor that requires gradients. Its ``LeafKind`` is TENSOR."""
+
 MAPPINGS: dict[int, type[dict[Any, Any]]] = {
     Container.DICT: dict,
     Container.ORDERED_DICT: OrderedDict,
     Container.COUNTER: Counter,
 }
-"""Mappings that are kept as what they are."""
+"""Mappings whose exact type the code tells."""
+
 INDEXED: frozenset[int] = frozenset({Container.LIST, Container.TUPLE})
+"""Containers whose children are named by their index."""
 KEYED: frozenset[int] = frozenset({*MAPPINGS, Container.FIELDS, Container.TENSOR})
+"""Containers whose children are named by a key each."""
 _NAMED = (Container.FIELDS, Container.TENSOR)
-"""Containers whose keys are names."""
+"""Containers whose keys are all str."""
 _LEAF_CODES = frozenset({*map(int, LeafKind), TENSOR_WITH_GRAD})
+
 _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "metadata": (bytes,),
     "type": (str,),
@@ -87,12 +95,14 @@ _NOTE_TYPES: dict[str, tuple[type, ...]] = {
     "coalesced": (int,),
     "grad": (int,),
 }
+"""Types of the values of a note, by its name."""
+
 _NUMBERS = frozenset({"shape", "stride"})
-"""Notes that are lists of whole numbers."""
+"""Names of the notes whose values are lists of whole numbers."""
 
 
 def encode_skeleton(skeleton: Skeleton) -> bytes:
-    """msgpack.
+    """Return the skeleton as msgpack.
 
     Raises:
         UnsupportedLeafError: a key has a lone surrogate.
@@ -106,12 +116,12 @@ def encode_skeleton(skeleton: Skeleton) -> bytes:
 
 
 def may_hold_compounds(data: bytes) -> bool:
-    """Whether an encoded skeleton may have a node of a compound tensor: an array of four that begins with its code."""
+    """Return whether an encoded skeleton may have a compound tensor: an array of four that begins with its code."""
     return bytes((0x94, Container.TENSOR)) in data
 
 
 def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
-    """Inverse of :func:`encode_skeleton`; every number and key is checked.
+    """Return the skeleton that was encoded; every number and key is checked.
 
     Raises:
         CorruptCheckpointError: names ``name``, the file that held it.
@@ -126,6 +136,11 @@ def decode_skeleton(data: bytes, *, name: str) -> Skeleton:
 
 
 def _checked(raw: Any, depth: int) -> Skeleton:
+    """Return a decoded node as a skeleton.
+
+    Raises:
+        ValueError, TypeError, LookupError: no skeleton has this node.
+    """
     if type(raw) is int and raw in _LEAF_CODES:
         return raw
     code, raw_keys, raw_children, *rest = raw
@@ -148,7 +163,7 @@ def _checked(raw: Any, depth: int) -> Skeleton:
 
 
 def _checked_notes(raw: Any) -> Notes:
-    """Notes that are not known here are kept, and mean nothing."""
+    """Return the notes, each of an allowed type. Notes of unknown names are kept and have no effect."""
     notes = tuple((str(name), _numbers(value) if name in _NUMBERS else value) for name, value in raw)
     for name, value in notes:
         if name in _NOTE_TYPES and type(value) not in _NOTE_TYPES[name]:
