@@ -39,6 +39,8 @@ from aio_ckpt.state.values import LeafKind, PerRank, Shard, StockCopy
 __all__ = ["FlatState", "Template", "compounds_of", "flatten", "leaves_of", "read_template"]
 
 
+# Python 3.11 calls a method of an imported name by a slower path, so the hot loop uses names of this module.
+_CODES, _LEAVES = CODES, LEAVES
 _SHOWN = 80
 """Most characters that a message shows of a name, which grows with the depth of the nesting."""
 _MAX_ENTERED = 1 << 20
@@ -209,7 +211,7 @@ class _Walk:
     def node(self, value: Any, name: str | None, depth: int) -> Skeleton:
         """Return the skeleton of ``value``. ``name``: of the value; None for the state itself."""
         kind = type(value)
-        code = CODES.get(kind)
+        code = _CODES.get(kind)
         if code is None:
             code = code_of(value, name)
         if code < CONTAINERS_FROM:
@@ -342,7 +344,7 @@ class _Walk:
                 break
         children: list[Skeleton] = []
         for text, item in zip(texts, items, strict=True):
-            kind = LEAVES.get(type(item))
+            kind = _LEAVES.get(type(item))
             if kind is None:
                 children.append(self.node(item, prefix + text, depth + 1))
                 continue
@@ -355,12 +357,12 @@ class _Walk:
     def leaves(self, keys: tuple[Any, ...], values: list[object], code: int, name: str | None) -> Skeleton | None:
         """Return the skeleton of a mapping from str to leaves alone, by passes in C; None for another mapping."""
         types = {*map(type, values)}
-        if not types <= LEAVES.keys() or {*map(type, keys)} != _TEXT:
+        if not types <= _LEAVES.keys() or {*map(type, keys)} != _TEXT:
             return None
         if types <= _TENSORS:
             kinds = (LeafKind.TENSOR,) * len(values)
         else:
-            kinds = tuple(map(LEAVES.__getitem__, map(type, values)))
+            kinds = tuple(map(_LEAVES.__getitem__, map(type, values)))
         self.names += keys if name is None else map(prefix_of(name).__add__, keys)
         self.values += values
         self.kinds += kinds
