@@ -32,7 +32,8 @@ from aio_ckpt.ranks.save_ledger import (
     extents_crc32,
 )
 from aio_ckpt.ranks.save_round import SAVE
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.skeleton import encode_skeleton
 from bench.common.measure import Spread
 from bench.common.options import log, parse
 from bench.common.results import FigureRow, Goal, Report, publish
@@ -236,7 +237,7 @@ def _planned(ranks: int, items: int) -> Iterator[PlanMsg]:
     holdings = [ShardInfo((f"model.layers.{number}.weight",), (0, 0), signature) for number in range(items)]
     state = {"model": {"layers": {str(number): {"weight": 0} for number in range(items)}}}
     state["rng"] = PerRank({str(number): 0 for number in range(_OBJECTS)})  # type: ignore[assignment]
-    skeleton = tree.encode_skeleton(tree.flatten(state, rank=0).skeleton)
+    skeleton = encode_skeleton(flatten(state, rank=0).skeleton)
     plan = LocalPlan.of(holdings, (), skeleton)
     for rank in range(ranks):
         offsets = np.tile(np.array([4 * rank, 0], "<i8"), items).tobytes()

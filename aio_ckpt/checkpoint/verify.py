@@ -34,7 +34,7 @@ from aio_ckpt.format.manifests import (
 )
 from aio_ckpt.format.tensor_zip import fill_crc, render
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.storage.local import Storage, read_small_file
 
 __all__ = ["Fault", "verify_checkpoint"]
@@ -160,7 +160,7 @@ class _Verification:
             name = rank_manifest_name(manifest.rank)
             if checkpoint.has_skeleton:
                 with _collecting(self.faults, name):
-                    tree.decode_skeleton(manifest.skeleton, name=name)
+                    decode_skeleton(manifest.skeleton, name=name)
             if manifest.file is not None:
                 with _collecting(self.faults, manifest.file.name):
                     await self._check_data_file(manifest, manifest.file)

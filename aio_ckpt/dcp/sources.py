@@ -19,7 +19,7 @@ from aio_ckpt.format.manifests import ObjectEntry
 from aio_ckpt.plan.layout import Placement
 from aio_ckpt.plan.planner import PlannedImage, plan_image
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.values import LeafKind
 
 __all__ = ["Sources", "Stream", "collect_sources", "is_plain", "plan_tensors"]
@@ -156,7 +156,7 @@ def plan_tensors(
     Returns:
         The plan and, per tensor, the index of the first one that shares its bytes.
     """
-    flat = tree.FlatState(list(names), list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
+    flat = FlatState(list(names), list(tensors), [LeafKind.TENSOR] * len(tensors), int(LeafKind.TENSOR))
     leaves = Leaves(tensors=tensors, types=[torch.Tensor] * len(tensors), shards=dict(enumerate(boxes)), objects=[])
     structure = Structure.of(flat, leaves)
     fingerprint = addresses(tensors)

@@ -39,7 +39,7 @@ from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
 from aio_ckpt.snapshot.replica_sums import content_sums
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import FlatState, flatten
 from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder
 from aio_ckpt.ticket import Milestone, SaveTicket
 
@@ -336,8 +336,8 @@ class SaveFrontend:
         kind, budget_bytes = self._staging.kind(plan.source), self.lifetime.budget_bytes
         return arena_spec(plan, len(objects.region), kind, budget_bytes=budget_bytes)
 
-    def _flatten(self, state: object) -> tree.FlatState:
-        return tree.flatten(state, rank=self._ctx.members.coordinator.rank)
+    def _flatten(self, state: object) -> FlatState:
+        return flatten(state, rank=self._ctx.members.coordinator.rank)
 
     def _assign(
         self, planned: PlannedSave, objects: ObjectBytes, step: int, agreement: SaveRound, deadline: Deadline

@@ -10,9 +10,11 @@ from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.state import compound
-from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.containers import Notes
+from aio_ckpt.state.flatten import Template, compounds_of
+from aio_ckpt.state.names import compound_notes, is_below
+from aio_ckpt.state.skeleton import may_hold_compounds
 
 __all__ = ["CompoundTarget", "check_targets", "match_compounds", "own_below", "stored_compounds"]
 
@@ -29,7 +31,7 @@ class CompoundTarget:
 
 
 def match_compounds(
-    checkpoint: Checkpoint, template: tree.Template, missing: Sequence[str], rank: int
+    checkpoint: Checkpoint, template: Template, missing: Sequence[str], rank: int
 ) -> tuple[list[CompoundTarget], list[str], list[str]]:
     """Compare the compound tensors of the template with the stored ones.
 
@@ -58,7 +60,7 @@ def match_compounds(
             targets.append(CompoundTarget(name=name, own=own, stored=stored[name]))
         else:
             faults.append(f"{name!r} {fault}")
-            told += [part for part in missing if tree.is_below(part, name)]
+            told += [part for part in missing if is_below(part, name)]
     return targets, faults, [name for name in missing if name not in told]
 
 
@@ -74,10 +76,10 @@ def own_below(
     found: dict[str, CompoundTensor] = {}
     faults: list[str] = []
     for prefix, value in stateful:
-        typed = {name: notes for name, notes in stored.items() if "type" in dict(notes) and tree.is_below(name, prefix)}
+        typed = {name: notes for name, notes in stored.items() if "type" in dict(notes) and is_below(name, prefix)}
         if not typed:
             continue
-        found |= tree.compounds_of(value.state_dict(), prefix, rank=rank)
+        found |= compounds_of(value.state_dict(), prefix, rank=rank)
         for name, notes in typed.items():
             if name in found:
                 fault = compound.difference(found[name].notes, notes)
@@ -106,11 +108,11 @@ def stored_compounds(checkpoint: Checkpoint, rank: int) -> dict[str, Notes]:
         return {}
     owners = {manifest.skeleton: number for number, manifest in reversed([*enumerate(checkpoint.ranks)])}
     found: dict[str, Notes] = {}
-    if not any(map(tree.may_hold_compounds, owners)):
+    if not any(map(may_hold_compounds, owners)):
         return found
     for number in owners.values():
-        found |= tree.compound_notes(skeleton_of(checkpoint, number), rank=number)
-    return found | tree.compound_notes(skeleton_of(checkpoint, rank), rank=rank)
+        found |= compound_notes(skeleton_of(checkpoint, number), rank=number)
+    return found | compound_notes(skeleton_of(checkpoint, rank), rank=rank)
 
 
 def check_targets(targets: Iterable[CompoundTarget]) -> None:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.catalog import Shards
-from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.tensor_memory import are_apart, look_of, memory_fault, memory_of, span_of
+from aio_ckpt.state.flatten import leaves_of
+from aio_ckpt.state.tensor_memory import are_apart, memory_fault, memory_of, signature_of, span_of
 from aio_ckpt.state.values import Shard, Target
 
 __all__ = ["fillable", "layouts_below", "tensors_below"]
@@ -25,7 +25,7 @@ __all__ = ["fillable", "layouts_below", "tensors_below"]
 
 def tensors_below(prefix: str, value: Any, names: Iterable[str], *, rank: int) -> dict[str, Target]:
     """Return the tensors of ``value.state_dict()`` that have one of ``names``. Calls it once."""
-    leaves = tree.leaves_of(value.state_dict(), prefix, rank=rank)
+    leaves = leaves_of(value.state_dict(), prefix, rank=rank)
     return {name: leaf for name in names if isinstance(leaf := leaves.get(name), (torch.Tensor, Shard))}
 
 
@@ -71,7 +71,7 @@ def fillable(
     groups: list[tuple[list[str], torch.Tensor]] = []
     for names in tied.values():
         tensors = [memory_of(there[name]) for name in names if name in there]
-        if len(tensors) < len(names) or (len(names) > 1 and len({*map(look_of, tensors)}) > 1):
+        if len(tensors) < len(names) or (len(names) > 1 and len({*map(signature_of, tensors)}) > 1):
             continue
         if not tensors[0].is_inference() and tensors[0].data_ptr() not in barred:
             groups.append((names, tensors[0]))

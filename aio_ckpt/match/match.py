@@ -23,16 +23,17 @@ from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
 from aio_ckpt.memory.cuda import is_host
-from aio_ckpt.state import flatten as tree
 from aio_ckpt.state.compound import CompoundTensor
-from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, type_name
+from aio_ckpt.state.flatten import Template, read_template
+from aio_ckpt.state.names import MARK, is_below, marked_name
+from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
 from aio_ckpt.state.tensor_memory import (
     are_apart,
-    look_of,
     memory_fault,
     memory_of,
     overlapping,
     overlaps_itself,
+    signature_of,
     span_of,
 )
 from aio_ckpt.state.values import LeafKind, Shard, Target
@@ -149,18 +150,16 @@ def match_template(
         TemplateMismatchError: kind, shape or dtype differ.
         UnsafeObjectError: a Stateful value would get a tensor of a type that it does not hold and that is not allowed.
     """
-    template, ambiguous = named_as_stored(checkpoint, tree.read_template(state, rank=rank), rank)
-    found = Match()
-    if any("~" in name for name in template.names):
-        found.names = template.names
+    named = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
+    template, found = named.template, Match(names=named.names)
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)
     faults += misfits + open_faults
-    faults += ambiguous
+    faults += named.faults
     faults += _separate_overlapping(checkpoint.catalog, found, template)
     unmatched, misfits = _match_stateful(checkpoint, template, found, rank, casts)
-    missing, faults = missing + unmatched, faults + misfits
+    missing, faults = [named.stand_ins.get(name, name) for name in missing] + unmatched, faults + misfits
     found.own, misfits = own_below(
         checkpoint, [(target.name, target.value) for target in found.stateful], rank=rank, trusted=trusted
     )
@@ -220,7 +219,7 @@ def _shape(tensor: Target) -> tuple[int, ...]:
 
 
 def _match_leaves(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, trusted: bool, casts: bool
+    checkpoint: Checkpoint, template: Template, into: Match, trusted: bool, casts: bool
 ) -> tuple[list[str], list[str]]:
     """Add the leaves to ``into``. Returns the names that are missing, and the other faults.
 
@@ -247,7 +246,7 @@ def _match_leaves(
         elif kind is LeafKind.TENSOR and (address := _whole_address(cast("torch.Tensor", value), shards)):
             whole.append((shards[0], value, address))  # type: ignore[arg-type]
         else:
-            tensor = cast("Target", value) if kind is LeafKind.TENSOR else tree.as_tensor(value, kind)
+            tensor = cast("Target", value) if kind is LeafKind.TENSOR else as_tensor(value, kind)
             if fault := _tensor_fault(tensor, shards, casts):
                 if kind is LeafKind.SCALAR_ARRAY:
                     into.open[name] = OpenPlace(names=[name], branch=checkpoint.stored_name(name))
@@ -289,7 +288,7 @@ def _tensor_for_array(value: npt.NDArray[Any]) -> str:
 
 
 def _match_open(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, missing: list[str], rank: int
+    checkpoint: Checkpoint, template: Template, into: Match, missing: list[str], rank: int
 ) -> tuple[list[str], list[str]]:
     """Add the empty containers, and the leaves that hold nothing, to ``into.open``.
 
@@ -321,7 +320,7 @@ def _holds_nothing(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, deque)) and not value)
 
 
-def _separate_overlapping(catalog: Catalog, found: Match, template: tree.Template) -> list[str]:
+def _separate_overlapping(catalog: Catalog, found: Match, template: Template) -> list[str]:
     """Move targets that share memory to ``found.shared``. Returns the faults of those that cannot be filled so."""
     spans = [span_of(memory_of(tensor)) for _, tensor in (*found.tensors, *found.shared)]
     starts = [*(address for _, _, address in found.whole), *(start for start, _ in spans)]
@@ -338,7 +337,7 @@ def _separate_overlapping(catalog: Catalog, found: Match, template: tree.Templat
     moved: set[int] = set()
     faults: list[str] = []
     for before, later in overlapping(tensors):
-        is_tied = look_of(tensors[later]) == look_of(tensors[before])
+        is_tied = signature_of(tensors[later]) == signature_of(tensors[before])
         if is_tied and _may_be_equal(catalog.shards[names[later]], catalog.shards[names[before]]):
             continue
         moved |= {before, later}
@@ -415,7 +414,7 @@ def _shares_memory(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def _match_stateful(
-    checkpoint: Checkpoint, template: tree.Template, into: Match, rank: int, casts: bool
+    checkpoint: Checkpoint, template: Template, into: Match, rank: int, casts: bool
 ) -> tuple[list[str], list[str]]:
     """Add the Stateful values to ``into``. Returns the names of those of which nothing is stored, and the faults."""
     if not template.stateful:
@@ -432,7 +431,7 @@ def _match_stateful(
         if count > 1
     ]
     for prefix, value in template.stateful:
-        below = [name for name in names if tree.is_below(name, prefix)]
+        below = [name for name in names if is_below(name, prefix)]
         if prefix in below and isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             faults.append(f"{prefix!r} is a {type(value).__name__} in the template and a single leaf in the checkpoint")
         elif below or is_empty_container(checkpoint, prefix, rank):
@@ -451,7 +450,7 @@ def _match_stateful(
             missing.append(prefix)
     fitting: dict[str, Target] = {}
     for name, tensor in there.items():
-        if "~" in name or f"{name}~2" in shards:
+        if MARK in name or marked_name(name, 2) in shards:
             continue
         if isinstance(tensor, torch.Tensor) and (address := _whole_address(tensor, shards[name])):
             into.live_at[name], fitting[name] = address, tensor
@@ -478,7 +477,7 @@ def _stored_branch(
     rests = ["" if name == prefix else name.removeprefix(f"{prefix}.") for name in below]
     branch = stored[0].removesuffix(rests[0]).removesuffix(".") if rests[0] else stored[0]
     everything = {*map(checkpoint.stored_name, names), *checkpoint.names}
-    whole = {name for name in everything if tree.is_below(name, branch)}
+    whole = {name for name in everything if is_below(name, branch)}
     moved = {".".join(filter(None, (branch, rest))) for rest in rests}
     # Keys of a module hold dots, so the common beginning of its names need not be the name of a container.
     is_one = not checkpoint.has_skeleton or is_empty_container(checkpoint, branch, rank)
@@ -487,7 +486,7 @@ def _stored_branch(
 
 def _branch_fault(prefix: str, value: Any, compounds: Iterable[str]) -> str | None:
     """Return why ``load_state_dict`` of ``value`` cannot take leaves of several branches; None if it can."""
-    if isinstance(value, torch.nn.Module) and not any(tree.is_below(name, prefix) for name in compounds):
+    if isinstance(value, torch.nn.Module) and not any(is_below(name, prefix) for name in compounds):
         return None
     return (
         f"{prefix!r} is a {type(value).__name__}, and rename= changes names inside of what is stored for it: rename "

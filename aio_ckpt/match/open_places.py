@@ -14,7 +14,10 @@ from typing import Any
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.match.rank_names import skeleton_of
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.build import build_below
+from aio_ckpt.state.dcp_paths import unflatten_dcp
+from aio_ckpt.state.names import skeleton_names, subtree
+from aio_ckpt.state.skeleton import Skeleton
 
 __all__ = ["OpenPlace", "build_at", "dcp_paths_of", "names_at", "nested_at", "with_int_keys"]
 
@@ -39,7 +42,7 @@ def names_at(checkpoint: Checkpoint, places: Iterable[str], *, rank: int) -> dic
         return _below(left, checkpoint.as_named(checkpoint.metadata.state_dict_metadata))
     found: dict[str, list[str]] = {}
     for skeleton in _skeletons(checkpoint, rank):
-        found |= _below(left, checkpoint.as_named(tree.skeleton_names(skeleton, rank=rank)))
+        found |= _below(left, checkpoint.as_named(skeleton_names(skeleton, rank=rank)))
         found |= {place: [] for place in left - found.keys() if _holds(skeleton, place, rank)}
         left -= found.keys()
         if not left:
@@ -74,7 +77,7 @@ def build_at(
     for skeleton in _skeletons(checkpoint, rank) if left and checkpoint.has_skeleton else ():
         for name, place in places.items():
             if name in left and _holds(skeleton, place.branch, rank):
-                built[name] = tree.build_below(skeleton, place.branch, values, rank=rank, trusted=trusted)
+                built[name] = build_below(skeleton, place.branch, values, rank=rank, trusted=trusted)
                 del left[name]
         if not left:
             break
@@ -88,7 +91,7 @@ def build_at(
     return built
 
 
-def _skeletons(checkpoint: Checkpoint, rank: int) -> Iterator[tree.Skeleton]:
+def _skeletons(checkpoint: Checkpoint, rank: int) -> Iterator[Skeleton]:
     """Yield the distinct skeletons of all ranks, that of ``rank`` first."""
     own = rank if rank < len(checkpoint.ranks) else 0
     seen: set[bytes] = set()
@@ -98,9 +101,9 @@ def _skeletons(checkpoint: Checkpoint, rank: int) -> Iterator[tree.Skeleton]:
             yield skeleton_of(checkpoint, number)
 
 
-def _holds(skeleton: tree.Skeleton, place: str, rank: int) -> bool:
+def _holds(skeleton: Skeleton, place: str, rank: int) -> bool:
     try:
-        tree.subtree(skeleton, place, rank=rank)
+        subtree(skeleton, place, rank=rank)
     except MissingNameError:
         return False
     return True
@@ -120,7 +123,7 @@ def dcp_paths_of(checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]] | N
 def nested_at(checkpoint: Checkpoint, place: str, leaves: dict[str, object]) -> Any:
     """Return the nested value called ``place``, which stock DCP flattened. ``leaves``: all its leaves, by name."""
     paths = dcp_paths_of(checkpoint) or {}
-    nested: Any = tree.unflatten_dcp(paths, leaves)
+    nested: Any = unflatten_dcp(paths, leaves)
     name = next(iter(leaves))
     path = paths.get(name, (name,))
     depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == place), None)

@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError
 from aio_ckpt.format.manifests import rank_manifest_name
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.names import copy_names, is_below, skeleton_names, subtree
+from aio_ckpt.state.skeleton import Skeleton, decode_skeleton
 
 __all__ = ["is_empty_container", "skeleton_of", "unexpected_names", "wanted_names"]
 
 
-def skeleton_of(checkpoint: Checkpoint, rank: int) -> tree.Skeleton:
+def skeleton_of(checkpoint: Checkpoint, rank: int) -> Skeleton:
     """Return the skeleton that ``rank`` saved; that of rank 0 if there was no such rank."""
     number = rank if rank < len(checkpoint.ranks) else 0
-    return tree.decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
+    return decode_skeleton(checkpoint.ranks[number].skeleton, name=rank_manifest_name(number))
 
 
 def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | None) -> list[str]:
@@ -31,9 +32,9 @@ def wanted_names(checkpoint: Checkpoint, *, rank: int, only: Iterable[str] | Non
     if only is None:
         return names
     for prefix in only:
-        if not any(tree.is_below(name, prefix) for name in names) and not is_empty_container(checkpoint, prefix, rank):
+        if not any(is_below(name, prefix) for name in names) and not is_empty_container(checkpoint, prefix, rank):
             raise MissingNameError(f"{checkpoint.path}: {_why_nothing(checkpoint, prefix, rank)}")
-    return [name for name in names if any(tree.is_below(name, prefix) for prefix in only)]
+    return [name for name in names if any(is_below(name, prefix) for prefix in only)]
 
 
 def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
@@ -41,7 +42,7 @@ def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
     if not checkpoint.has_skeleton:
         return False
     try:
-        tree.subtree(skeleton_of(checkpoint, rank), name, rank=rank)
+        subtree(skeleton_of(checkpoint, rank), name, rank=rank)
     except MissingNameError:
         return False
     return True
@@ -49,9 +50,9 @@ def is_empty_container(checkpoint: Checkpoint, name: str, rank: int) -> bool:
 
 def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
     """Return why ``rank`` has nothing at or below ``prefix``, and the remedy if another rank has."""
-    if checkpoint.has_skeleton and any(tree.is_below(name, prefix) for name in checkpoint.catalog.names()):
+    if checkpoint.has_skeleton and any(is_below(name, prefix) for name in checkpoint.catalog.names()):
         for other in range(len(checkpoint.ranks)):
-            if any(tree.is_below(name, prefix) for name in _names_of(checkpoint, other)):
+            if any(is_below(name, prefix) for name in _names_of(checkpoint, other)):
                 own = rank if rank < len(checkpoint.ranks) else 0
                 return (
                     f"{prefix!r} is what rank {other} saved, and read() gives what rank {own} did: load() it into a "
@@ -61,7 +62,7 @@ def _why_nothing(checkpoint: Checkpoint, prefix: str, rank: int) -> str:
 
 
 def _names_of(checkpoint: Checkpoint, rank: int) -> list[str]:
-    return checkpoint.as_named(tree.skeleton_names(skeleton_of(checkpoint, rank), rank=rank))
+    return checkpoint.as_named(skeleton_names(skeleton_of(checkpoint, rank), rank=rank))
 
 
 def unexpected_names(checkpoint: Checkpoint, known: set[str], rank: int, world_size: int) -> set[str]:
@@ -86,7 +87,7 @@ def _copies(checkpoint: Checkpoint) -> set[str]:
     owners: dict[bytes, list[int]] = {}
     for rank, manifest in enumerate(checkpoint.ranks):
         owners.setdefault(manifest.skeleton, []).append(rank)
-    found = [tree.copy_names(skeleton_of(checkpoint, ranks[0]), ranks=ranks) for ranks in owners.values()]
+    found = [copy_names(skeleton_of(checkpoint, ranks[0]), ranks=ranks) for ranks in owners.values()]
     return set().union(*found)
 
 
@@ -95,7 +96,7 @@ def _per_rank_names(checkpoint: Checkpoint) -> set[str]:
     marked: dict[bytes, list[str]] = {}
     for rank, manifest in enumerate(checkpoint.ranks):
         if manifest.skeleton not in marked:
-            names = tree.skeleton_names(skeleton_of(checkpoint, rank), rank=mark)
+            names = skeleton_names(skeleton_of(checkpoint, rank), rank=mark)
             marked[manifest.skeleton] = [name for name in names if f"rank{mark}" in name]
     return {
         name.replace(f"rank{mark}", f"rank{rank}")

@@ -25,8 +25,10 @@ from aio_ckpt.format.tensor_table import IntArray
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardInfo, ShardTable, TensorSignature, padded
 from aio_ckpt.plan.values import ImageLayout, TensorItem
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.dcp_paths import dcp_paths
+from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.objects import as_tensor
+from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.state.values import LeafKind
 
 __all__ = ["Stored", "cover_faults", "dcp_plan", "local_plan", "places", "render_global", "shard_offsets"]
@@ -172,7 +174,7 @@ def _pairs(counts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
         yield left, left + 1 + np.arange(len(left)) - np.repeat(np.cumsum(mine) - mine, mine)
 
 
-def dcp_plan(flat: tree.FlatState) -> SavePlan:
+def dcp_plan(flat: FlatState) -> SavePlan:
     """Return the plan of DCP's planner for the state of one rank."""
     leaves = {
         name: None if kind is LeafKind.OBJECT else as_tensor(value, kind).detach()
@@ -286,6 +288,6 @@ def _paths(ranks: Sequence[Stored]) -> dict[str, tuple[str | int, ...]]:
     paths: dict[str, tuple[str | int, ...]] = {}
     # If ranks differ in the path of a name, the highest rank counts, so it comes last.
     for skeleton, numbers in sorted(owners.items(), key=lambda owned: owned[1][-1]):
-        decoded = tree.decode_skeleton(skeleton, name=rank_manifest_name(numbers[0]))
-        paths |= tree.dcp_paths(decoded, rank=numbers[0], others=numbers[1:])
+        decoded = decode_skeleton(skeleton, name=rank_manifest_name(numbers[0]))
+        paths |= dcp_paths(decoded, rank=numbers[0], others=numbers[1:])
     return paths

@@ -28,7 +28,9 @@ from aio_ckpt.plan.layout import Placement, lay_out
 from aio_ckpt.plan.shard_table import LocalPlan
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, check_whole, partition, storage_bytes
 from aio_ckpt.plan.values import ImageLayout, TensorItem
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.check_leaves import check_leaves
+from aio_ckpt.state.flatten import FlatState
+from aio_ckpt.state.skeleton import encode_skeleton
 from aio_ckpt.state.values import LeafKind
 
 __all__ = [
@@ -145,7 +147,7 @@ class PlanCache:
         """Forget the plan: the next save is a miss."""
         self._plan = None
 
-    def resolve(self, flat: tree.FlatState) -> PlannedSave:
+    def resolve(self, flat: FlatState) -> PlannedSave:
         """Plan ``flat``. The cached layout and descriptors are reused if they are still valid.
 
         Raises:
@@ -159,10 +161,10 @@ class PlanCache:
             structure = Structure.of(flat, leaves) if cached is None else cached.structure
             fingerprint = addresses(leaves.tensors) if cached is not None else []
         except (RuntimeError, TypeError, NotImplementedError):
-            tree.check_leaves(flat)
+            check_leaves(flat)
             raise
         if cached is None:
-            tree.check_leaves(flat)
+            check_leaves(flat)
             return self._miss(flat, leaves, structure)
         tensors = leaves.tensors
         if fingerprint == cached.descriptors.fingerprint and storage_bytes(tensors) == cached.source_bytes:
@@ -189,7 +191,7 @@ class PlanCache:
             plan=plan, tensors=leaves.tensors, objects=objects, plan_hit=True, fingerprint_hit=fingerprint_hit
         )
 
-    def _miss(self, flat: tree.FlatState, leaves: Leaves, structure: Structure) -> PlannedSave:
+    def _miss(self, flat: FlatState, leaves: Leaves, structure: Structure) -> PlannedSave:
         self._plan = None
         if self._world_size == 1:
             check_whole(flat, structure)
@@ -232,7 +234,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def make_plan(
-    flat: tree.FlatState,
+    flat: FlatState,
     structure: Structure,
     fingerprint: list[int],
     source_bytes: list[int],
@@ -276,7 +278,7 @@ def _plan_of(image: ImagePlan, aliases: list[int], object_names: tuple[str, ...]
         object_names=object_names,
         metadata=None,
         tensors_static=encode_static([tensor_entry(item) for item in layout.items]),
-        skeleton=tree.encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
+        skeleton=encode_skeleton(structure.skeleton),  # type: ignore[arg-type]
         stored_names=frozenset(name for item in layout.items for name in item.fqns),
         source_bytes=source_bytes,
     )

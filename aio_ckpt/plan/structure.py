@@ -21,7 +21,7 @@ from aio_ckpt._torch import SHARDS_DIFFER, local_tensor
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.constants import TensorSpec
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.objects import as_tensor
 from aio_ckpt.state.tensor_memory import extent_bytes, needed_bytes
 from aio_ckpt.state.values import LeafKind, Shard
@@ -43,7 +43,7 @@ class Leaves:
     """Name and value of every leaf stored as an object."""
 
     @classmethod
-    def of(cls, flat: tree.FlatState) -> Leaves:
+    def of(cls, flat: FlatState) -> Leaves:
         """Resolve the leaves of a flat state."""
         if flat.kinds.count(LeafKind.TENSOR) == len(flat.kinds):
             leaves, objects = flat.values, []
@@ -115,7 +115,7 @@ class Structure:
     """Of DTensor leaves: global shape, key of the mesh, placements. Of ``Shard`` leaves: global shape, offsets."""
 
     @classmethod
-    def of(cls, flat: tree.FlatState, leaves: Leaves) -> Structure:
+    def of(cls, flat: FlatState, leaves: Leaves) -> Structure:
         """Return the structure of a flat state."""
         tensors = leaves.tensors
         return cls(
@@ -132,7 +132,7 @@ class Structure:
             shards=leaves.shards,
         )
 
-    def is_of(self, flat: tree.FlatState, leaves: Leaves) -> bool:
+    def is_of(self, flat: FlatState, leaves: Leaves) -> bool:
         """Return whether ``flat`` has this very structure: ``self == Structure.of(flat, leaves)``.
 
         Tensors are compared in groups. A group stays in the processor's cache from one attribute to the next, and its
@@ -258,7 +258,7 @@ def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
 
 
-def check_whole(flat: tree.FlatState, structure: Structure) -> None:
+def check_whole(flat: FlatState, structure: Structure) -> None:
     """Check, for an engine of one rank, that each shard is its whole tensor: other parts would be missing silently.
 
     Raises:
@@ -274,7 +274,7 @@ def check_whole(flat: tree.FlatState, structure: Structure) -> None:
             )
 
 
-def check_sources(flat: tree.FlatState, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> list[int]:
+def check_sources(flat: FlatState, tensors: Sequence[torch.Tensor], fingerprint: Sequence[int]) -> list[int]:
     """Check that all storages exist, and return the storage length of every tensor leaf, in bytes.
 
     Raises:

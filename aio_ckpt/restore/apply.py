@@ -20,9 +20,11 @@ from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.error_notes import tell_modified
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.build import build_below
 from aio_ckpt.state.compound import settle
-from aio_ckpt.state.objects import type_name
+from aio_ckpt.state.flatten import leaves_of
+from aio_ckpt.state.objects import from_tensor, type_name
+from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.values import UntrustedObject
 
 __all__ = ["prepare_apply", "target_modified"]
@@ -52,7 +54,7 @@ def prepare_apply(
     for array in found.arrays:
         tensor = values[array.name]
         assert isinstance(tensor, torch.Tensor)
-        leaves[array.name] = tree.from_tensor(tensor.to(array.dtype), array.kind)
+        leaves[array.name] = from_tensor(tensor.to(array.dtype), array.kind)
     refused = {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     known = by_stored_name(checkpoint, values | refused)
     leaves |= build_at(checkpoint, found.open, known, rank=rank, trusted=trusted)
@@ -61,13 +63,13 @@ def prepare_apply(
     for target in found.stateful:
         prefix, value, names, branch = target
         if not fetched.untrusted.keys().isdisjoint(names):  # untrusted leaves keep the template's values
-            own = tree.leaves_of(value.state_dict(), prefix, rank=rank)
+            own = leaves_of(value.state_dict(), prefix, rank=rank)
             values |= {name: own[name] for name in names if name in fetched.untrusted and name in own}
         if branch is None:
             inner: object = {name.removeprefix(f"{prefix}."): values[name] for name in names}
         elif skeleton is not None:
             stored, parts = by_stored_name(checkpoint, values), by_stored_name(checkpoint, found.own)
-            inner = tree.build_below(
+            inner = build_below(
                 skeleton, branch, stored, rank=rank, trusted=trusted, own=parts, untrusted=fetched.skipped
             )
         else:
@@ -75,11 +77,11 @@ def prepare_apply(
             inner = _dcp_state_dict(checkpoint, branch, leaves_below, value)
         state_dicts.append((target, _with_versions(inner, value)))
 
-    def put_back() -> None:
+    def apply() -> None:
         with target_modified():
             _write_rest(found, shared)
             if leaves:
-                tree.put_back(state, leaves, rank=rank, names=found.names)
+                put_back(state, leaves, rank=rank, names=found.names)
             for target, state_dict in state_dicts:
                 with _noting_refusal(target, checkpoint):
                     target.value.load_state_dict(state_dict)
@@ -90,7 +92,7 @@ def prepare_apply(
                 listed(found.unexpected),
             )
 
-    return put_back
+    return apply
 
 
 def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from aio_ckpt.errors import UnsafeObjectError
 from aio_ckpt.restore.load_plan import LoadPlan, check_trusted
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.objects import decode_object
 
 __all__ = ["FetchedValues", "by_stored_name", "fetch_values"]
 
@@ -92,7 +92,7 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: F
         if checkpoint.root is None:
             check_zip(name, data)
         try:
-            values[name] = tree.decode_object(data, name=name, trusted=ctx.trusted)
+            values[name] = decode_object(data, name=name, trusted=ctx.trusted)
         except UnsafeObjectError as error:
             untrusted[name] = str(error)
     check_trusted(untrusted, skip_untrusted=plan.skip_untrusted)

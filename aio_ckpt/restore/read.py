@@ -15,7 +15,8 @@ from aio_ckpt.restore.fetch_values import fetch_values
 from aio_ckpt.restore.load_plan import LoadPlan, locate
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.build import build
+from aio_ckpt.state.dcp_paths import unflatten_dcp
 from aio_ckpt.state.values import UntrustedObject
 
 __all__ = ["ReadOutcome", "read_state"]
@@ -76,7 +77,7 @@ async def read_state(
     values = fetched.values | {name: UntrustedObject(name, reason) for name, reason in fetched.untrusted.items()}
     plain: list[str] = []
     if checkpoint.has_skeleton:
-        state = tree.build(
+        state = build(
             skeleton_of(checkpoint, ctx.rank),
             values,
             rank=ctx.rank,
@@ -86,7 +87,7 @@ async def read_state(
             untrusted=fetched.skipped,
         )
     else:
-        state = tree.unflatten_dcp(dcp_paths_of(checkpoint), values)
+        state = unflatten_dcp(dcp_paths_of(checkpoint), values)
     return ReadOutcome(
         state=state,
         step=checkpoint.step,

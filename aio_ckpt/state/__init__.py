@@ -1,11 +1,14 @@
-"""Take a user's nested value apart, and put one together again.
+"""Take a user's nested state apart, and put a state together again. Pure, but for ``put_back``.
 
-In: a nested state or template. Out: its names, leaves and skeleton, the bytes of its non-tensor leaves, the memory that
-its tensors occupy; and from loaded leaves the state again. Imports ``format``.
+In: a nested state or template. Out: its names, leaves and skeleton (``flatten``); the bytes of leaves that are no
+tensors (``objects``); the memory of its tensors (``tensor_memory``).
+
+In: a skeleton and loaded leaves. Out: the nested state (``build``). ``put_back`` sets loaded leaves in the containers
+of a template instead. Imports ``format``, ``errors`` and ``_torch``.
 """
 
-from aio_ckpt.state.flatten import FlatState, put_back
-from aio_ckpt.state.skeleton import build
-from aio_ckpt.state.values import PerRank
+from aio_ckpt.state.flatten import FlatState, Template
+from aio_ckpt.state.skeleton import Skeleton
+from aio_ckpt.state.values import LeafKind, PerRank, Shard
 
-__all__ = ["FlatState", "PerRank", "build", "put_back"]
+__all__ = ["FlatState", "LeafKind", "PerRank", "Shard", "Skeleton", "Template"]

@@ -1,8 +1,8 @@
-"""Compound tensors: those whose values stand in other tensors, their parts. Taken apart, and put together again.
+"""Compound tensors, whose values stand in other tensors, their parts: taken apart, and put together again.
 
-A skeleton notes what such a tensor is but for its parts. The parts are leaves, named below the tensor. Putting a sparse
-tensor together runs no code of its own. A subclass of Tensor is made again where the user has allowed its type by
-``torch.serialization.add_safe_globals``, or where the checkpoint is trusted.
+The parts are leaves, named below the tensor. A skeleton notes the rest of the tensor. Putting a sparse tensor together
+runs no code of its own. A subclass of Tensor is made if the user has allowed its type by
+``torch.serialization.add_safe_globals``, or if the checkpoint is trusted.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ _COMPRESSED: dict[torch.layout, tuple[str, str]] = {
 _LAYOUTS = {str(layout).removeprefix("torch."): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
 _SPARSE = frozenset(_LAYOUTS.values())
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32})
-"""Dtypes of which an integer has a byte or more of its own."""
+"""Quantized dtypes whose integers have a byte or more each."""
 _INTEGERS = (torch.int8, torch.uint8, torch.int32)
 _PER_TENSOR, _PER_CHANNEL = "per_tensor_affine", ("per_channel_affine", "per_channel_affine_float_qparams")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _COMPARED = ("layout", "shape", "stride", "dtype")
-"""Notes that a template must share with what is stored."""
+"""Notes that must be equal in the template and in the checkpoint."""
 _DATA = "data"
-"""The one part of a subclass whose values stand in its own memory."""
+"""Name of the one part of a subclass that keeps its values in its own memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompoundTensor:
-    """A tensor that was taken apart."""
+    """A tensor and the parts that it was taken apart into."""
 
     tensor: torch.Tensor
-    """It itself."""
+    """Tensor that was taken apart."""
     notes: Notes
-    """All that its parts do not say."""
+    """Everything about the tensor but its parts."""
     parts: dict[str, torch.Tensor]
-    """Tensors that hold its values, in its own memory; they may be compound, too. Of a quantized tensor, copies."""
+    """Tensors that hold its values, in its own memory. They may be compound, too. Of a quantized tensor, copies."""
 
 
 # -- apart ------------------------------------------------------------------------------------------
 
 
 def is_compound(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is stored by its parts."""
+    """Return whether the tensor is stored by its parts."""
     kind = type(tensor)
     if kind in _PLAIN_TYPES:
         return kind is not DTensor and (tensor.layout in _SPARSE or tensor.dtype in _QUANTIZED)
@@ -89,15 +89,15 @@ def is_compound(tensor: torch.Tensor) -> bool:
 
 
 def _is_wrapper(kind: Any) -> bool:
-    """Whether tensors of this type tell their inner tensors (torch: "traceable wrapper subclass")."""
+    """Return whether tensors of this type tell their inner tensors (torch: "traceable wrapper subclass")."""
     return callable(getattr(kind, "__tensor_flatten__", None)) and callable(getattr(kind, "__tensor_unflatten__", None))
 
 
 def take_apart(tensor: Any, name: str) -> CompoundTensor:
-    """The parts and notes of a compound tensor called ``name``.
+    """Return a compound tensor, called ``name``, with its notes and parts.
 
     Raises:
-        UnsafeObjectError, UnsupportedLeafError: pickle cannot store what a subclass says of itself.
+        UnsafeObjectError, UnsupportedLeafError: pickle cannot store the context or attributes of a subclass.
     """
     kind = type(tensor)
     notes: list[tuple[str, Any]]
@@ -124,6 +124,7 @@ def take_apart(tensor: Any, name: str) -> CompoundTensor:
 
 
 def _parts(tensor: Any) -> dict[str, torch.Tensor]:
+    """Return the parts of a compound tensor by name."""
     kind = type(tensor)
     if kind not in _PLAIN_TYPES and _is_wrapper(kind):
         return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -142,7 +143,7 @@ def _parts(tensor: Any) -> dict[str, torch.Tensor]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the values: the tensor itself, or its parts and theirs."""
+    """Yield the tensors that hold the values: the tensor itself, or its parts and their parts."""
     if not is_compound(tensor):
         yield tensor
         return
@@ -154,10 +155,10 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def put_together(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], *, trusted: bool) -> torch.Tensor | None:
-    """The tensor that has these notes and parts, over the memory of the parts; None if its type may not be made here.
+    """Return the tensor of these notes and parts, over the memory of the parts; None if its type may not be made.
 
     Raises:
-        ValueError, TypeError, LookupError, RuntimeError: no tensor has them; every index is checked.
+        ValueError, TypeError, LookupError, RuntimeError: no tensor has these notes and parts. Every index is checked.
     """
     if "type" in notes:
         made = _subclass(notes, parts, trusted)
@@ -183,6 +184,7 @@ def _sparse(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torc
 
 
 def _quantized(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the quantized tensor of these notes and parts."""
     integers = parts["int_repr"]
     if integers.dtype not in _INTEGERS:
         raise TypeError(f"integers of {integers.dtype}")
@@ -197,7 +199,7 @@ def _quantized(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor]) -> t
 
 
 def allowed_type(notes: Mapping[str, Any], *, trusted: bool) -> Any | None:
-    """The subclass of Tensor that ``notes`` name; None if it is not there, or may not be made."""
+    """Return the subclass of Tensor that ``notes`` name; None if it is not imported or may not be made."""
     kind = named_type(notes, trusted=trusted)
     if kind is None or not issubclass(kind, torch.Tensor):
         return None
@@ -205,6 +207,7 @@ def allowed_type(notes: Mapping[str, Any], *, trusted: bool) -> Any | None:
 
 
 def _subclass(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], trusted: bool) -> torch.Tensor | None:
+    """Return the tensor of a subclass; None if its type may not be made or its code fails."""
     kind: Any = allowed_type(notes, trusted=trusted)
     if kind is None:
         return None
@@ -223,7 +226,7 @@ def _subclass(notes: Mapping[str, Any], parts: Mapping[str, torch.Tensor], trust
 
 
 def put_together_like(own: CompoundTensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What ``own`` is with other parts. Runs the code of its type, which the caller has run to make it."""
+    """Return a tensor like ``own`` with other parts. Runs the code of its type, as the caller did to make ``own``."""
     if all(parts[name] is part for name, part in own.parts.items()):
         return own.tensor
     tensor: torch.Tensor = own.tensor
@@ -239,7 +242,7 @@ def put_together_like(own: CompoundTensor, parts: Mapping[str, torch.Tensor]) ->
 
 
 def plain_form(parts: Mapping[str, torch.Tensor]) -> object:
-    """What stands for a tensor whose type may not be made: its parts, or the one that has its shape."""
+    """Return the value that replaces a tensor whose type may not be made: its parts, or the part with its shape."""
     return parts[_DATA] if parts.keys() == {_DATA} else dict(parts)
 
 
@@ -247,7 +250,7 @@ def plain_form(parts: Mapping[str, torch.Tensor]) -> object:
 
 
 def difference(own: Notes, stored: Notes) -> str | None:
-    """Why a tensor with the notes ``own`` cannot be filled from what has ``stored``; None if it can."""
+    """Return why a tensor with the notes ``own`` cannot take the values of one with ``stored``; None if it can."""
     mine, theirs = dict(own), dict(stored)
     if kind_of(own) != kind_of(stored):
         return f"is a {kind_of(own)} in the template and a {kind_of(stored)} in the checkpoint"
@@ -262,7 +265,7 @@ def difference(own: Notes, stored: Notes) -> str | None:
 
 
 def kind_of(notes: Notes) -> str:
-    """What a tensor with these notes is, for messages. Of a type the name alone: libraries move their modules."""
+    """Return a text for the kind of tensor with these notes. It omits modules, as libraries move their types."""
     found = dict(notes)
     if "type" in found:
         return str(found["type"]).rpartition(":")[2]
@@ -270,13 +273,13 @@ def kind_of(notes: Notes) -> str:
 
 
 def _contexts_differ(mine: bytes, theirs: bytes) -> bool:
-    """Whether both contexts can be read without trust, and differ by more than devices."""
+    """Return whether both contexts can be read without trust and differ by more than devices."""
     if mine == theirs:
         return False
     try:
         one, other = (decode_object(data, name="a context", trusted=False) for data in (mine, theirs))
         return bool(_without_devices(one) != _without_devices(other))
-    except (AioCkptError, RuntimeError, ValueError):  # the latter from tensors, which have no one truth
+    except (AioCkptError, RuntimeError, ValueError):  # Comparing tensors raises RuntimeError or ValueError.
         return False
 
 
@@ -291,28 +294,27 @@ def _without_devices(value: Any) -> Any:
 
 
 def settle(filled: CompoundTensor, stored: Notes) -> None:
-    """Give a tensor, whose parts were filled, what does not stand in their memory."""
+    """Set the properties of a tensor with filled parts that its parts do not hold."""
     tensor, notes = filled.tensor, dict(stored)
     if "coalesced" in notes:
         mark_coalesced(tensor, is_coalesced=bool(notes["coalesced"]))
     elif "qscheme" in notes:
-        with torch.no_grad():  # a detached view would get the scale, and the tensor not
+        with torch.no_grad():  # Through a detached view, the tensor would not get the scale.
             tensor.copy_(_quantized(notes, filled.parts))
 
 
-# -- what subclasses say of themselves --------------------------------------------------------------
+# -- contexts and attributes of subclasses ----------------------------------------------------------
 
 _ATOMS = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.Size})
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A value of which equal text means equal bytes."""
+    """A value that equal text makes equal in bytes."""
 
     text: str
-    """``repr`` of it."""
+    """``repr`` of the value."""
     value: object = field(compare=False)
-    """It itself."""
 
 
 def _encoded(value: object, name: str) -> bytes:
@@ -321,7 +323,7 @@ def _encoded(value: object, name: str) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _encoded_once(described: _Described) -> bytes:
-    """An optimizer has a few contexts in thousands of tensors: ``torch.save`` takes 40 us for each."""
+    """Encode a value once for all equal ones: an optimizer has a few contexts in thousands of tensors."""
     return encode_object("a context", described.value)
 
 

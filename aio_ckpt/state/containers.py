@@ -1,8 +1,10 @@
-"""Containers of other types than dict, list and tuple: what is in them, what they are, and how they are made again.
+"""Containers of other types than dict, list and tuple: their parts, their notes, and how they are made again.
 
-A skeleton notes the type of such a container by its name. It is made again where making it runs no code of its own
-(types of the standard library, torch's own, imported namedtuples), where the user has said that it may (registered in
-``torch.utils._pytree``, allowed by ``torch.serialization.add_safe_globals``), or where the checkpoint is trusted.
+A skeleton notes the type of such a container by its name. The type is made again in three cases.
+
+- Making it runs no code of its own, as for types of the standard library and of torch, and namedtuples.
+- The user allows it: by ``torch.utils._pytree`` or ``torch.serialization.add_safe_globals``.
+- The checkpoint is trusted.
 """
 
 from __future__ import annotations
@@ -17,21 +19,24 @@ import types
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
 
 from aio_ckpt._torch import PYTREE_NODES
-from aio_ckpt.errors import AioCkptError, CorruptCheckpointError
+from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
 from aio_ckpt.state.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
-from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.state.objects import decode_object, encode_object, type_name
 
 __all__ = [
     "Form",
     "Notes",
     "Opened",
+    "UnreadableError",
     "decode_metadata",
+    "entries_of",
     "fields_of",
     "form_of",
     "has_fields",
@@ -48,21 +53,26 @@ __all__ = [
 ]
 
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
-"""What a skeleton says of a container beside its code: names and values (str, int, bytes or None), in a fixed order."""
+"""Facts of a container beside its code: names and values (str, int, bytes or None), in a fixed order."""
 
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _HARMLESS = frozenset((*_NAMESPACES, collections.defaultdict, collections.deque, types.MappingProxyType))
-"""Types beside tuples whose values are made without running code of anybody's."""
+"""Types beside tuples whose values are made without running foreign code."""
 _OPAQUE = (str, bytes, bytearray, memoryview, range, array, torch.Size)
 """Sequences that are leaves."""
 _FACTORY_NAMES = {kind: name for name, kind in FACTORIES.items()}
+_KEY, _VALUE = itemgetter(0), itemgetter(1)
 
 
-# -- what is in them --------------------------------------------------------------------------------
+class UnreadableError(Exception):
+    """A mapping whose entries cannot be read, such as one with missing values."""
+
+
+# -- parts ------------------------------------------------------------------------------------------
 
 
 def _is_transparent(kind: type) -> bool:
-    """Whether values of this type are entered if a tensor or mapping is inside: sequences, dataclasses, namespaces."""
+    """Return whether values of this type are entered if they hold a tensor: sequences, dataclasses, namespaces."""
     if issubclass(kind, _OPAQUE) or issubclass(kind, torch.Tensor):
         return False
     return issubclass(kind, (Sequence, collections.deque)) or has_fields(kind)
@@ -72,11 +82,11 @@ is_transparent: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_tr
 
 
 _MAPPING_LIKE = frozenset({"ml_collections.config_dict.config_dict:ConfigDict"})
-"""Types that are mappings in all but their base class. No test by their methods: a table of columns has the same."""
+"""Types that are mappings without the base class. Methods are no test, as a table of columns has the same."""
 
 
 def _is_mapping(kind: type) -> bool:
-    """Whether values of this type are taken apart by their keys."""
+    """Return whether values of this type are taken apart by their keys."""
     names = {f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__}
     return issubclass(kind, Mapping) or not names.isdisjoint(_MAPPING_LIKE)
 
@@ -85,7 +95,7 @@ is_mapping: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_mappin
 
 
 def has_fields(kind: type) -> bool:
-    """Whether values of this type are taken apart by their attributes."""
+    """Return whether values of this type are taken apart by their attributes."""
     return dataclasses.is_dataclass(kind) or issubclass(kind, _NAMESPACES)
 
 
@@ -93,7 +103,7 @@ Form: TypeAlias = Literal["mapping", "fields", "tuple", "list"]
 
 
 def form_of(kind: Any) -> Form | None:
-    """How values of this type are taken apart, and made again; None for a type whose values are leaves."""
+    """Return how values of this type are taken apart and made again; None for a type whose values are leaves."""
     if is_mapping(kind):
         return "mapping"
     if not is_transparent(kind):
@@ -108,9 +118,9 @@ _PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__"
 
 
 def _is_opened(kind: type) -> bool:
-    """Whether values of this transparent type are entered, whatever they hold: as one object they would need trust.
+    """Return whether values of this transparent type are entered, whatever they hold: one object would need trust.
 
-    Not those with fields that pickle in a way of their own, as that may leave out what cannot be stored.
+    If a type with fields pickles in its own way, its values are not entered: it may leave out fields on purpose.
     """
     pickling = tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
     return kind not in _READ_AS_OBJECT and (pickling == _PLAIN_PICKLING or not has_fields(kind))
@@ -120,9 +130,9 @@ is_opened: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_opened)
 
 
 def fields_of(value: Any) -> tuple[list[str], list[object]]:
-    """Names and values of the attributes of a dataclass or namespace."""
+    """Return names and values of the attributes of a dataclass or namespace."""
     held = dict(getattr(value, "__dict__", {}))
-    if dataclasses.is_dataclass(value):  # with slots
+    if dataclasses.is_dataclass(value):  # A dataclass with slots has no __dict__.
         for slot in dataclasses.fields(value):
             if slot.name not in held and hasattr(value, slot.name):
                 held[slot.name] = getattr(value, slot.name)
@@ -130,7 +140,7 @@ def fields_of(value: Any) -> tuple[list[str], list[object]]:
 
 
 def _is_omegaconf(kind: type) -> bool:
-    """Whether values of this type give their entries with interpolations resolved: ``${lr}`` would become a number."""
+    """Return whether reading values of this type resolves interpolations: ``${lr}`` would become a number."""
     return "omegaconf.basecontainer:BaseContainer" in {f"{base.__module__}:{base.__name__}" for base in kind.__mro__}
 
 
@@ -138,21 +148,43 @@ _is_config: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_omegac
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Keys and values of a mapping; those of a config of omegaconf unresolved."""
+    """Return keys and values of a mapping; for a config of omegaconf, unresolved values."""
     if not _is_config(type(value)):
         return list(value.items())
     return [(key, _unresolved(item)) for key, item in value.items_ex(resolve=False)]
 
 
 def parts_of(value: Any) -> list[object]:
-    """What a transparent container holds."""
+    """Return the parts of a transparent container."""
     if has_fields(type(value)):
         return fields_of(value)[1]
     return list(value) if not _is_config(type(value)) else list(map(_unresolved, value._iter_ex(resolve=False)))
 
 
+def entries_of(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any, ...], list[object]]:
+    """Return keys and values of a mapping, read in one step: another thread cannot separate a value from its key.
+
+    Raises:
+        SourceChangedError: another thread changed the mapping.
+        UnreadableError: the mapping cannot be read.
+    """
+    if type(value) is dict:  # Copying a dict is one step, and faster than its pairs.
+        still = value.copy()
+        return tuple(still), list(still.values())
+    try:
+        items = items_of(value)
+    except RuntimeError as error:
+        raise SourceChangedError(
+            f"{name or 'the state'}: another thread changed this {type_name(value)} while it was read ({error}): keep "
+            "the state still until save() returns"
+        ) from error
+    except Exception as error:  # A type's own code raises any error.
+        raise UnreadableError from error
+    return tuple(map(_KEY, items)), list(map(_VALUE, items))
+
+
 def _unresolved(item: Any) -> Any:
-    """An entry of a config; of a container that is None, missing or an interpolation, what says so."""
+    """Return an entry of a config. For a container that is None, missing or an interpolation, return its marker."""
     while callable(getattr(type(item), "_is_interpolation", None)):
         if _is_config(type(item)) and not (item._is_none() or item._is_missing() or item._is_interpolation()):
             break
@@ -160,18 +192,18 @@ def _unresolved(item: Any) -> Any:
     return item
 
 
-# -- what they are ----------------------------------------------------------------------------------
+# -- notes ------------------------------------------------------------------------------------------
 
 _PLAIN = frozenset({dict, collections.OrderedDict, collections.Counter, list, tuple})
 
 
 def notes_of(value: Any, name: str) -> Notes:
-    """The notes of a container: its type, where that is no plain one, and the versions of a ``state_dict()``."""
+    """Return the notes of a container: its type, if it is no plain one, and the versions of a ``state_dict()``."""
     kind = type(value)
     notes: list[tuple[str, Any]] = []
     metadata = vars(value).get("_metadata") if isinstance(value, collections.OrderedDict) else None
     if isinstance(metadata, Mapping):
-        with contextlib.suppress(AioCkptError):  # what pickle cannot store is no version
+        with contextlib.suppress(AioCkptError):  # A value that pickle cannot store is no version.
             notes.append(("metadata", encode_metadata(metadata, name)))
     if kind not in _PLAIN:
         notes.append(("type", f"{kind.__module__}:{kind.__qualname__}"))
@@ -183,16 +215,16 @@ def notes_of(value: Any, name: str) -> Notes:
 
 
 def objects_of(notes: Notes) -> list[bytes]:
-    """Versions of a ``state_dict()`` that are stored as an object."""
+    """Return the versions of a ``state_dict()`` that are stored as an object."""
     return [data for note, data in notes if note == "metadata" and _is_object(data)]
 
 
 def _is_object(data: bytes) -> bool:
-    return data[:1] == b"P"  # of a zip
+    return data[:1] == b"P"  # A zip begins with it.
 
 
 def _factory_note(factory: Any, name: str) -> list[tuple[str, Any]]:
-    """A factory that pickle cannot store is left out, as a defaultdict without it holds the same."""
+    """Return the note of a factory; none if pickle cannot store it, as a defaultdict without it holds the same."""
     if isinstance(factory, type) and factory in _FACTORY_NAMES:
         return [("factory", _FACTORY_NAMES[factory])]
     try:
@@ -202,7 +234,7 @@ def _factory_note(factory: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def encode_metadata(metadata: Mapping[Any, Any], name: str) -> bytes:
-    """``state_dict()._metadata`` as msgpack, or as an object where msgpack would change it."""
+    """Return ``state_dict()._metadata`` as msgpack, or as an object if msgpack would change it."""
     try:
         data = msgspec.msgpack.encode(metadata)
         if _unpacked(data) == metadata:
@@ -218,7 +250,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
-    """Inverse of :func:`encode_metadata`.
+    """Return the versions that :func:`encode_metadata` was given.
 
     Raises:
         UnsafeObjectError, CorruptCheckpointError: as :func:`aio_ckpt.state.objects.decode_object`.
@@ -241,25 +273,25 @@ def _decoded(data: bytes, name: str) -> Any:
         raise CorruptCheckpointError(f"{name}: the versions of a module are damaged: {error}") from error
 
 
-# -- how they are made again ------------------------------------------------------------------------
+# -- making -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A container of a noted type that is being made."""
+    """A container of a noted type, before it gets its parts."""
 
     value: Any
-    """It, empty; None if it is made of all its parts at once."""
+    """Empty container; None if it is made of all its parts at once."""
     finish: Callable[[Any], Any]
-    """The container with these parts, a dict or a list. Raises whatever the code of its type raises."""
+    """Returns the container with these parts, a dict or a list. Raises any error of its type's code."""
 
 
 _UNNAMED: dict[str, Any] = {"mappingproxy": types.MappingProxyType}
-"""Types that are not where their name says."""
+"""Types that their module does not hold under their name."""
 
 
 def named_type(notes: Mapping[str, Any], *, trusted: bool) -> Any:
-    """The type that ``notes`` name; None if it is not imported here. With ``trusted``, its module is imported."""
+    """Return the type that ``notes`` name; None if it is not imported. If ``trusted``, its module is imported first."""
     module, _, qualname = str(notes.get("type")).partition(":")
     if trusted:
         try:
@@ -273,9 +305,9 @@ def named_type(notes: Mapping[str, Any], *, trusted: bool) -> Any:
 
 
 def open_container(notes: Mapping[str, Any], *, form: Form | None, trusted: bool) -> Opened | None:
-    """What makes a container of the type that ``notes`` name.
+    """Return an opened container of the type that ``notes`` name.
 
-    None if that type is not imported, may not be made, or is of another form than what is stored.
+    None if that type is not imported, may not be made, or is of another form than the stored parts.
     """
     kind = named_type(notes, trusted=trusted)
     if kind is None or form is None or not _may_make(kind, form, trusted) or form_of(kind) != form:
@@ -291,21 +323,21 @@ def open_container(notes: Mapping[str, Any], *, form: Form | None, trusted: bool
     if kind is collections.deque:
         return _filled(collections.deque(maxlen=notes.get("maxlen")), _add_items, None)
     if issubclass(kind, dict):
-        return _filled(kind.__new__(kind), _set_items, kind)  # as pickle makes it
+        return _filled(kind.__new__(kind), _set_items, kind)  # Pickle makes it in the same way.
     if issubclass(kind, list):
         return _filled(kind.__new__(kind), _add_items, kind)
     return Opened(value=None, finish=kind)
 
 
 def _is_return_type(kind: type) -> bool:
-    """Whether it is one of ``torch.return_types``."""
+    """Return whether the type is one of ``torch.return_types``."""
     return vars(torch.return_types).get(kind.__name__) is kind
 
 
 def _may_make(kind: type, form: Form, trusted: bool) -> bool:
-    """Whether a container of this form may be made of this type.
+    """Return whether a container of this form may be made of this type.
 
-    A named tuple needs no permission, as a tuple is made by :func:`remade` alone, past any code of its class.
+    A named tuple needs no permission: :func:`remade` makes it without code of its class.
     """
     return (
         trusted
@@ -317,7 +349,7 @@ def _may_make(kind: type, form: Form, trusted: bool) -> bool:
 
 
 def _filled(made: Any, fill: Callable[[Any, Any], None], kind: Any) -> Opened:
-    """For a type that takes its parts one by one; ``kind`` is called with all of them where it refuses that."""
+    """Return an opened container that takes its parts one by one. If it refuses them, ``kind`` is called with all."""
 
     def finish(parts: Any) -> Any:
         try:
@@ -347,7 +379,7 @@ def _set_fields(made: Any, parts: Mapping[str, Any]) -> None:
 
 
 def remade(kind: Any, items: Sequence[object]) -> Any:
-    """A tuple of this type; namedtuples without a look at a ``__new__`` of their own."""
+    """Return a tuple of this type. A namedtuple is made without a ``__new__`` of its own."""
     if _is_return_type(kind):
         return kind(items)
     if is_named_tuple(kind) and len(items) != len(kind._fields):

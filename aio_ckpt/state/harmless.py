@@ -1,8 +1,8 @@
 """Types beside torch's own whose values come back without running code: one row a type, with encoder and decoder.
 
 A value of such a type is stored as a dict ``{"__aio_ckpt__": kind}`` with the fields of its kind. A decoder gets fields
-that anybody may have written. It calls nothing but the constructor of its own row, with arguments whose types it has
-checked or that the constructor checks itself, and raises ValueError, TypeError or KeyError for what is wrong.
+that anybody may have written. It calls only the constructor of its own row. It checks the types of the arguments,
+unless the constructor does. It raises ValueError, TypeError or KeyError for wrong fields.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ __all__ = [
 ]
 
 TAG = "__aio_ckpt__"
-"""Key of a dict that stands for something else; its value is the kind."""
+"""Key that marks a dict as the stored form of another value; the kind is its value."""
+
 INT_BITS = 2000
-"""Larger ints pickle as LONG4 (above 255 bytes), an opcode that ``weights_only`` lacks."""
+"""Bits of the largest plain int. Above 255 bytes an int pickles as LONG4, an opcode that ``weights_only`` lacks."""
 
 Recurse: TypeAlias = Callable[[Any], Any]
 Fields: TypeAlias = "dict[str, Any]"
@@ -54,36 +55,36 @@ _T = TypeVar("_T")
 
 
 class NotEncodableError(Exception):
-    """A value of a harmless type that has no harmless encoding; says why."""
+    """A value of a harmless type that has no harmless encoding. Its text says why."""
 
 
 class ClassNotImportedError(Exception):
-    """A stored value names a class that this process has not imported; says which."""
+    """A stored value names a class that this process has not imported. Its text is the class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarmlessType:
-    """How the values of some types are stored and read."""
+    """Row of the table of harmless types: how their values are stored and read."""
 
     kind: str
-    """What stands under ``TAG``."""
+    """Value of the key ``TAG``."""
     types: tuple[type, ...]
-    """Exact types of the values; empty if :func:`harmless_type` finds them otherwise."""
+    """Exact types of the values. Empty if :func:`harmless_type` finds them by other means."""
     encode: Callable[[Any, Recurse], Fields]
-    """Fields of a value; parts go through the second argument."""
+    """Returns the fields of a value. Its parts go through the second argument."""
     decode: Callable[[Fields, Recurse], Any]
-    """The value, or with ``fill`` the empty value."""
+    """Returns the value; if ``fill`` is given, the empty value."""
     fill: Callable[[Any, Fields, Recurse], None] | None = None
-    """Puts the parts into the empty value, which may be among its own parts."""
+    """Puts the parts into the empty value, which may be among its own parts. None: ``decode`` makes it whole."""
 
 
 def is_short(value: int) -> bool:
-    """Whether ``weights_only`` reads this int."""
+    """Return whether ``weights_only`` reads this int."""
     return value.bit_length() <= INT_BITS
 
 
 def _typed(value: Any, kind: type[_T]) -> _T:
-    """``value``, which must be exactly of this type."""
+    """Return ``value``, which must be exactly of this type."""
     if type(value) is not kind:
         raise TypeError(f"a {type(value).__name__} where a {kind.__name__} is stored")
     return value
@@ -97,14 +98,14 @@ def _byte_tensor(data: memoryview | bytes) -> torch.Tensor:
 
 
 def _stored_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """What :func:`_byte_tensor` made; an expanded one would be more bytes than are stored."""
+    """Return the bytes of a tensor of :func:`_byte_tensor`. An expanded tensor has more bytes than are stored."""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"bytes stored as {tensor.dtype} of shape {tuple(tensor.shape)}")
     return tensor.numpy()
 
 
 def _describe(dtype: np.dtype[Any]) -> object:
-    """The dtype as numpy's own file format spells it: a str, or a list of fields."""
+    """Return the dtype as numpy's own file format spells it: a str, or a list of fields."""
     if not dtype.hasobject:
         descr = np.lib.format.dtype_to_descr(dtype)
         if np.lib.format.descr_to_dtype(descr) == dtype:
@@ -124,7 +125,7 @@ def _encode_scalar(value: Any, _: Recurse) -> Fields:
 
 
 def _decode_array(fields: Fields) -> np.ndarray[Any, Any]:
-    """The length is checked first: numpy takes a forged negative dimension."""
+    """Return the stored array. Its length is checked first, as numpy takes a forged negative dimension."""
     dtype = np.lib.format.descr_to_dtype(fields["dtype"])
     shape = fields.get("shape", ())
     raw = _stored_bytes(fields["data"])
@@ -153,9 +154,9 @@ _POSITIONS: dict[str, tuple[str | None, str, int]] = {
     "MT19937": ("state", "pos", 624),
     "Philox": (None, "buffer_pos", 4),
 }
-"""Fields that index a buffer of the generator, unchecked by numpy: the dict that has it, its name, and the largest."""
+"""Field that indexes a buffer of the generator, unchecked by numpy: its dict, its name, and its largest value."""
 _MAX_POOL = 1 << 10
-"""Words of a seed's pool, at most; numpy's own size is 4."""
+"""Most words of a seed's pool. numpy's own size is 4."""
 
 
 def _encode_bit_generator(value: Any, recurse: Recurse) -> Fields:
@@ -164,7 +165,7 @@ def _encode_bit_generator(value: Any, recurse: Recurse) -> Fields:
         raise NotEncodableError(f"a bit generator {kind}")
     seed = getattr(value, "seed_seq", None)
     fields: Fields = {"generator": kind, "state": recurse(value.state)}
-    if type(seed) is np.random.SeedSequence:  # what spawn() goes on from
+    if type(seed) is np.random.SeedSequence:  # spawn() continues from it.
         words = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
         fields["seed"] = recurse({word: getattr(seed, word) for word in words})
     return fields
@@ -183,7 +184,7 @@ def _decode_bit_generator(fields: Fields, recurse: Recurse) -> Any:
 
 
 def _checked_state(generator: str, state: Any) -> Any:
-    """The state of a bit generator, whose first number reads no memory but its own."""
+    """Return the state of a bit generator, whose position is checked to lie inside its buffer."""
     if generator in _POSITIONS:
         held, name, largest = _POSITIONS[generator]
         position = _typed((state if held is None else state[held])[name], int)
@@ -231,7 +232,7 @@ FACTORIES: dict[str, Any] = {
         *(collections.OrderedDict, collections.Counter, collections.deque),
     )
 }
-"""Types that may stand by name for themselves, and make the values of a defaultdict."""
+"""Types that are stored by name, and may be the factory of a defaultdict."""
 _TYPES: dict[str, Any] = FACTORIES | {
     f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values() if kind is not np.object_
 }
@@ -278,7 +279,7 @@ _PATHS: dict[str, Any] = {
 
 
 def _decode_path(fields: Fields, _: Recurse) -> pathlib.PurePath:
-    """A path of another system comes back without the methods that touch a disk."""
+    """Return the stored path. A path of another system comes back pure, without the methods that access a disk."""
     kind = _typed(fields["type"], str)
     if kind != type(pathlib.Path()).__name__ and not kind.startswith("Pure"):
         kind = f"Pure{kind}"
@@ -327,7 +328,7 @@ def _decode_deque(fields: Fields, _: Recurse) -> Any:
 
 
 _MAX_FRACTION_BITS = 1 << 16
-"""Of larger numbers a common divisor takes long."""
+"""Most bits of a numerator or denominator. A common divisor of larger numbers takes long."""
 
 
 def _encode_fraction(value: fractions.Fraction, recurse: Recurse) -> Fields:
@@ -344,7 +345,7 @@ def _decode_fraction(fields: Fields, recurse: Recurse) -> fractions.Fraction:
 
 
 def _parts(names: str) -> Callable[[Any, Recurse], Fields]:
-    """Encoder of a value by its attributes of these names."""
+    """Return the encoder of a value by its attributes of these names."""
     words = names.split()
     return lambda value, recurse: {word: recurse(getattr(value, word)) for word in words}
 
@@ -369,7 +370,7 @@ def _encode_constant(value: Any, _: Recurse) -> Fields:
 
 
 def _namespace(owner: object) -> Mapping[str, object]:
-    """What a module or class holds, without asking a ``__getattribute__`` of its own."""
+    """Return the namespace of a module or class, without calling a ``__getattribute__`` of its own."""
     if isinstance(owner, types.ModuleType):
         held: Mapping[str, object] = types.ModuleType.__getattribute__(owner, "__dict__")
         return held
@@ -377,10 +378,10 @@ def _namespace(owner: object) -> Mapping[str, object]:
 
 
 def find_class(module: object, qualname: object) -> type:
-    """The class of this name among what is imported; nothing is run, not even a module's ``__getattr__``.
+    """Return the imported class of this name. No code runs, not even a module's ``__getattr__``.
 
     Raises:
-        ClassNotImportedError: nothing imported has this name.
+        ClassNotImportedError: no imported class has this name.
     """
     found: Any = sys.modules.get(module) if type(module) is str else None
     parts = qualname.split(".") if type(qualname) is str else ()
@@ -393,7 +394,7 @@ def find_class(module: object, qualname: object) -> type:
 
 def _encode_enum(value: enum.Enum, _: Recurse) -> Fields:
     kind = type(value)
-    if kind._member_map_.get(value.name) is not value:  # the sum of some flags
+    if kind._member_map_.get(value.name) is not value:  # The value is a sum of flags.
         raise NotEncodableError(f"a member without a name of {kind.__qualname__}")
     return {"module": kind.__module__, "class": kind.__qualname__, "name": value.name}
 
@@ -409,13 +410,13 @@ def _decode_enum(fields: Fields, _: Recurse) -> enum.Enum:
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether the class is what ``namedtuple`` makes, or a subclass of it: a tuple with a name for each item."""
+    """Return whether the class is made by ``namedtuple``, or a subclass: a tuple with a name for each item."""
     names = _attribute(kind, "_fields")
     return issubclass(kind, tuple) and type(names) is tuple and all(type(name) is str for name in names)
 
 
 def _attribute(kind: type, name: str) -> object:
-    """A class attribute, by its namespaces alone."""
+    """Return a class attribute, by the namespaces of its classes alone; None if there is none."""
     return next((_namespace(base)[name] for base in kind.__mro__ if name in _namespace(base)), None)
 
 
@@ -425,7 +426,7 @@ def _encode_named_tuple(value: Any, recurse: Recurse) -> Fields:
 
 
 def _decode_named_tuple(fields: Fields, recurse: Recurse) -> Any:
-    """Without a look at a ``__new__`` of the class."""
+    """Return the stored namedtuple, made without a ``__new__`` of its class."""
     kind: Any = find_class(fields["module"], fields["class"])
     parts = list(map(recurse, fields["parts"]))
     if not is_named_tuple(kind) or len(parts) != len(kind._fields):
@@ -502,13 +503,13 @@ def _bit_generator(value: Any) -> Any:
 
 
 BY_KIND: dict[str, HarmlessType] = {row.kind: row for row in _ROWS}
-"""Rows by what stands under ``TAG``."""
+"""Rows by the value of the key ``TAG``."""
 _BY_TYPE: dict[type, HarmlessType] = {kind: row for row in _ROWS for kind in row.types}
 _BY_BASE = ((np.generic, BY_KIND["scalar"]), (np.dtype, BY_KIND["numpy.dtype"]), (enum.Enum, BY_KIND["Enum"]))
 
 
 def harmless_type(value: object) -> HarmlessType | None:
-    """The row of a value's type; None if there is none."""
+    """Return the row of a value's type; None if there is none."""
     row = _BY_TYPE.get(type(value))
     if row is not None:
         return row

@@ -1,8 +1,8 @@
 """Objects (every leaf that is no tensor) to and from bytes, without running code when they are read.
 
-The bytes are a ``torch.save`` zip that ``torch.load(weights_only=True)`` takes. What that refuses and is harmless is
-stored as a tagged dict (:mod:`aio_ckpt.state.harmless`); a dict of the user's own that has the tag as a key is stored
-as tagged pairs, so it comes back too. What else pickle can store is stored as it is, and needs trust when it is read.
+The bytes are a ``torch.save`` zip that ``torch.load(weights_only=True)`` takes. Harmless values that it refuses are
+stored as tagged dicts (:mod:`aio_ckpt.state.harmless`). A user's dict that has the tag as a key is stored as tagged
+pairs, so it comes back too. Any other value is stored as pickle stores it, and needs trust when it is read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 200
-"""Containers inside containers, at most: deeper is taken for a cycle."""
+"""Most containers inside each other. Deeper nesting counts as a cycle."""
 
 TORCH_ARRAY_DTYPES: frozenset[np.dtype[Any]] = frozenset(
     np.dtype(name)
@@ -67,7 +67,7 @@ _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _CONTAINERS = frozenset({list, tuple, set, frozenset}) | _MAPPINGS
 _ALWAYS_PLAIN = frozenset({NoneType, bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_HASHED = 1 << 22
-"""Values in one key, at most, each counted in every place where it stands."""
+"""Most values in one key, counted in every place."""
 _REMEDY = (
     "give EngineConfig(trusted_objects=True) if you trust whoever wrote the checkpoint, allow its type with "
     "torch.serialization.add_safe_globals, or leave it out with skip_untrusted=True"
@@ -77,16 +77,16 @@ _log = logging.getLogger("aio_ckpt")
 
 
 def is_immutable(value: object) -> bool:
-    """Whether equal type and ``repr`` mean equal bytes, so that those of the last save may be used again.
+    """Return whether equal type and ``repr`` mean equal bytes, so that the bytes of the last save can be reused.
 
-    Flat tuples of such values count: AdamW's ``betas`` alone would be encoded once a parameter.
+    Flat tuples of such values count: otherwise AdamW's ``betas`` would be encoded once a parameter.
     """
     kind = type(value)
     return kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value)))  # type: ignore[call-overload]
 
 
 def encode_object(name: str, value: object) -> bytes:
-    """The ``torch.save`` bytes of one object leaf. ``value`` may change as soon as this returns.
+    """Return the ``torch.save`` bytes of one object leaf. ``value`` may change as soon as this returns.
 
     Raises:
         UnsafeObjectError: pickle cannot store it (a lambda, an open file); names leaf and type.
@@ -96,7 +96,7 @@ def encode_object(name: str, value: object) -> bytes:
 
 
 def _encoded(name: str, value: object) -> tuple[bytes, list[str]]:
-    """See :func:`encode_object`; and the types of what is stored as it is, because nothing here knows it."""
+    """Return the bytes as :func:`encode_object`, and the unknown types, whose values pickle stores in its own way."""
     buffer = io.BytesIO()
     encoding = _Encoding(name)
     plain = value.value if isinstance(value, StockCopy) else encoding.of(value)
@@ -104,7 +104,7 @@ def _encoded(name: str, value: object) -> tuple[bytes, list[str]]:
         torch.save(plain, buffer)
     except MemoryError:
         raise
-    except Exception as exc:  # whatever a type's own __reduce__ raises
+    except Exception as exc:  # A type's own __reduce__ raises any error.
         raise UnsafeObjectError(
             f"{name}: a {type_name(value)} that cannot be pickled: {_first_line(exc)}; give plain values, or leave it "
             "out"
@@ -113,7 +113,7 @@ def _encoded(name: str, value: object) -> tuple[bytes, list[str]]:
 
 
 def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
-    """What :func:`encode_object` was given. Runs no code unless ``trusted``.
+    """Return the value that :func:`encode_object` was given. Runs no code unless ``trusted``.
 
     Raises:
         UnsafeObjectError: reading it needs code to run (and ``trusted`` is False), or a class not found here.
@@ -130,7 +130,7 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
             raise CorruptCheckpointError(f"{name}: the stored object does not unpickle: {_first_line(exc)}") from exc
         raise UnsafeObjectError(f"{name}: only running code can read this object back ({reason}); {_REMEDY}") from exc
     except MemoryError:
-        raise  # of this machine: what could take more than the bytes that are there was refused
+        raise  # This machine lacks memory: bytes that would take more than their size were refused.
     except ClassNotImportedError as exc:
         raise UnsafeObjectError(
             f"{name}: the object needs the class {exc}, which is not imported here: import its module before, or leave "
@@ -138,7 +138,7 @@ def decode_object(data: bytes, *, name: str, trusted: bool) -> object:
         ) from exc
     except (ImportError, AttributeError) as exc:
         raise UnsafeObjectError(f"{name}: the object needs a class that is not found here: {exc}") from exc
-    except Exception as exc:  # torch raises many types for a damaged archive
+    except Exception as exc:  # Torch raises errors of many types for a damaged archive.
         raise CorruptCheckpointError(f"{name}: the stored object does not read: {_first_line(exc)}") from exc
 
 
@@ -155,10 +155,10 @@ def _check_stored(data: bytes, name: str) -> None:
 
 
 def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
-    """The tensor that stores a TENSOR, ARRAY or SCALAR_ARRAY leaf; same shape and elements. Of a Shard, its tensor.
+    """Return the tensor that stores a TENSOR, ARRAY or SCALAR_ARRAY leaf, with equal shape and elements.
 
-    An array shares its memory with the result unless it is read-only, unaligned or has strides that torch lacks
-    (negative, or no multiple of the element): those are copied. A scalar is copied.
+    An array shares its memory with the result. It is copied if it is read-only or unaligned, or if torch lacks its
+    strides (negative, or no multiple of the element). A scalar is copied. For a Shard, the result is its tensor.
     """
     if kind is LeafKind.TENSOR and isinstance(value, (torch.Tensor, Shard)):
         return value.tensor if isinstance(value, Shard) else value
@@ -171,7 +171,7 @@ def as_tensor(value: object, kind: LeafKind) -> torch.Tensor:
 
 
 def from_tensor(tensor: torch.Tensor, kind: LeafKind) -> object:
-    """Inverse of :func:`as_tensor`: the tensor itself, an array over its memory, or a numpy scalar."""
+    """Return the leaf that a tensor stores: the tensor itself, an array over its memory, or a numpy scalar."""
     if kind is LeafKind.TENSOR:
         return tensor
     array = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
@@ -182,21 +182,21 @@ def from_tensor(tensor: torch.Tensor, kind: LeafKind) -> object:
 
 
 class _Encoding:
-    """One object in types that ``weights_only`` reads back; a container is rebuilt, never changed.
+    """Encoding of one object in types that ``weights_only`` reads back. Containers are rebuilt, never changed.
 
-    A container that stands in several places, in itself too, is rebuilt once and stands in all of them.
+    A container that stands in several places, or in itself, is rebuilt once.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._depth = 0
         self._known: dict[int, tuple[object, object]] = {}
-        """By id: the value, which stays alive with it, and what stands for it."""
+        """By id: a value, kept alive so that its id stays valid, and the value that is stored for it."""
         self.unknown: list[str] = []
-        """Types of the values that stand for themselves, as nothing here knows them."""
+        """Names of unknown types, whose values are stored as they are."""
 
     def of(self, value: Any) -> object:
-        """What stands for ``value``, a part of the object."""
+        """Return the value that is stored for ``value``, a part of the object."""
         kind = type(value)
         if kind in _ALWAYS_PLAIN or ((kind is list or kind is tuple) and _is_plain(value)):
             return value
@@ -213,6 +213,7 @@ class _Encoding:
         return self._known.setdefault(id(value), (value, plain))[1]
 
     def _anew(self, value: Any, kind: type) -> object:
+        """Return the stored form of a value that is not plain and was not met before."""
         if kind is list:
             return self._filled(value, [])
         if kind is tuple:
@@ -229,7 +230,7 @@ class _Encoding:
         return plain
 
     def _mapping(self, value: dict[object, object], kind: Any) -> object:
-        """As itself where the keys allow it; a key that itself needs a tag cannot be a key."""
+        """Return a mapping of the same type if all keys are plain; otherwise tagged pairs, as a dict is no key."""
         items = list(value.items())
         if TAG not in value and all(_is_plain_key(key) for key, _ in items):
             plain = kind()
@@ -262,7 +263,7 @@ class _Encoding:
 
 
 def _is_plain(values: list[object] | tuple[object, ...]) -> bool:
-    """Whether no element needs a look: a random state is 625 ints, and looking at each costs more than its pickle."""
+    """Return whether all elements are plain, by their types: a random state has 625 ints."""
     kinds = set(map(type, values))
     if kinds == {int}:
         numbers: Any = values
@@ -277,39 +278,41 @@ def _is_plain_key(key: Any) -> bool:
     return kind in _ALWAYS_PLAIN or (kind is int and is_short(key)) or (kind is bytes and bool(key))
 
 
-# -- and back ---------------------------------------------------------------------------------------
+# -- from plain values ------------------------------------------------------------------------------
 
 
 class _Decoding:
-    """Replaces tagged dicts by what they stand for, each once; containers are changed in place, other types left."""
+    """Decoding of one object: tagged dicts are replaced by the values that they stand for, each once, in place."""
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
         self._known: dict[int, tuple[object, object]] = {}
-        """By id: the stored value, which stays alive with it, and what it stands for."""
+        """By id: a stored value, kept alive so that its id stays valid, and the value that it stands for."""
         self._hashed: dict[int, int] = {}
+        """By id: how many values the hash of a part of a key visits."""
 
     def of(self, value: Any) -> Any:
-        """Return what ``value``, a part of what was read, stands for."""
+        """Return the value that ``value``, a part of the stored object, stands for."""
         kind = type(value)
         if kind not in _CONTAINERS or (kind in (list, tuple) and _is_plain(value)):
             return value
         known = self._known.get(id(value))
         if known is None:
             made = self._anew(value, kind)
-            known = self._known.setdefault(id(value), (value, made))  # a tuple may have come by itself meanwhile
+            known = self._known.setdefault(id(value), (value, made))  # A tuple may have been decoded within itself.
         return known[1]
 
     def key(self, value: Any) -> Any:
-        """What ``value`` stands for where it is hashed.
+        """Return the value that ``value`` stands for, to be hashed.
 
         Raises:
-            ValueError: a key of which a hash would take for ever.
+            ValueError: its hash would take too long.
         """
         _places(value, self._hashed)
         return self.of(value)
 
     def _anew(self, value: Any, kind: Any) -> object:
+        """Return the value of a stored container that was not met before."""
         if kind is tuple:
             return tuple(map(self.of, value))
         if kind is dict and TAG in value:
@@ -323,6 +326,7 @@ class _Decoding:
         return value
 
     def _untagged(self, fields: Fields) -> object:
+        """Return the value that a tagged dict stands for."""
         kind = fields[TAG]
         if kind == "dict":
             made: Any = OrderedDict() if fields["ordered"] else Counter() if fields.get("counter") else {}
@@ -344,13 +348,13 @@ class _Decoding:
 
 
 def check_key(value: Any) -> None:
-    """Raise TypeError or ValueError for what cannot be hashed, or not in any time."""
+    """Raise TypeError for a value that cannot be hashed, ValueError for one whose hash takes too long."""
     _places(value, {})
     hash(value)
 
 
 def _places(value: Any, known: dict[int, int]) -> int:
-    """Values that a hash of ``value`` goes through, each as often as it stands there.
+    """Return how many values a hash of ``value`` visits, counted in every place.
 
     Raises:
         ValueError: more than ``_MAX_HASHED``.
@@ -367,7 +371,7 @@ def _places(value: Any, known: dict[int, int]) -> int:
 
 
 def type_name(value: object) -> str:
-    """Module and name of a value's type, for messages."""
+    """Return module and name of a value's type, for messages."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
@@ -376,10 +380,10 @@ def _first_line(exc: BaseException) -> str:
 
 
 def _unsafe_reason(exc: BaseException) -> str:
-    """The line of torch's long message that names the refused global, call or opcode; empty if it refused none."""
+    """Return the line of torch's message that names the refused global, call or opcode; empty if none was refused."""
     lines = (line.strip() for line in str(exc).splitlines())
     found = next((line for line in lines if any(word in line for word in _REFUSALS)), "")
-    return found.partition(" Please use")[0][:200]  # torch's remedy follows, and ours names it
+    return found.partition(" Please use")[0][:200]  # Torch's remedy follows; the error has its own.
 
 
 _REFUSALS = ("nsupported", "unrecognized function", "Can only create new object", "Can only build")
@@ -390,36 +394,35 @@ _DOUBLE = struct.Struct("<d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectBytes:
-    """The objects of one save, encoded; equal immutable values stand there once."""
+    """Encoded objects of one save. Equal bytes are stored once."""
 
     region: bytes
-    """What follows the tensors in the image."""
+    """Bytes that follow the tensors in the image."""
     spans: tuple[tuple[int, int], ...]
     """Per object, (offset in the region, length)."""
 
 
 class ObjectEncoder:
-    """Encodes the object leaves of a save; the bytes of the last save's immutable values are used again.
+    """Encoder of the object leaves of a save. It reuses the bytes of the last save's immutable values.
 
-    Of a type that only running code can read back a warning tells once.
-    Borrowed fact: ``torch.save(1e-3)`` costs 39 us (FACTS), 4,000 hyperparameters 150 ms.
+    It warns once of each type that only running code can read back.
     """
 
     def __init__(self, *, trusted: bool) -> None:
         self._trusted = trusted
         self._known: dict[tuple[object, ...], bytes] = {}
         self._readable: set[str] = set()
-        """Leaves of types that nothing here knows, which can be read without trust."""
-        self._told: set[str] = set()
-        """Types that the user was told of."""
+        """Names of leaves of unknown types that can be read without trust."""
+        self._warned: set[str] = set()
+        """Names of types that a warning named."""
 
     def encode(self, leaves: Sequence[tuple[str, object]], noted: Sequence[tuple[str, bytes]] = ()) -> ObjectBytes:
-        """Encode leaves given as (name, value); mutable values are captured by it.
+        """Encode leaves given as (name, value). Mutable values may change afterwards.
 
-        ``noted``: (name, bytes) of objects that the skeleton holds, of which a warning is told alike.
+        ``noted``: (name, bytes) of objects that the skeleton holds. A warning names them, too.
 
         Raises:
-            UnsafeObjectError, UnsupportedLeafError: names a leaf that cannot be stored.
+            UnsafeObjectError, UnsupportedLeafError: a leaf cannot be stored.
         """
         seen: dict[tuple[object, ...], bytes] = {}
         parts: dict[bytes, int] = {}
@@ -434,18 +437,19 @@ class ObjectEncoder:
             spans.append((start, len(data)))
         self._known = seen
         for name, data in noted:
-            self._judge(name, data, [name], unsafe)
+            self._add_if_unsafe(name, data, [name], unsafe)
         if unsafe:
-            self._told.update(*unsafe.values())
+            self._warned.update(*unsafe.values())
             _warn([f"{name!r} (a {types[0]})" if types != [name] else repr(name) for name, types in unsafe.items()])
         return ObjectBytes(region=b"".join(parts), spans=tuple(spans))
 
     def _bytes(
         self, name: str, value: object, seen: dict[tuple[object, ...], bytes], unsafe: dict[str, list[str]]
     ) -> bytes:
+        """Return the bytes of one leaf; those of an immutable value come from ``seen`` or the last save."""
         if not is_immutable(value):
             data, unknown = _encoded(name, value)
-            self._judge(name, data, unknown, unsafe)
+            self._add_if_unsafe(name, data, unknown, unsafe)
             return data
         key = _identity(value)
         known = seen.get(key)
@@ -454,9 +458,9 @@ class ObjectEncoder:
             seen[key] = known = encode_object(name, value) if known is None else known
         return known
 
-    def _judge(self, name: str, data: bytes, unknown: list[str], unsafe: dict[str, list[str]]) -> None:
-        """Note an object with values of ``unknown`` types in ``unsafe`` if it is to be told that it needs trust."""
-        if not unknown or self._trusted or name in self._readable or self._told.issuperset(unknown):
+    def _add_if_unsafe(self, name: str, data: bytes, unknown: list[str], unsafe: dict[str, list[str]]) -> None:
+        """Add an object with values of ``unknown`` types to ``unsafe`` if a warning must say that it needs trust."""
+        if not unknown or self._trusted or name in self._readable or self._warned.issuperset(unknown):
             return
         if _is_readable(name, data):
             self._readable.add(name)
@@ -465,7 +469,7 @@ class ObjectEncoder:
 
 
 def _is_readable(name: str, data: bytes) -> bool:
-    """Whether a reader without trust takes the object, with the types that the user has allowed by now."""
+    """Return whether the object can be read without trust, with the types that the user has allowed so far."""
     try:
         decode_object(data, name=name, trusted=False)
     except AioCkptError:
@@ -485,11 +489,11 @@ def _warn(unsafe: list[str]) -> None:
 
 
 _SHOWN = 5
-"""Leaves that a warning names."""
+"""Most leaves that a warning names."""
 
 
 def _identity(value: object) -> tuple[object, ...]:
-    """Equal for immutable values of equal bytes only: 1 and True, 0.0 and -0.0, two nans of other bits all differ."""
+    """Return a key that is equal for values of equal bytes only: 1 and True, 0.0 and -0.0 and unequal nans differ."""
     if isinstance(value, float):
         return (float, _DOUBLE.pack(value))
     if isinstance(value, complex):

@@ -1,4 +1,4 @@
-"""Tensors of torch that are cut into shards and are no DTensors, as shards."""
+"""Shards of torch's ``ShardedTensor``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ShardedTensor", "shard_of"]
 
 
 def shard_of(tensor: ShardedTensor, name: str) -> OwnedShard:
-    """What this rank holds of a ``ShardedTensor`` (FSDP1 without a mesh, TorchRec): one shard, or an empty one.
+    """Return this rank's shard of a ``ShardedTensor`` (FSDP1 without a mesh, TorchRec), which may be empty.
 
     Raises:
-        UnsupportedLeafError: it holds several.
+        UnsupportedLeafError: this rank holds several shards.
     """
     shards, metadata = tensor.local_shards(), tensor.metadata()
     shape = tuple(metadata.size)

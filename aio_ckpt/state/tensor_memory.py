@@ -1,4 +1,4 @@
-"""Targets: whether the memory of a template's tensors is there, and each other's. Pure: nothing is read or written."""
+"""Memory of tensors: its extent, and what overlaps or cannot be written to. Pure: no element is read or written."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ __all__ = [
     "are_apart",
     "extent_bytes",
     "has_own_memory",
-    "look_of",
     "memory_fault",
     "memory_of",
     "needed_bytes",
     "overlapping",
     "overlaps_itself",
+    "signature_of",
     "span_of",
 ]
 
 _MAX_WORK = 100_000
-"""Of numpy's exact search for a shared byte; what is harder counts as shared."""
+"""Most steps of numpy's exact search for a shared byte. Tensors that need more count as overlapping."""
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether its values stand at its address: a subclass that dispatches for itself may keep them elsewhere."""
+    """Return whether the tensor keeps its values at its address. A subclass with its own dispatch may not."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def look_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """All that decides which bytes a tensor writes, and what."""
+def signature_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return everything that decides which bytes a write to the tensor changes, and how."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def memory_of(tensor: Target) -> torch.Tensor:
-    """The tensor that is written to: a DTensor's local one, that of a Shard."""
+    """Return the tensor that is written to: the local tensor of a DTensor, the tensor of a Shard."""
     if isinstance(tensor, Shard):
         return tensor.tensor
     return local_tensor(tensor) if type(tensor) is DTensor else tensor
 
 
 def memory_fault(tensor: Target) -> str | None:
-    """Why nothing can be read into the memory of a tensor; None if it can."""
+    """Return why a load cannot fill the memory of a tensor; None if it can."""
     if isinstance(tensor, Shard):
         tensor = tensor.tensor
     if is_lazy(tensor):
@@ -73,7 +73,7 @@ def memory_fault(tensor: Target) -> str | None:
 
 
 def are_apart(addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:
-    """For ranges of memory, which of them have no byte in common with any other. Empty ones have none."""
+    """Return which ranges of memory share no byte with another range. Empty ranges share none."""
     found = np.ones(len(addresses), np.bool_)
     ascending = np.argsort(addresses, kind="stable")
     ascending = ascending[nbytes[ascending] > 0]
@@ -84,25 +84,25 @@ def are_apart(addresses: IntArray, nbytes: IntArray) -> npt.NDArray[np.bool_]:
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and length in bytes of the memory between its first and its last element."""
+    """Return address and length in bytes of the memory from a tensor's first to its last element."""
     return tensor.data_ptr(), extent_bytes(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def extent_bytes(shape: Sequence[int], stride: Sequence[int], element_bytes: int) -> int:
-    """Length in bytes from the first element to behind the last; 0 without elements."""
+    """Return the length in bytes from the first element to the end of the last; 0 without elements."""
     if 0 in shape:
         return 0
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * element_bytes
 
 
 def needed_bytes(tensor: torch.Tensor) -> int:
-    """How long its storage must be, 0 for a tensor without elements."""
+    """Return the bytes that the tensor's storage must have; 0 for a tensor without elements."""
     _, extent = span_of(tensor)
     return int(tensor.storage_offset()) * tensor.element_size() + extent if extent else 0
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Pairs of positions whose tensors have a byte in common."""
+    """Yield pairs of positions whose tensors share a byte."""
     spans = sorted((*span_of(tensor), position) for position, tensor in enumerate(tensors))
     open_spans: list[tuple[int, int]] = []
     for start, nbytes, position in spans:
@@ -114,7 +114,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements stand at one address, or may: strides that interleave count."""
+    """Return whether two elements may have the same address. Strides that interleave count."""
     reach = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -126,7 +126,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What numpy takes for an array. Its memory is never touched: it may be a device's."""
+    """Memory in the form that numpy takes for an array. It is never accessed, as it may be a device's."""
 
     __array_interface__: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What a leaf is stored as, and the mark of values that each rank stores for itself."""
+"""Values of a state that have a meaning of their own: kinds of leaves, shards, values of one rank, stand-ins."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["LeafKind", "OwnedShard", "PerRank", "Shard", "StockCopy", "Target", 
 
 
 class LeafKind(IntEnum):
-    """What a leaf is stored as. The numbers are part of the on-disk skeleton."""
+    """Kinds of leaves by how they are stored. The numbers are part of the on-disk skeleton."""
 
     TENSOR = 0
     ARRAY = 1
-    """A numpy array whose dtype torch has: stored as a tensor item."""
+    """A numpy array of a dtype that torch has, stored as a tensor item."""
     OBJECT = 2
     SCALAR_ARRAY = 3
-    """A numpy scalar: stored as a 0-dim tensor item."""
+    """A numpy scalar, stored as a 0-dim tensor item."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Marks a value that each rank stores and gets back for itself (RNG state, data position)."""
+    """Mark of a value that each rank stores and gets back for itself (RNG state, data position)."""
 
     value: object
     """Any state that ``save`` takes."""
@@ -35,21 +35,22 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A box of a global tensor, of which other ranks hold the rest under the same name.
+    """A box of a global tensor; other ranks hold the rest under the same name.
 
-    For whoever shards without DTensor (Megatron). The shards of all ranks together cover the tensor; equal boxes are
-    replicas. ``load`` fills ``tensor`` from whatever shards are stored; ``read`` gives the whole tensor.
+    It serves programs that shard without DTensor (Megatron). The shards of all ranks together cover the tensor. Equal
+    boxes are replicas. ``load`` fills ``tensor`` from the stored shards, however the tensor was cut. ``read`` gives the
+    whole tensor.
 
     Raises:
         ConfigError: the box does not lie inside ``global_shape``.
     """
 
     tensor: torch.Tensor
-    """Elements of the box, a plain tensor; may be empty."""
+    """Elements of the box, a plain tensor that may be empty."""
     global_shape: Sequence[int]
-    """Shape of the global tensor; kept as a tuple."""
+    """Shape of the global tensor, kept as a tuple."""
     offsets: Sequence[int]
-    """Where the box begins in the global tensor, in elements per dimension; kept as a tuple."""
+    """Begin of the box in the global tensor, in elements per dimension, kept as a tuple."""
 
     def __post_init__(self) -> None:
         shape, offsets = tuple(map(int, self.global_shape)), tuple(map(int, self.offsets))
@@ -68,29 +69,29 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedShard(Shard):
-    """The shard of a tensor that knows its own place."""
+    """Shard of a tensor that knows its place in the global tensor."""
 
     owner: torch.Tensor
-    """The tensor."""
+    """Tensor that knows the place, such as a ``ShardedTensor``."""
 
 
 Target: TypeAlias = torch.Tensor | Shard
-"""What a load fills."""
+"""Tensor or shard that a load fills."""
 
 
 @dataclass(frozen=True, slots=True)
 class StockCopy:
-    """A second item of a container that stock DCP stores as one object and we leaf by leaf: as stock stores it."""
+    """Second item of a container that is stored leaf by leaf: one object, as stock DCP stores the container."""
 
     value: object
-    """The container."""
+    """Container to store."""
 
 
 @dataclass(frozen=True, slots=True)
 class UntrustedObject:
-    """Stands in the place of an object that ``read(skip_untrusted=True)`` left unread: only running code reads it."""
+    """Stand-in for an object that ``read(skip_untrusted=True)`` left unread, as only running code reads it."""
 
     name: str
     """Name of the leaf."""
     reason: str
-    """Why it was not read, and what would read it."""
+    """Why the object was not read, and what would read it."""

@@ -25,7 +25,7 @@ from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
 from aio_ckpt.plan.planner import CopyDescriptors
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.objects import ObjectBytes
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch
@@ -168,7 +168,7 @@ def test_one_rank_alone_does_not_pass_its_shard_off_as_the_tensor(engine, two_ra
 
 def test_lists_of_unequal_length_raise_and_never_truncate(engine):
     """(f)"""
-    flat = tree.flatten({"a": torch.ones(2), "b": torch.ones(2), "c": 1, "d": 2}, rank=0)
+    flat = flatten({"a": torch.ones(2), "b": torch.ones(2), "c": 1, "d": 2}, rank=0)
     leaves = Leaves.of(flat)
     structure = Structure.of(flat, leaves)
     fingerprint = addresses(leaves.tensors)

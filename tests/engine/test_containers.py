@@ -136,13 +136,30 @@ def test_a_key_that_reads_as_a_marked_name_gets_no_value_of_another(root: Path) 
     with SyncCheckpointEngine(root) as engine:
         engine.save({"d": {0: torch.ones(1), "0": torch.ones(1)}, "e": {0: torch.ones(1)}}).result(TIMEOUT)
         for template in ({"d": {"0~2": torch.zeros(1)}}, {"e": {0: torch.zeros(1), "0": torch.zeros(1)}}):
-            with pytest.raises(MissingNameError, match=r"lacks 1 names: '[de]\.0~2"):
+            with pytest.raises(MissingNameError, match=r"lacks 1 names: '[de]\.0~2';"):
                 engine.load(template)
         keys = {"e": {"0": torch.zeros(1)}, "d": {0: torch.zeros(1)}}  # equal as text to one that was saved
         engine.load(keys)
         assert keys["e"]["0"].tolist() == [1]
         with pytest.raises(TemplateMismatchError, match=r"'d\.0' is the name of several values"):
             engine.load({"d": {np.str_("0"): torch.zeros(1)}})
+
+
+def test_missing_leaves_of_one_name_are_reported_by_the_names_of_the_template(root: Path) -> None:
+    """Four leaves are called ``a.b.c``. In the checkpoint the fourth is called as the second of the template."""
+
+    def state(*values: Any) -> dict[str, Any]:
+        return {"a.b.c": values[0], "a.b": {"c": values[1]}, "a": {"b.c": values[2], "b": {"c": values[3]}}}
+
+    with SyncCheckpointEngine(root) as engine:
+        engine.save({"a.b.c": torch.ones(1), "a": {"b": {"c": 4}}}).result(TIMEOUT)
+        given = state(torch.zeros(1), 0, 0, 0)
+        with pytest.raises(MissingNameError, match=r"lacks 2 names: 'a\.b\.c~2', 'a\.b\.c~3';"):
+            engine.load(given)
+        report = engine.load(given, allow_missing=True)
+    assert report.missing == ("a.b.c~2", "a.b.c~3")
+    assert report.unexpected == ()
+    assert str(given) == str(state(torch.ones(1), 0, 0, 4))
 
 
 def test_two_objects_with_a_state_dict_whose_names_are_equal_as_text_are_no_template(root: Path) -> None:

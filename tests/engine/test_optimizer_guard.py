@@ -18,7 +18,7 @@ from aio_ckpt.plan.structure import Leaves, Structure, addresses
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import Capture
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import flatten
 
 
 class Wrapper:
@@ -102,7 +102,7 @@ def test_guarded_leaves_follow_the_optimizer_and_the_addresses() -> None:
     guards.add(optimizer)
 
     def leaves(fingerprint: list[int], devices: list[torch.device]) -> frozenset[int]:
-        flat = tree.flatten({str(i): torch.ones(4) for i in range(len(devices))}, rank=0)
+        flat = flatten({str(i): torch.ones(4) for i in range(len(devices))}, rank=0)
         return guards.leaves(fingerprint, replace(Structure.of(flat, Leaves.of(flat)), devices=devices))
 
     fingerprint = [*(parameter.data_ptr() for parameter in parameters), 7]
@@ -133,7 +133,7 @@ def test_compound_state_of_a_guarded_object_is_guarded_by_its_parts(names: list[
     guarded = Compound()
     guards = OptimizerGuards()
     guards.add(guarded)
-    flat = tree.flatten({"dense": guarded.dense, **guarded.state[guarded.dense], "other": torch.ones(1)}, rank=0)
+    flat = flatten({"dense": guarded.dense, **guarded.state[guarded.dense], "other": torch.ones(1)}, rank=0)
     leaves = Leaves.of(flat)
     structure = replace(Structure.of(flat, leaves), devices=[torch.device("cuda", 0)] * len(flat.names))
     found = guards.leaves([tensor.data_ptr() for tensor in leaves.tensors], structure)
@@ -154,7 +154,7 @@ def test_no_leaf_is_guarded_beyond_the_tensor_that_the_optimizer_changes() -> No
         "with gaps": memory[50::2],
         "in gaps": memory[50:70],
     }
-    flat = tree.flatten(views, rank=0)
+    flat = flatten(views, rank=0)
     structure = Structure.of(flat, Leaves.of(flat))
     structure = replace(structure, devices=[torch.device("cuda")] * len(views))
     fingerprint = addresses(list(views.values()))

@@ -26,7 +26,10 @@ from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.dcp_paths import dcp_paths
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.objects import as_tensor, encode_object
+from aio_ckpt.state.skeleton import Skeleton, encode_skeleton
 from aio_ckpt.state.values import LeafKind
 
 
@@ -41,7 +44,7 @@ class Shard:
 class RankContent:
     shards: list[Shard]
     objects: list[tuple[tuple[str, ...], bytes]]
-    skeleton: tree.Skeleton
+    skeleton: Skeleton
     paths: dict[str, tuple[str | int, ...]]
     data: bytearray = field(default_factory=bytearray)
     entries: list[manifest.TensorEntry] = field(default_factory=list)
@@ -51,14 +54,14 @@ class RankContent:
 
 def content_of(state: object, rank: int = 0, *, trusted: bool = False) -> RankContent:
     """What rank ``rank`` stores if it alone stores ``state``; tied tensors become one item."""
-    flat = tree.flatten(state, rank=rank)
+    flat = flatten(state, rank=rank)
     shards: dict[object, Shard] = {}
     objects = []
     for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
         if kind is LeafKind.OBJECT:
-            objects.append(((name,), tree.encode_object(name, value)))
+            objects.append(((name,), encode_object(name, value)))
             continue
-        tensor = tree.as_tensor(value, kind).detach()
+        tensor = as_tensor(value, kind).detach()
         key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
         if kind is not LeafKind.TENSOR:
             key = name
@@ -67,7 +70,7 @@ def content_of(state: object, rank: int = 0, *, trusted: bool = False) -> RankCo
             shards[key] = Shard((name,), tensor, (0,) * tensor.dim())
         else:
             found.fqns += (name,)
-    return RankContent(list(shards.values()), objects, flat.skeleton, tree.dcp_paths(flat.skeleton, rank=rank))
+    return RankContent(list(shards.values()), objects, flat.skeleton, dcp_paths(flat.skeleton, rank=rank))
 
 
 def raw_of(tensor: torch.Tensor, stride: tuple[int, ...]) -> bytes:
@@ -149,7 +152,7 @@ def write_checkpoint(path: Path, contents: Sequence[RankContent], *, step: int =
             tensors=manifest.encode_static(content.entries),
             sums=bytes(content.sums),
             objects=content.object_entries,
-            skeleton=tree.encode_skeleton(content.skeleton),
+            skeleton=encode_skeleton(content.skeleton),
         )
         ranks.append(write_small(path / manifest.rank_manifest_name(rank), encoded))
     dcp = _render_metadata(contents, files, save_id)

@@ -21,7 +21,7 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import flatten
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.trace_file import NO_TRACE
@@ -31,7 +31,7 @@ TIMEOUT = 20.0
 
 
 def plan_of(state: Mapping[str, object], gather_bytes: int = GATHER_BYTES) -> PlannedSave:
-    return PlanCache(gather_bytes=gather_bytes).resolve(tree.flatten(state, rank=0))
+    return PlanCache(gather_bytes=gather_bytes).resolve(flatten(state, rank=0))
 
 
 def issued(state: Mapping[str, object]) -> tuple[ImagePlan, list[torch.Tensor]]:

@@ -1,20 +1,33 @@
-"""States and helpers of the tests of tree, skeleton and objects."""
+"""States and helpers of the tests of ``aio_ckpt.state``."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import io
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.build import build
+from aio_ckpt.state.check_leaves import check_leaves
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.names import copy_names, skeleton_names
+from aio_ckpt.state.objects import as_tensor, decode_object, encode_object
+from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
 
 Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Moments:
+    mean: Any
+    steps: int = 0
 
 
 class Ordered(dict):
@@ -47,27 +60,38 @@ def same(a, b):
 def stored(flat):
     """Leaves as a reader has them: tensors for tensor items, decoded objects for the rest."""
     return {
-        name: tree.decode_object(tree.encode_object(name, value), name=name, trusted=False)
+        name: decode_object(encode_object(name, value), name=name, trusted=False)
         if kind is LeafKind.OBJECT
-        else tree.as_tensor(value, kind).detach().clone()
+        else as_tensor(value, kind).detach().clone()
         for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True)
         if not isinstance(value, StockCopy)
     }
 
 
 def round_trip(state, *, rank=0, **kwargs):
-    flat = tree.flatten(state, rank=rank)
-    tree.check_leaves(flat)
-    skeleton = tree.decode_skeleton(tree.encode_skeleton(flat.skeleton), name="m.bin")
+    flat = flatten(state, rank=rank)
+    check_leaves(flat)
+    skeleton = decode_skeleton(encode_skeleton(flat.skeleton), name="m.bin")
     assert skeleton == flat.skeleton
-    copies = tree.copy_names(skeleton, ranks=[rank])
+    copies = copy_names(skeleton, ranks=[rank])
     assert len(copies) == sum(isinstance(value, StockCopy) for value in flat.values)
-    assert [*tree.skeleton_names(skeleton, rank=rank), *flat.names[len(flat.names) - len(copies) :]] == flat.names
-    return tree.build(skeleton, stored(flat), rank=rank, **kwargs)
+    assert [*skeleton_names(skeleton, rank=rank), *flat.names[len(flat.names) - len(copies) :]] == flat.names
+    return build(skeleton, stored(flat), rank=rank, **kwargs)
+
+
+def t(number=1.0):
+    return torch.full((2,), float(number))
+
+
+def through_skeleton(state, **options):
+    flat = flatten(state, rank=0)
+    skeleton = decode_skeleton(encode_skeleton(flat.skeleton), name="m.bin")
+    assert skeleton == flat.skeleton
+    return build(skeleton, stored(flat), rank=0, **options)
 
 
 def through_bytes(value):
-    return tree.decode_object(tree.encode_object("leaf", value), name="leaf", trusted=False)
+    return decode_object(encode_object("leaf", value), name="leaf", trusted=False)
 
 
 def adamw():

@@ -48,7 +48,7 @@ from aio_ckpt.runtime.deadline import Deadline
 from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.objects import ObjectEncoder
 from aio_ckpt.write.throttle import WriteThrottle
 from tests.campaigns.common import log
@@ -248,7 +248,7 @@ class World:
         committed = [a.save.step for a in self.attempts if a.save.ticket.committed.state == "reached"]
         overwrite = bool(committed) and not in_flight.pending and rng.random() < 0.2
         state = self._state(number)
-        flat = tree.flatten(state, rank=0)
+        flat = flatten(state, rank=0)
         planned = self.cache.resolve(flat)
         objects = self.encoder.encode(planned.objects)
         image = lease_image(

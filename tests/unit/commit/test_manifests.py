@@ -26,8 +26,10 @@ from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import FileEntry, block_sums, decode_rank, decode_root
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import Plan, PlanCache
-from aio_ckpt.state import flatten as tree
-from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.names import skeleton_names
+from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder, decode_object
+from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.write.result import WriteResult, check_complete
 
 TIED = torch.empty(300)
@@ -46,7 +48,7 @@ STATE = {
 
 
 def planned(state: object) -> tuple[Plan, ObjectBytes]:
-    found = PlanCache().resolve(tree.flatten(state, rank=0))
+    found = PlanCache().resolve(flatten(state, rank=0))
     return found.plan, ObjectEncoder(trusted=False).encode(found.objects)
 
 
@@ -121,7 +123,7 @@ def test_object_entries_hold_the_place_and_the_sum_of_each_object():
         stored = image[entry.offset : entry.offset + entry.nbytes]
         assert entry.crc32 == isal_zlib.crc32(stored)
         for name in entry.fqns:
-            assert tree.decode_object(stored, name=name, trusted=False) == STATE[name]
+            assert decode_object(stored, name=name, trusted=False) == STATE[name]
 
 
 # -- check_complete -------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def test_the_rank_manifest_holds_what_was_written():
     assert [entry.raw_offset for entry in found.tensors] == [item.raw_offset for item in PLAN.layout.items]
     assert list(map(tuple, block_sums(found))) == sums
     assert list(found.objects) == ENTRIES
-    assert tree.skeleton_names(tree.decode_skeleton(found.skeleton, name="m"), rank=0) == list(STATE)
+    assert skeleton_names(decode_skeleton(found.skeleton, name="m"), rank=0) == list(STATE)
 
 
 def test_the_root_manifest_vouches_for_metadata_and_rank_manifests():

@@ -42,7 +42,9 @@ from aio_ckpt.format.manifests import data_file_name
 from aio_ckpt.plan.assignment import Assignment, Boxes, assign
 from aio_ckpt.plan.global_plan import Stored, render_global
 from aio_ckpt.plan.shard_table import LocalPlan, ShardInfo, ShardTable, TensorSignature
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.dcp_paths import dcp_paths
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape."""
@@ -107,7 +109,7 @@ def by_dcp(ranks: Sequence[Stored], spans: Sequence[tuple[int, int]]) -> Metadat
     metadata.planner_data = {
         name: path
         for number, rank in enumerate(ranks)
-        for name, path in tree.dcp_paths(tree.decode_skeleton(rank.local.skeleton, name="s"), rank=number).items()
+        for name, path in dcp_paths(decode_skeleton(rank.local.skeleton, name="s"), rank=number).items()
     }
     metadata.storage_meta = StorageMeta(checkpoint_id="c", save_id="s")
     return metadata
@@ -202,7 +204,7 @@ def models(draw: Any) -> list[LocalPlan]:
         for rank in range(ranks):
             tensors[rank] = draw(st.permutations(tensors[rank]))
     return [
-        LocalPlan.of(tensors[rank], objects[rank], tree.encode_skeleton(tree.flatten(states[rank], rank=rank).skeleton))
+        LocalPlan.of(tensors[rank], objects[rank], encode_skeleton(flatten(states[rank], rank=rank).skeleton))
         for rank in range(ranks)
     ]
 
@@ -241,7 +243,7 @@ def rows_of(rank: int, ranks: int, names: int) -> LocalPlan:
     signatures = [TensorSignature((2, 3), (2 * ranks, 3), "float32"), TensorSignature((1,), (ranks,), "int8")]
     items = [ShardInfo((f"t{n}",), (2 * rank, 0) if n % 2 else (rank,), signatures[1 - n % 2]) for n in range(names)]
     state = {f"t{n}": 0 for n in range(names)} | {"own": PerRank({"x": 1})}
-    return LocalPlan.of(items, (f"own.rank{rank}.x",), tree.encode_skeleton(tree.flatten(state, rank=rank).skeleton))
+    return LocalPlan.of(items, (f"own.rank{rank}.x",), encode_skeleton(flatten(state, rank=rank).skeleton))
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(300, 40), (2, 1100)])
@@ -328,7 +330,7 @@ def test_what_later_saves_change_is_not_in_the_part_that_they_share() -> None:
 
 def by_hand(boxes: Sequence[Box], size: tuple[int, ...]) -> list[Stored]:
     """Each rank writes one box of one tensor, whatever the others do."""
-    skeleton = tree.encode_skeleton(tree.flatten({"w": 0}, rank=0).skeleton)
+    skeleton = encode_skeleton(flatten({"w": 0}, rank=0).skeleton)
     return [
         Stored(
             local=LocalPlan.of([ShardInfo(("w",), offsets, TensorSignature(shape, size, "int8"))], (), skeleton),
@@ -414,7 +416,7 @@ def test_of_two_paths_for_one_name_the_highest_ranks_stands() -> None:
     """Ranks that nest a name differently are merged as DCP merges them, rank after rank."""
     states = [{"w": {"x": 0}}, {"w.x": 0}, {"w": {"x": 0}}]
     for order in ((0, 1, 2), (1, 0, 1)):
-        skeletons = [tree.encode_skeleton(tree.flatten(states[number], rank=0).skeleton) for number in order]
+        skeletons = [encode_skeleton(flatten(states[number], rank=0).skeleton) for number in order]
         item = ShardInfo(("w.x",), (0,), TensorSignature((2,), (2,), "int8"))
         ranks = stored([LocalPlan.of([item], (), skeleton) for skeleton in skeletons])
         wanted = pickle.loads(pickle.dumps(by_dcp(ranks, ())))

@@ -32,14 +32,14 @@ from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
 from aio_ckpt.plan.planner import Plan, PlanCache, PlannedSave, narrow
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import FlatState, flatten
 
 W = torch.arange(8.0)
 OTHER = torch.arange(8.0)
 
 
-def flat_of(state: object) -> tree.FlatState:
-    return tree.flatten(state, rank=0)
+def flat_of(state: object) -> FlatState:
+    return flatten(state, rank=0)
 
 
 def describe(state: object) -> tuple[Structure, list[int]]:

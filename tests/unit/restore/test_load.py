@@ -48,7 +48,7 @@ from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage
 
@@ -257,7 +257,7 @@ def trained(seed):
 
 
 def as_values(state_dict):
-    flat = tree.flatten(state_dict, rank=0)
+    flat = flatten(state_dict, rank=0)
     return {n: bits(v) if isinstance(v, torch.Tensor) else v for n, v in zip(flat.names, flat.values, strict=True)}
 
 
@@ -576,9 +576,7 @@ async def test_what_lies_between_the_names_that_are_wanted_is_not_read(storage, 
 
 def sharded(stored, cuts, ranks, name="t"):
     """Rows of ``stored`` cut at ``cuts``, shard by shard to the ranks in turn."""
-    contents = [
-        RankContent([], [], tree.flatten({name: stored}, rank=rank).skeleton, {name: (name,)}) for rank in ranks
-    ]
+    contents = [RankContent([], [], flatten({name: stored}, rank=rank).skeleton, {name: (name,)}) for rank in ranks]
     edges = [0, *cuts, len(stored)]
     for number, (low, high) in enumerate(itertools.pairwise(edges)):
         offsets = (low,) + (0,) * (stored.dim() - 1)

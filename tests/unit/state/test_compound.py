@@ -17,9 +17,14 @@ from tree_states import round_trip, stored
 from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
-from aio_ckpt.state import flatten as tree
+from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.compound import difference, put_together, take_apart
+from aio_ckpt.state.flatten import flatten, read_template
+from aio_ckpt.state.names import compound_notes
 from aio_ckpt.state.objects import encode_object
+from aio_ckpt.state.put_back import put_back
+from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
 from aio_ckpt.state.values import PerRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
@@ -116,7 +121,7 @@ def test_parts_of_no_quantized_tensor_are_told(scheme, change, word):
 
 
 def test_a_wrapper_inside_a_wrapper_has_parts_below_parts_and_a_trusted_reader_makes_them_all():
-    flat = tree.flatten({"n": nested(3)}, rank=0)
+    flat = flatten({"n": nested(3)}, rank=0)
     assert flat.names == ["n.inner.codes", "n.inner.scale", "n.mask.indices", "n.mask.values"]
     made = round_trip({"n": nested(3)}, trusted=True)["n"]
     assert [type(made), type(made.inner)] == [Nested, Blockwise]
@@ -136,10 +141,10 @@ def test_a_dtensor_over_a_subclass_is_refused_with_a_remedy_that_works():
         with pytest.raises(
             UnsupportedLeafError, match=r"'t': a DTensor over a wrapper_tensors.Blockwise; give PerRank"
         ):
-            tree.check_leaves(tree.flatten({"t": tensor}, rank=1))
+            check_leaves(flatten({"t": tensor}, rank=1))
     finally:
         dist.destroy_process_group()
-    flat = tree.flatten({"t": PerRank(local)}, rank=1)
+    flat = flatten({"t": PerRank(local)}, rank=1)
     assert flat.names == ["t.rank1.codes", "t.rank1.scale"]
     assert type(round_trip({"t": PerRank(local)}, rank=1, trusted=True)["t"]) is Blockwise
 
@@ -148,7 +153,7 @@ def test_a_subclass_with_memory_of_its_own_keeps_its_attributes():
     tensor = torch.arange(3.0).as_subclass(Tagged)
     tensor.space = "RGB"
     tensor.requires_grad_()
-    flat = tree.flatten({"t": tensor}, rank=0)
+    flat = flatten({"t": tensor}, rank=0)
     assert flat.values[0].data_ptr() == tensor.data_ptr()
     assert type(flat.values[0]) is torch.Tensor
     made = round_trip({"t": tensor}, trusted=True)["t"]
@@ -161,7 +166,7 @@ def test_a_context_that_pickle_cannot_store_is_told_by_name():
     tensor = blockwise(1)
     tensor.signed = lambda: None
     with pytest.raises(UnsafeObjectError, match=r"a\.0: the context"):
-        tree.flatten({"a": [tensor]}, rank=0)
+        flatten({"a": [tensor]}, rank=0)
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, 1), ([1], (1,)), (0.0, -0.0), ({"a": 1}, {"a": 2})])
@@ -206,16 +211,16 @@ def test_a_type_that_raises_when_it_is_made_comes_back_as_its_parts():
 def test_a_tensor_whose_values_another_rank_still_sends_is_refused():
     tensor = torch.distributed._functional_collectives.AsyncCollectiveTensor(torch.ones(1))
     with pytest.raises(UnsupportedLeafError, match=r"'t': an AsyncCollectiveTensor.*wait"):
-        tree.check_leaves(tree.flatten({"t": tensor}, rank=0))
+        check_leaves(flatten({"t": tensor}, rank=0))
 
 
 def test_a_name_has_the_parts_below_it_in_every_mapping():
     state = {str(number): torch.ones(1) for number in range(20)} | {"s": torch.eye(2).to_sparse(), "deep": {}}
     state["deep"] = {"t": torch.eye(2).to_sparse(), "n": 1}
-    flat = tree.flatten(state, rank=0)
+    flat = flatten(state, rank=0)
     assert flat.names[20:] == ["s.indices", "s.values", "deep.t.indices", "deep.t.values", "deep.n"]
-    assert tree.compound_notes(flat.skeleton, rank=0).keys() == {"s", "deep.t"}
-    assert tree.read_template(state, rank=0).names == flat.names
+    assert compound_notes(flat.skeleton, rank=0).keys() == {"s", "deep.t"}
+    assert read_template(state, rank=0).names == flat.names
     assert round_trip(state, only=["s.values"])["s"]["values"].tolist() == [1, 1]
     assert round_trip(state, only=["deep.t"])["deep"]["t"].is_sparse
 
@@ -229,16 +234,16 @@ def test_containers_keep_their_numbers_behind_a_compound_tensor():
     made = round_trip(state)
     assert made["one"] is made["two"][0]
     assert made["in"]["one"] is made["in"]["two"][0]
-    flat = tree.flatten(state, rank=0)
-    below = tree.build_below(flat.skeleton, "in", stored(flat), rank=0)
+    flat = flatten(state, rank=0)
+    below = build_below(flat.skeleton, "in", stored(flat), rank=0)
     assert below["one"] is below["two"][0]
 
 
 def test_a_tensor_with_two_names_is_one_tensor():
     tensor = torch.eye(2).to_sparse()
-    flat = tree.flatten({"a": tensor, "b": tensor}, rank=0)
+    flat = flatten({"a": tensor, "b": tensor}, rank=0)
     parts = {"indices": torch.zeros(2, 1, dtype=torch.int64), "values": torch.ones(1)}
-    made = tree.build(flat.skeleton, {name: parts[name.partition(".")[2]] for name in flat.names}, rank=0)
+    made = build(flat.skeleton, {name: parts[name.partition(".")[2]] for name in flat.names}, rank=0)
     assert made["a"] is made["b"]
 
 
@@ -246,18 +251,18 @@ def test_names_equal_as_text_are_told_apart_below_compound_tensors():
     state = {0: torch.eye(2).to_sparse(), "0": 3 * torch.eye(2).to_sparse(), "z": {1: 5, "1": torch.ones(1)}}
     made = round_trip(state)
     assert (made[0].values().tolist(), made["0"].values().tolist()) == ([1, 1], [3, 3])
-    tree.put_back(state, {"z.1": 7}, rank=0)
+    put_back(state, {"z.1": 7}, rank=0)
     assert state["z"][1] == 7
-    tree.put_back(state, {"z.1": 9, "0~2": 0}, rank=0)
+    put_back(state, {"z.1": 9, "0~2": 0}, rank=0)
     assert state["z"][1] == 9
 
 
 @pytest.mark.parametrize("change", [{"indices": torch.tensor([[0, 9], [0, 1]])}, {"values": torch.ones(3)}])
 def test_parts_of_no_tensor_are_told_before_any_memory_is_read_by_them(change):
-    flat = tree.flatten({"s": torch.eye(2).to_sparse()}, rank=0)
+    flat = flatten({"s": torch.eye(2).to_sparse()}, rank=0)
     parts = {"s.indices": torch.tensor([[0, 1], [0, 1]]), "s.values": torch.ones(2)}
     with pytest.raises(CorruptCheckpointError, match="'s': its parts are of no tensor"):
-        tree.build(flat.skeleton, parts | {f"s.{name}": part for name, part in change.items()}, rank=0)
+        build(flat.skeleton, parts | {f"s.{name}": part for name, part in change.items()}, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +277,6 @@ def test_parts_of_no_tensor_are_told_before_any_memory_is_read_by_them(change):
     ],
 )
 def test_a_node_that_no_writer_makes_is_damage(node):
-    data = tree.encode_skeleton((16, ("s",), (node,)))
+    data = encode_skeleton((16, ("s",), (node,)))
     with pytest.raises(CorruptCheckpointError, match="skeleton"):
-        tree.decode_skeleton(data, name="m.bin")
+        decode_skeleton(data, name="m.bin")

@@ -34,9 +34,9 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
     UnsupportedLeafError,
 )
-from aio_ckpt.state import flatten as tree
 from aio_ckpt.state import harmless
-from aio_ckpt.state.objects import ObjectEncoder
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.objects import ObjectEncoder, as_tensor, decode_object, encode_object, from_tensor, is_immutable
 from aio_ckpt.state.values import LeafKind
 
 ODD_VALUES = [
@@ -93,11 +93,11 @@ def test_any_nest_of_plain_values_is_an_object_that_comes_back(value):
 
 def test_what_the_caller_changes_after_encoding_does_not_reach_the_bytes():
     value = [np.zeros(3), io.BytesIO(b"old"), [1]]
-    data = tree.encode_object("x", value)
+    data = encode_object("x", value)
     value[0][:] = 9
     value[1].write(b"new")
     value[2].append(2)
-    back = tree.decode_object(data, name="x", trusted=False)
+    back = decode_object(data, name="x", trusted=False)
     assert same(back[0], np.zeros(3))
     assert back[1].getvalue() == b"old"
     assert back[2] == [1]
@@ -142,28 +142,28 @@ UNSAFE = [
 
 @pytest.mark.parametrize("value", UNSAFE, ids=lambda value: type(value).__name__)
 def test_an_object_that_needs_code_is_stored_and_refused_by_a_reader_without_trust(value):
-    data = tree.encode_object("some.leaf", value)
+    data = encode_object("some.leaf", value)
     with pytest.raises(
         UnsafeObjectError, match=r"^some\.leaf: .*trusted_objects=True.*add_safe_globals.*skip_untrusted"
     ):
-        tree.decode_object(data, name="some.leaf", trusted=False)
-    back = tree.decode_object(data, name="some.leaf", trusted=True)
+        decode_object(data, name="some.leaf", trusted=False)
+    back = decode_object(data, name="some.leaf", trusted=True)
     assert type(back) is type(value)
 
 
 @pytest.mark.parametrize("value", [lambda: None, [open], io.StringIO, threading.Lock(), (i for i in "a")])
 def test_what_pickle_cannot_store_is_refused_naming_leaf_and_type(value):
     if value in ([open], io.StringIO):
-        tree.encode_object("some.leaf", value)
+        encode_object("some.leaf", value)
         return
     with pytest.raises(UnsafeObjectError, match=r"^some\.leaf: a .* that cannot be pickled"):
-        tree.encode_object("some.leaf", value)
+        encode_object("some.leaf", value)
 
 
 def test_a_type_that_the_user_allowed_needs_no_trust():
-    data = tree.encode_object("leaf", [Custom()])
+    data = encode_object("leaf", [Custom()])
     with torch.serialization.safe_globals([Custom]):
-        assert tree.decode_object(data, name="leaf", trusted=False) == [Custom()]
+        assert decode_object(data, name="leaf", trusted=False) == [Custom()]
 
 
 class Another:
@@ -277,10 +277,10 @@ def test_other_generators_go_on_where_they_were():
 
 
 def test_an_enum_is_read_only_where_its_class_was_imported_already(monkeypatch):
-    data = tree.encode_object("leaf", Color.RED)
+    data = encode_object("leaf", Color.RED)
     monkeypatch.setitem(sys.modules, __name__, types.ModuleType(__name__))
     with pytest.raises(UnsafeObjectError, match=r"^leaf: .*Color, which is not imported here"):
-        tree.decode_object(data, name="leaf", trusted=False)
+        decode_object(data, name="leaf", trusted=False)
 
 
 def loop_of_lists():
@@ -374,7 +374,7 @@ def test_a_crafted_harmless_type_is_corrupt_and_named(fields):
     buffer = io.BytesIO()
     torch.save([fields], buffer)
     with pytest.raises(CorruptCheckpointError, match=r"^some\.leaf: "):
-        tree.decode_object(buffer.getvalue(), name="some.leaf", trusted=False)
+        decode_object(buffer.getvalue(), name="some.leaf", trusted=False)
 
 
 @pytest.mark.parametrize(("module", "name"), [("os", "system"), ("no.such.module", "X"), ("os", "path.join"), (1, "X"),
@@ -384,7 +384,7 @@ def test_a_crafted_enum_imports_nothing_and_calls_nothing(module, name):
     torch.save([tagged("Enum", module=module, **{"class": name}, name="X")], buffer)
     before = set(sys.modules)
     with pytest.raises(UnsafeObjectError, match=r"^leaf: .*not imported here"):
-        tree.decode_object(buffer.getvalue(), name="leaf", trusted=False)
+        decode_object(buffer.getvalue(), name="leaf", trusted=False)
     assert set(sys.modules) == before
 
 
@@ -395,7 +395,7 @@ def test_a_module_that_loads_lazily_is_not_loaded_by_an_enum(monkeypatch):
     buffer = io.BytesIO()
     torch.save(tagged("Enum", module="lazy_one", **{"class": "X"}, name="X"), buffer)
     with pytest.raises(UnsafeObjectError, match="not imported"):
-        tree.decode_object(buffer.getvalue(), name="leaf", trusted=False)
+        decode_object(buffer.getvalue(), name="leaf", trusted=False)
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "defaultdict"])
@@ -407,26 +407,26 @@ def test_a_crafted_key_that_would_be_hashed_for_ever_is_corrupt(kind):
     buffer = io.BytesIO()
     torch.save(tagged(kind, **fields), buffer)
     with pytest.raises(CorruptCheckpointError, match="a key of more than"):
-        tree.decode_object(buffer.getvalue(), name="leaf", trusted=False)
+        decode_object(buffer.getvalue(), name="leaf", trusted=False)
 
 
 def test_a_closed_stream_is_refused_by_name():
     stream = io.BytesIO()
     stream.close()
     with pytest.raises(UnsupportedLeafError, match="leaf: "):
-        tree.encode_object("leaf", stream)
+        encode_object("leaf", stream)
 
 
 def test_trusted_objects_come_back_only_to_a_trusting_reader():
-    data = tree.encode_object("c", [Custom(), np.zeros(2), Path("/x")])
-    back = tree.decode_object(data, name="c", trusted=True)
+    data = encode_object("c", [Custom(), np.zeros(2), Path("/x")])
+    back = decode_object(data, name="c", trusted=True)
     assert same(back[1], np.zeros(2))
     assert back[0] == Custom()
     assert back[2] == Path("/x")
     with pytest.raises(UnsafeObjectError, match=r"c: .*trusted_objects=True"):
-        tree.decode_object(data, name="c", trusted=False)
+        decode_object(data, name="c", trusted=False)
     with pytest.raises(UnsafeObjectError, match="pickled"):
-        tree.encode_object("c", lambda: None)
+        encode_object("c", lambda: None)
 
 
 class Bomb:
@@ -440,13 +440,13 @@ def test_reading_an_object_runs_no_code(tmp_path, monkeypatch):
     torch.save([1, Bomb()], bomb)
     for data in (bomb.getvalue(), pickle.dumps(Bomb())):
         with pytest.raises((UnsafeObjectError, CorruptCheckpointError), match="leaf: "):
-            tree.decode_object(data, name="leaf", trusted=False)
+            decode_object(data, name="leaf", trusted=False)
     tagged = io.BytesIO()
     torch.save(
         {"__aio_ckpt__": "ndarray", "dtype": "|O", "shape": (1,), "data": torch.zeros(8, dtype=torch.uint8)}, tagged
     )
     with pytest.raises(CorruptCheckpointError, match="leaf: "):
-        tree.decode_object(tagged.getvalue(), name="leaf", trusted=False)
+        decode_object(tagged.getvalue(), name="leaf", trusted=False)
     assert not (tmp_path / "ran").exists()
 
 
@@ -472,14 +472,14 @@ def test_a_damaged_object_is_corrupt_and_named(fields):
     buffer = io.BytesIO()
     torch.save([fields], buffer)
     with pytest.raises(CorruptCheckpointError, match=r"some\.leaf"):
-        tree.decode_object(buffer.getvalue(), name="some.leaf", trusted=False)
+        decode_object(buffer.getvalue(), name="some.leaf", trusted=False)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 50, -30])
 def test_a_truncated_object_is_corrupt_and_named(cut):
-    data = tree.encode_object("x", [1, "two"])
+    data = encode_object("x", [1, "two"])
     with pytest.raises(CorruptCheckpointError, match=r"some\.leaf"):
-        tree.decode_object(data[:cut], name="some.leaf", trusted=False)
+        decode_object(data[:cut], name="some.leaf", trusted=False)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
@@ -496,12 +496,12 @@ def test_what_is_nested_too_deep_is_refused_by_name():
     assert through_bytes(chain) == chain  # each is known when the next one holds it
     chain.reverse()
     with pytest.raises(UnsupportedLeafError, match=r"^leaf: .*deeper than 200"):
-        tree.encode_object("leaf", chain)
-    tree.encode_object("leaf", chain[-190:])
+        encode_object("leaf", chain)
+    encode_object("leaf", chain[-190:])
 
 
 def test_only_immutable_builtins_may_reuse_their_bytes():
-    assert all(map(tree.is_immutable, [None, True, 1, 1.5, 1j, "x", b"x", (), (0.9, 1, "a")]))
+    assert all(map(is_immutable, [None, True, 1, 1.5, 1j, "x", b"x", (), (0.9, 1, "a")]))
     mutable = [
         [],
         {},
@@ -513,7 +513,7 @@ def test_only_immutable_builtins_may_reuse_their_bytes():
         (0.9, bytearray()),
         (0.9, (1, "a")),
     ]
-    assert not any(map(tree.is_immutable, mutable))
+    assert not any(map(is_immutable, mutable))
 
 
 # -- arrays ----------------------------------------------------------------------------------------
@@ -537,9 +537,9 @@ def readonly(array):
     ids=lambda a: f"{a.dtype}{a.shape}{a.strides}",
 )  # fmt: skip
 def test_an_array_is_stored_as_a_tensor_and_comes_back_without_a_warning(array):
-    assert tree.flatten({"a": array}, rank=0).kinds == [LeafKind.ARRAY]
-    tensor = tree.as_tensor(array, LeafKind.ARRAY)
-    back = tree.from_tensor(tensor.clone(), LeafKind.ARRAY)
+    assert flatten({"a": array}, rank=0).kinds == [LeafKind.ARRAY]
+    tensor = as_tensor(array, LeafKind.ARRAY)
+    back = from_tensor(tensor.clone(), LeafKind.ARRAY)
     assert type(back) is np.ndarray
     assert back.dtype == array.dtype
     assert back.shape == array.shape
@@ -548,7 +548,7 @@ def test_an_array_is_stored_as_a_tensor_and_comes_back_without_a_warning(array):
 
 def test_an_ordinary_array_is_not_copied():
     array = np.zeros(4)
-    tree.as_tensor(array, LeafKind.ARRAY)[1] = 7
+    as_tensor(array, LeafKind.ARRAY)[1] = 7
     assert array[1] == 7
 
 
@@ -559,7 +559,7 @@ def test_a_numpy_scalar_is_stored_as_a_tensor_and_comes_back_a_scalar(value):
 
 def test_a_leaf_of_another_kind_is_refused():
     with pytest.raises(UnsupportedLeafError):
-        tree.as_tensor([1], LeafKind.ARRAY)
+        as_tensor([1], LeafKind.ARRAY)
 
 
 @pytest.mark.parametrize(("kind", "position"), [("MT19937", 625), ("MT19937", -1), ("Philox", -1), ("Philox", 5)])

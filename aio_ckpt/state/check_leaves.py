@@ -1,0 +1,74 @@
+"""Refuse leaves that no item can hold."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from aio_ckpt._torch import AsyncCollectiveTensor, local_tensor
+from aio_ckpt.errors import UnsupportedLeafError
+from aio_ckpt.state.classify import TENSOR_TYPES
+from aio_ckpt.state.flatten import FlatState
+from aio_ckpt.state.objects import type_name
+from aio_ckpt.state.values import LeafKind, Shard
+
+__all__ = ["check_leaves", "tensor_fault"]
+
+_SHARDED: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+"""Types of the tensor of a ``Shard``."""
+_UNPLANNED_DTYPES = frozenset(dtype for name, dtype in vars(torch).items() if re.fullmatch(r"u?int[1-7]|bits\w+", name))
+"""Opaque dtypes, of less than a byte or of no number. DCP's planner fails on them."""
+
+
+def check_leaves(flat: FlatState) -> None:
+    """Refuse tensors that no item can hold, and names that are no UTF-8. Only a changed structure needs this check.
+
+    Raises:
+        UnsupportedLeafError: names the leaf and the remedy.
+    """
+    for name, value, kind in zip(flat.names, flat.values, flat.kinds, strict=True):
+        fault = tensor_fault(value) if kind is LeafKind.TENSOR else None
+        if fault is None and not name.isascii() and name != name.encode(errors="ignore").decode():
+            fault = "its name has a lone surrogate, which no UTF-8 file holds; rename it"
+        if fault is not None:
+            raise UnsupportedLeafError(f"{name!r}: {fault}")
+
+
+def tensor_fault(value: Any) -> str | None:
+    """Return why no item can hold this tensor, and what to give instead; None if an item can."""
+    kind = type(value)
+    if isinstance(value, Shard):
+        kind, value = type(value.tensor), value.tensor
+        if kind not in _SHARDED:
+            return f"a Shard over a {type_name(value)}; give a Shard over a plain tensor"
+    if is_lazy(value):
+        return f"a {kind.__name__} has no shape yet; run one forward pass first"
+    if issubclass(kind, AsyncCollectiveTensor):
+        return "an AsyncCollectiveTensor, whose values may not be there yet; give its .wait()"
+    if kind not in TENSOR_TYPES:
+        return (
+            f"a {type_name(value)}, a subclass of Tensor that does not tell where its values are; give a plain tensor"
+        )
+    tensor = local_tensor(value) if kind is DTensor else value
+    if tensor.is_nested:
+        return "a nested tensor; give its parts with .unbind()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}, which no item holds here; give .to_dense()"
+    if tensor.is_quantized:
+        return f"a quantized tensor of {tensor.dtype}, which no item holds here; give .dequantize()"
+    if tensor.dtype in _UNPLANNED_DTYPES:
+        return f"a tensor of {tensor.dtype}, which DCP cannot plan; give .view(torch.uint8)"
+    if tensor.device.type == "meta":
+        return "a meta tensor, which has no values; materialize it first (.to_empty(device=...))"
+    if kind is DTensor and any(placement.is_partial() for placement in value.placements):
+        return "a DTensor with a Partial placement, whose sum no rank holds; give .redistribute() or .full_tensor()"
+    if type(tensor) not in TENSOR_TYPES:
+        return (
+            f"a DTensor over a {type_name(tensor)}; give PerRank(tensor.to_local()), which as many ranks load again, "
+            "or a DTensor over a plain tensor"
+        )
+    return None

@@ -1,0 +1,264 @@
+"""Names by a skeleton: of its leaves, compound tensors and copies; and the part of a skeleton that has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from aio_ckpt.errors import MissingNameError
+from aio_ckpt.state.containers import Notes
+from aio_ckpt.state.keys import Key, key_text
+from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
+from aio_ckpt.state.values import LeafKind
+
+__all__ = [
+    "MARK",
+    "NamedKeys",
+    "Path",
+    "children_of",
+    "compound_keys",
+    "compound_notes",
+    "copy_names",
+    "copy_paths",
+    "find_named",
+    "is_below",
+    "leaf_keys",
+    "leaf_paths",
+    "marked_name",
+    "prefix_of",
+    "sizes_of",
+    "skeleton_names",
+    "subtree",
+    "unique_names",
+    "without_copies",
+]
+
+Path: TypeAlias = "tuple[str | int, ...]"
+"""Path of a leaf as DCP has it: str for keys of mappings, int for indices of lists and tuples."""
+
+MARK = "~"
+"""Separator of a marked name and its number."""
+_LEAF_TYPES = {int, LeafKind}
+"""Types of the nodes that are leaves."""
+
+
+def is_below(name: str, prefix: str) -> bool:
+    """Return whether ``name`` is ``prefix`` or lies below it. Every name lies below ``""``, the state itself."""
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def prefix_of(name: str | None) -> str:
+    """Return what the names below ``name`` begin with; None stands for the state itself."""
+    return "" if name is None else name + "."
+
+
+def unique_names(names: list[str]) -> list[str]:
+    """Return ``names`` with the second of two equal names marked: ``0`` and ``0~2``. ``names`` itself if all differ."""
+    taken = set(names)
+    if len(taken) == len(names):
+        return names
+    seen: set[str] = set()
+    unique: list[str] = []
+    for name in names:
+        marked, number = name, 2
+        while marked in seen or (marked is not name and marked in taken):
+            marked, number = marked_name(name, number), number + 1
+        seen.add(marked)
+        unique.append(marked)
+    return unique
+
+
+def marked_name(name: str, number: int) -> str:
+    """Return the name of the ``number``-th leaf of one name, from the second on."""
+    return f"{name}{MARK}{number}"
+
+
+def children_of(node: Any, rank: int) -> Iterator[tuple[Any, str, Skeleton]]:
+    """Yield (stored key or index, its part of the name, child) for each child of a container."""
+    code, keys, children = node[:3]
+    if code in KEYED:
+        for key, child in zip(keys, children, strict=True):
+            yield key, key_text(key), child
+    elif code == Container.PER_RANK:
+        yield f"rank{rank}", f"rank{rank}", children[0]
+    else:
+        for index, child in enumerate(children):
+            yield index, str(index), child
+
+
+# -- leaves -----------------------------------------------------------------------------------------
+
+
+def skeleton_names(skeleton: Skeleton, *, rank: int) -> list[str]:
+    """Return the names of the leaves, in the order of ``flatten``."""
+    return unique_names([name for name, _ in leaf_paths(skeleton, "", (), (rank,))])
+
+
+def leaf_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
+    """Yield (name before marks, path) of every leaf that one of these ranks has."""
+    if isinstance(node, int):
+        yield prefix[:-1], path
+        return
+    is_own = node[0] == Container.PER_RANK
+    for rank in ranks if is_own else ranks[:1]:
+        below = (rank,) if is_own else ranks
+        for part, text, child in children_of(node, rank):
+            step = part if node[0] in INDEXED else text
+            yield from leaf_paths(child, f"{prefix}{text}.", (*path, step), below)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedKeys:
+    """A leaf or compound tensor by the keys that lead to it."""
+
+    keys: tuple[Key, ...]
+    """A key for each container; the index of a list or tuple counts as an int."""
+    text: str
+    """Keys as text, joined by dots."""
+    name: str
+    """Name of the leaf: ``text``, marked if an earlier leaf has it."""
+
+
+def leaf_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
+    """Return the keys of the leaves, in the order of ``flatten``."""
+    return _with_names([(keys, text) for keys, text, node in _by_keys(skeleton, (), "", rank) if isinstance(node, int)])
+
+
+def _with_names(found: list[tuple[tuple[Key, ...], str]]) -> list[NamedKeys]:
+    names = unique_names([text for _, text in found])
+    return [NamedKeys(keys=keys, text=text, name=name) for (keys, text), name in zip(found, names, strict=True)]
+
+
+def _by_keys(
+    node: Any, keys: tuple[Key, ...], prefix: str, rank: int
+) -> Iterator[tuple[tuple[Key, ...], str, Skeleton]]:
+    """Yield (keys, text, node) of every leaf and compound tensor."""
+    if isinstance(node, int) or node[0] == Container.TENSOR:
+        yield keys, prefix[:-1], node
+    if isinstance(node, int):
+        return
+    for part, text, child in children_of(node, rank):
+        key = ("i", text) if node[0] in INDEXED else part
+        yield from _by_keys(child, (*keys, key), f"{prefix}{text}.", rank)
+
+
+# -- compound tensors -------------------------------------------------------------------------------
+
+
+def compound_keys(skeleton: Skeleton, *, rank: int) -> list[NamedKeys]:
+    """Return the keys of the compound tensors, in the order of :func:`compound_notes`."""
+    found = _by_keys(skeleton, (), "", rank)
+    return _with_names([(keys, text) for keys, text, node in found if not isinstance(node, int)])
+
+
+def compound_notes(skeleton: Skeleton, *, rank: int) -> dict[str, Notes]:
+    """Return the notes of every compound tensor of a rank, by name."""
+    found = list(_compounds(skeleton, "", rank))
+    return dict(zip(unique_names([name for name, _ in found]), [notes for _, notes in found], strict=True))
+
+
+def _compounds(node: Any, prefix: str, rank: int) -> Iterator[tuple[str, Notes]]:
+    if isinstance(node, int):
+        return
+    if node[0] == Container.TENSOR:
+        yield prefix[:-1], node[3]
+    elif set(map(type, node[2])) <= _LEAF_TYPES:
+        return
+    for _, text, child in children_of(node, rank):
+        yield from _compounds(child, f"{prefix}{text}.", rank)
+
+
+# -- copies for stock DCP ---------------------------------------------------------------------------
+
+
+def copy_names(skeleton: Skeleton, *, ranks: Sequence[int]) -> set[str]:
+    """Return the names of the containers that are stored a second time, as one object, for stock DCP."""
+    return {name for name, _ in copy_paths(skeleton, "", (), tuple(ranks))}
+
+
+def copy_paths(node: Skeleton, prefix: str, path: Path, ranks: tuple[int, ...]) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of every container that has such a copy."""
+    if isinstance(node, int):
+        return
+    if len(node) > 3 and ("copy", 1) in node[3]:
+        yield prefix[:-1], path
+        return
+    if set(map(type, node[2])) <= _LEAF_TYPES:
+        return
+    is_own = node[0] == Container.PER_RANK
+    for rank in ranks if is_own else ranks[:1]:
+        below = (rank,) if is_own else ranks
+        for part, text, child in children_of(node, rank):
+            if not isinstance(child, int):
+                step = part if node[0] in INDEXED else text
+                yield from copy_paths(child, f"{prefix}{text}.", (*path, step), below)
+
+
+def without_copies(skeleton: Skeleton, names: Collection[str], *, rank: int) -> Skeleton:
+    """Return ``skeleton`` without the notes that containers of these names have a copy."""
+    return _without_copies(skeleton, "", frozenset(names), rank)
+
+
+def _without_copies(node: Any, prefix: str, names: frozenset[str], rank: int) -> Skeleton:
+    if isinstance(node, int):
+        return node
+    below = [_without_copies(child, f"{prefix}{text}.", names, rank) for _, text, child in children_of(node, rank)]
+    notes = tuple(note for note in node[3] if note[0] != "copy" or prefix[:-1] not in names) if len(node) > 3 else ()
+    return (*node[:2], tuple(below), notes) if notes else (*node[:2], tuple(below))
+
+
+# -- by name ----------------------------------------------------------------------------------------
+
+
+def subtree(skeleton: Skeleton, name: str, *, rank: int) -> Skeleton:
+    """Return the skeleton of the value called ``name``; ``""`` is the state itself.
+
+    Raises:
+        MissingNameError: no value has this name.
+    """
+    return find_named(skeleton, name, rank)[0]
+
+
+def find_named(skeleton: Skeleton, name: str, rank: int) -> tuple[Skeleton, int, int]:
+    """Return the skeleton of the value called ``name``, its number and the number of its first leaf.
+
+    Raises:
+        MissingNameError: no value has this name.
+    """
+    found = (skeleton, 0, 0) if not name else _find(skeleton, "", name, rank, (0, 0))
+    if found is None:
+        raise MissingNameError(f"the checkpoint holds nothing named {name!r}")
+    return found
+
+
+def _find(
+    node: Skeleton, prefix: str, wanted: str, rank: int, numbers: tuple[int, int]
+) -> tuple[Skeleton, int, int] | None:
+    if isinstance(node, int):
+        return None
+    containers, leaves = numbers[0] + _count(node), numbers[1]
+    for _, text, child in children_of(node, rank):
+        name = prefix + text
+        if name == wanted:
+            return child, containers, leaves
+        below = wanted.startswith(f"{name}.")
+        found = _find(child, f"{name}.", wanted, rank, (containers, leaves)) if below else None
+        if found is not None:
+            return found
+        sizes = sizes_of(child)
+        containers, leaves = containers + sizes[0], leaves + sizes[1]
+    return None
+
+
+def sizes_of(node: Skeleton) -> tuple[int, int]:
+    """Return how many containers and leaves a skeleton has; a container counts itself."""
+    if isinstance(node, int):
+        return 0, 1
+    below = [sizes_of(child) for child in node[2]]
+    return _count(node) + sum(containers for containers, _ in below), sum(leaves for _, leaves in below)
+
+
+def _count(node: Any) -> int:
+    """Return how many container numbers the node itself takes: a compound tensor has none."""
+    return int(node[0] != Container.TENSOR)

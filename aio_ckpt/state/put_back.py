@@ -1,0 +1,124 @@
+"""Put loaded values back into the caller's own containers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from aio_ckpt.state.classify import CONTAINERS_FROM, code_of, holds_leaves
+from aio_ckpt.state.compound import plain_tensors
+from aio_ckpt.state.containers import UnreadableError, entries_of, fields_of, is_mapping, parts_of, remade
+from aio_ckpt.state.keys import frozen_keys
+from aio_ckpt.state.names import prefix_of
+from aio_ckpt.state.skeleton import MAPPINGS, Container
+from aio_ckpt.state.values import LeafKind, PerRank
+
+__all__ = ["put_back"]
+
+
+def put_back(state: object, objects: Mapping[str, object], *, rank: int, names: Sequence[str] | None = None) -> None:
+    """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
+
+    If a named value is an empty mapping or list, an object of the same form fills it; another object replaces it.
+    Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``names``: of all leaves, in the order
+    of :func:`aio_ckpt.state.flatten.read_template`; None: each leaf's name is its path.
+    """
+    _PutBack(objects=objects, rank=rank, names=names).replaced(state, None)
+
+
+@dataclass(slots=True, kw_only=True)
+class _PutBack:
+    """Walk of :func:`put_back`, in the order of ``flatten``."""
+
+    objects: Mapping[str, object]
+    """Values to set, by name."""
+    rank: int
+    """Rank whose PerRank values are set."""
+    names: Sequence[str] | None
+    """Names of all leaves. None: each leaf's name is its path."""
+    leaf_number: int = 0
+    """Number of the next leaf."""
+    enclosing: set[int] = field(default_factory=set)
+    """Ids of the containers that enclose the current value."""
+
+    def replaced(self, value: Any, name: str | None) -> Any:
+        """Return ``value``, changed in place if its type allows that; otherwise what replaces it in its parent."""
+        code = code_of(value, name)
+        if code < CONTAINERS_FROM:
+            return self.leaf(value, name, code)
+        if code == Container.STATEFUL or id(value) in self.enclosing:
+            return value
+        self.enclosing.add(id(value))
+        try:
+            return self.entered(value, code, name)
+        finally:
+            self.enclosing.discard(id(value))
+
+    def leaf(self, value: Any, name: str | None, code: int) -> Any:
+        if self.names is not None:
+            name = self.names[self.leaf_number]
+            self.leaf_number += len(list(plain_tensors(value))) if isinstance(value, torch.Tensor) else 1
+        if name is None or code == LeafKind.TENSOR:
+            return value
+        found = self.objects.get(name, value)
+        return _with_all(value, found) if isinstance(value, list) and not value else found
+
+    def entered(self, value: Any, code: int, name: str | None) -> Any:
+        """Return a container with its parts replaced: itself if it can be changed."""
+        prefix = prefix_of(name)
+        if code == Container.PER_RANK:
+            inner = self.replaced(value.value, f"{prefix}rank{self.rank}")
+            return value if inner is value.value else PerRank(inner)
+        if code in MAPPINGS:
+            try:
+                keys, items = entries_of(value, name)
+            except UnreadableError:
+                return self.leaf(value, name, LeafKind.OBJECT)
+            texts = frozen_keys(keys, name)[1]
+            is_one = name is not None and len(set(texts)) != len(texts)
+            if is_one and not holds_leaves(items, name, 0, set(), tensors_only=True):
+                return self.leaf(value, name, LeafKind.OBJECT)
+        elif code == Container.FIELDS:
+            keys, items = fields_of(value)  # type: ignore[assignment]
+            texts = keys  # type: ignore[assignment]
+        else:
+            items = parts_of(value)
+            keys = range(len(items))  # type: ignore[assignment]
+            texts = list(map(str, keys))
+        if not items and (name or "") in self.objects:
+            return _with_all(value, self.objects[name or ""])
+        new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]
+        changed = [(key, now) for key, was, now in zip(keys, items, new, strict=True) if now is not was]
+        return _with(value, code, changed, new) if changed else value
+
+
+def _with_all(value: Any, found: Any) -> Any:
+    """Return ``value``, an empty mapping or list, filled from ``found``; ``found`` itself if their forms differ."""
+    if is_mapping(type(value)) and isinstance(found, Mapping):
+        if isinstance(value, OrderedDict) and "_metadata" in getattr(found, "__dict__", ()):
+            value._metadata = found._metadata  # type: ignore[attr-defined]
+        return _with(value, Container.DICT, list(found.items()), [])
+    if isinstance(value, list) and isinstance(found, list):
+        value.extend(found)
+        return value
+    return found
+
+
+def _with(value: Any, code: int, changed: list[tuple[Any, object]], items: list[object]) -> Any:
+    """Set the changed parts of ``value`` and return it; for an immutable type, return a new value."""
+    if code == Container.TUPLE:
+        return tuple(items) if type(value) is tuple else remade(type(value), items)
+    if code == Container.FIELDS:
+        for key, item in changed:
+            object.__setattr__(value, key, item)
+        return value
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType({**value, **dict(changed)})
+    for key, item in changed:
+        value[key] = item
+    return value

@@ -1,0 +1,50 @@
+"""Parts of a state, built from a skeleton and leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tree_states import adamw, round_trip, same, stored
+
+from aio_ckpt.errors import (
+    MissingNameError,
+)
+from aio_ckpt.state.build import build, build_below
+from aio_ckpt.state.flatten import flatten
+from aio_ckpt.state.names import subtree
+from aio_ckpt.state.values import LeafKind, PerRank
+
+
+def test_only_keeps_the_named_branches():
+    t = torch.ones(2)
+    state = {"a": {"b": t, "c": 1, "empty": {}}, "ab": 2, "l": [t, {"x": 1}, ()], "e": {}, "t": (t, 5)}
+    assert same(round_trip(state, only=["a"]), {"a": state["a"]})
+    assert same(round_trip(state, only=["a.b", "l.1.x"]), {"a": {"b": t}, "l": [None, {"x": 1}, None]})
+    assert same(round_trip(state, only={"t.1", "e"}), {"e": {}, "t": (None, 5)})
+    with pytest.raises(MissingNameError, match="nope"):
+        round_trip(state, only=["nope", "a.x"])
+
+
+def test_only_reads_no_leaf_that_it_leaves_out():
+    flat = flatten({"a": torch.ones(1), "b": 2}, rank=0)
+    assert build(flat.skeleton, {"b": 2}, rank=0, only=["b"]) == {"b": 2}
+    with pytest.raises(MissingNameError, match="'a'"):
+        build(flat.skeleton, {"b": 2}, rank=0)
+
+
+def test_the_value_below_one_name_can_be_built_alone():
+    model, optimizer = adamw()
+    state = {"train": [{"m": model}, PerRank({"o": optimizer})], "a.b": {"c": 1}, "a": {"b": {"d": 2}, "x": 1}}
+    flat = flatten(state, rank=1)
+    leaves = stored(flat)
+    built = build_below(flat.skeleton, "train.1.rank1.o", leaves, rank=1)
+    assert same(built, optimizer.state_dict())
+    assert build_below(flat.skeleton, "a.b.d", leaves, rank=1) == 2
+    assert build_below(flat.skeleton, "a.x", leaves, rank=1) == 1
+    assert same(build_below(flat.skeleton, "", leaves, rank=1), build(flat.skeleton, leaves, rank=1))
+    assert subtree(flat.skeleton, "a.b.c", rank=1) == LeafKind.OBJECT
+    for name in ("train.7", "train.1.rank0", "ab"):
+        with pytest.raises(MissingNameError, match=name):
+            subtree(flat.skeleton, name, rank=1)
+    with pytest.raises(MissingNameError, match=r"train\.0\.m\.0\.weight"):
+        build_below(flat.skeleton, "train.0.m", {}, rank=1)
