@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gated_storage import gated_engine
 
 from aio_ckpt import CheckpointEngine, SyncCheckpointEngine
 from aio_ckpt.errors import WrongThreadError
@@ -77,6 +80,36 @@ def test_a_save_in_a_signal_handler_is_refused_while_another_is_captured(tmp_pat
             assert engine.steps() == [1]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_save_in_a_signal_handler_is_refused_while_a_step_is_deleted(tmp_path: Path) -> None:
+    found: list[Exception] = []
+    with ThreadPoolExecutor(1) as pool, gated_engine(tmp_path) as (engine, storage):
+        for step in (1, 2):
+            engine.save({"w": torch.ones(1)}, step).result(TIMEOUT)
+        gate = storage.hold("rename", "step_000000001")
+
+        def handler(*_: object) -> None:
+            try:
+                engine.save({"w": torch.ones(1)}, deadline_secs=1)
+            except WrongThreadError as error:
+                found.append(error)
+            finally:
+                gate.open()
+
+        def signal_once_it_deletes() -> None:
+            gate.wait_reached()
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+        before = signal.signal(signal.SIGUSR2, handler)
+        try:
+            signalling = pool.submit(signal_once_it_deletes)
+            engine._frontend.delete(1, allow_newest=False)
+            signalling.result(TIMEOUT)
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+        assert engine.steps() == [2]
+    assert ["inside delete()" in str(error) for error in found] == [True]
 
 
 def test_another_engine_may_be_called_inside(tmp_path: Path) -> None:
