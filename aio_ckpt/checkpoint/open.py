@@ -127,7 +127,7 @@ async def open_checkpoint(
 ) -> Checkpoint:
     """Read ``.metadata`` and the manifests of the checkpoint at ``path`` and hold them against each other.
 
-    The two may stand under other names, see :func:`aio_ckpt.commit.directory.standing_names`. If ``step`` is given, a
+    The two may have other names, see :func:`aio_ckpt.commit.directory.recoverable_names`. If ``step`` is given, a
     manifest must tell no other.
 
     Raises:

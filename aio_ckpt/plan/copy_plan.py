@@ -75,21 +75,21 @@ class ChunkCopyMethods:
 
 def image_order(device: torch.device, *, is_gathered: bool) -> tuple[bool, str, bool]:
     """Sort key of an item: what is on a device first, what is gathered there together."""
-    is_host = device.type == "cpu"
-    return (is_host, "" if is_host else str(device), not is_host and not is_gathered)
+    is_host_memory = device.type == "cpu"
+    return (is_host_memory, "" if is_host_memory else str(device), not is_host_memory and not is_gathered)
 
 
 def choose_copy_methods(
     structure: Structure,
     layout: ImageLayout,
     *,
-    copies_by_address: Callable[[torch.device], bool],
+    can_copy_by_address: Callable[[torch.device], bool],
     gathers: Callable[[torch.device, int], bool],
     gather_bytes: int,
 ) -> tuple[ChunkCopyMethods, ...]:
     """Return the copy method of every piece, per chunk of ``layout``.
 
-    ``copies_by_address`` tells whether a device can copy by address, ``gathers`` whether it gathers tensors of so many
+    ``can_copy_by_address`` tells whether a device copies by address, ``gathers`` whether it gathers tensors of so many
     bytes. The gather buffer of a device may have ``gather_bytes``.
     """
 
@@ -110,10 +110,10 @@ def choose_copy_methods(
             return "gathered"
         if device.type == "cpu":
             return "moved" if raw_bytes <= SMALL_COPY_BYTES else by_torch
-        return "issued" if copies_by_address(device) else by_torch
+        return "issued" if can_copy_by_address(device) else by_torch
 
     run_bytes = gather_bytes // _RUNS_A_BUFFER
-    return tuple(_of_chunk(chunk, structure, layout, method, copies_by_address, run_bytes) for chunk in layout.chunks)
+    return tuple(_of_chunk(chunk, structure, layout, method, can_copy_by_address, run_bytes) for chunk in layout.chunks)
 
 
 def _of_chunk(
@@ -121,7 +121,7 @@ def _of_chunk(
     structure: Structure,
     layout: ImageLayout,
     method: Callable[[Piece], str],
-    copies_by_address: Callable[[torch.device], bool],
+    can_copy_by_address: Callable[[torch.device], bool],
     run_bytes: int,
 ) -> ChunkCopyMethods:
     by_method: dict[str, list[Piece]] = {"moved": [], "issued": [], "copied": [], "converted": []}
@@ -137,7 +137,7 @@ def _of_chunk(
             continue
         for run in _cut(pieces, run_bytes):
             if len(run) < _GATHER_PAYS_ITEMS:
-                by_method["issued" if copies_by_address(device) else "converted"] += run
+                by_method["issued" if can_copy_by_address(device) else "converted"] += run
             else:
                 leaves = tuple(layout.items[piece.item].leaf for piece in run)
                 stop = run[-1].image_start + run[-1].nbytes

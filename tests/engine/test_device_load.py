@@ -54,17 +54,17 @@ class WatchedCopies(HostCopies):
         self.filled_from: list[int] = []
         self.on_synchronize: Callable[[], None] = lambda: None
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         self.on_issue()
         self.runs += vectors[:, 2].tolist()
         self.issued += [(base + target, nbytes) for target, _, nbytes in vectors.tolist()]
         self.unmarked += [(source, source + nbytes) for _, source, nbytes in vectors.tolist()]
-        super().issue(base, vectors)
+        super().copy_vectors(base, vectors)
 
     def record_event(self) -> CopyEvent:
         return WatchedMark(self)
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
         """One right behind the other, as a device may hand them out, with room for so many bytes each."""
         if nbytes > self.most_bytes:
             return None
@@ -117,9 +117,9 @@ class WatchedMark:
 def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     """Host memory is filled as if it were a device's."""
     watched = WatchedCopies()
-    monkeypatch.setattr(match, "is_host", lambda _: False)
-    monkeypatch.setattr(readplan, "is_host", lambda _: False)
-    monkeypatch.setattr(place, "is_host", lambda memory: not watched.has(memory.data_ptr()))
+    monkeypatch.setattr(match, "is_host_memory", lambda _: False)
+    monkeypatch.setattr(readplan, "is_host_memory", lambda _: False)
+    monkeypatch.setattr(place, "is_host_memory", lambda memory: not watched.has(memory.data_ptr()))
     monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)
     return watched
 
@@ -146,7 +146,7 @@ class Registered:
 def registered(copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch) -> Registered:
     """The device wants page-locked memory."""
     found = Registered()
-    monkeypatch.setattr(fetch, "takes_registered", lambda _: True)
+    monkeypatch.setattr(fetch, "prefers_page_locked", lambda _: True)
     monkeypatch.setattr(bounce, "register_host_memory", found.register)
     monkeypatch.setattr(bounce, "unregister_host_memory", found.unregister)
     return found
@@ -302,7 +302,7 @@ def test_copies_that_go_by_no_address_take_no_memory_of_the_device(monkeypatch: 
     uploads = object.__new__(device.CudaUploads)
     uploads._device, uploads._is_full = torch.device("cuda"), False
     monkeypatch.setattr(device, "_driver_is_there", lambda: False)
-    assert uploads.buffer(100) is None
+    assert uploads.allocate(100) is None
 
 
 def test_a_device_that_is_full_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +316,8 @@ def test_a_device_that_is_full_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     uploads._device, uploads._is_full = torch.device("cuda"), False
     monkeypatch.setattr(device, "_driver_is_there", lambda: True)
     monkeypatch.setattr(torch, "empty", refused)
-    assert uploads.buffer(100) is None
-    assert uploads.buffer(100) is None
+    assert uploads.allocate(100) is None
+    assert uploads.allocate(100) is None
     assert asked == [100]
 
 
