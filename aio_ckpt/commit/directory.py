@@ -157,9 +157,8 @@ async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_
     await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
     await storage.sync_dir(directory)
     await _remove(storage, directory, [mark])
-    late = await storage.list_dir(
-        directory
-    )  # files of a rank that saw the marker; a rank that writes later checks for it
+    # A rank that saw the marker may have written since. A rank that writes later checks for the marker.
+    late = await storage.list_dir(directory)
     await _remove(storage, directory, [name for name in late if save_id and _is_of(name, save_id)])
 
 
