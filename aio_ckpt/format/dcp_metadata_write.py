@@ -66,9 +66,9 @@ class MetadataTable:
     starts: IntArray
     """Per name, the index of its first shard; then the number of all shards."""
     offsets: IntArray
-    """(shards, dims): offsets in the global tensor; 0 behind the tensor's own dimensions."""
+    """(shards, dims): offsets in the global tensor; 0 after the tensor's own dimensions."""
     shapes: IntArray
-    """(shards, dims): shape; 0 behind the tensor's own dimensions."""
+    """(shards, dims): shape; 0 after the tensor's own dimensions."""
     file: IntArray
     """Per shard, index of its file in ``files``."""
     places: IntArray
