@@ -86,12 +86,12 @@ class WatchedCopies(HostCopies):
         """Make each buffer memory of its own from now on: what becomes of it."""
         made: list[weakref.ref[Any]] = []
 
-        def buffer(nbytes: int) -> torch.Tensor:
+        def allocate(nbytes: int) -> torch.Tensor:
             memory = np.empty(nbytes, np.uint8)
             made.append(weakref.ref(memory))
             return torch.from_numpy(memory)
 
-        self.buffer = buffer  # type: ignore[method-assign]
+        self.allocate = allocate  # type: ignore[method-assign]
         return made
 
 
@@ -244,7 +244,7 @@ def test_what_must_be_laid_out_anew_is_so_on_the_device(tmp_path: Path, copies: 
 def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: Path, copies: WatchedCopies) -> None:
     """Though both its ends follow each other: a driver refuses it where they were allocated apart."""
     made: list[tuple[int, int]] = []
-    inner = copies.buffer
+    inner = copies.allocate
 
     def noted(nbytes: int) -> torch.Tensor | None:
         memory = inner(nbytes)
@@ -252,7 +252,7 @@ def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: P
         made.append((memory.data_ptr(), memory.data_ptr() + nbytes))
         return memory
 
-    copies.buffer = noted  # type: ignore[method-assign]
+    copies.allocate = noted  # type: ignore[method-assign]
     with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
         engine.save(WIDE).result(TIMEOUT)
         engine.load(columns(WIDE))
@@ -336,7 +336,7 @@ def test_a_device_without_room_only_costs_time(tmp_path: Path, copies: WatchedCo
 def test_a_part_that_cannot_be_cut_takes_no_memory_of_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
     """What stock DCP stores has one sum, so that it is proven as a whole, however large it is."""
     asked: list[int] = []
-    copies.buffer = asked.append  # type: ignore[method-assign,assignment]
+    copies.allocate = asked.append  # type: ignore[method-assign,assignment]
     state = {"w": torch.randn(3, 3 * MIB)}  # 36 MiB
     dcp.save(state, checkpoint_id=str(tmp_path / "step_000000001"), no_dist=True)
     back = columns(state)
