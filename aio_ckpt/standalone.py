@@ -21,7 +21,7 @@ from aio_ckpt.reports import LoadReport
 from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
-from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
+from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_blocking
 from aio_ckpt.storage.local import LocalStorage
 
@@ -131,6 +131,6 @@ def _run(path: str | os.PathLike[str], config: EngineConfig | None, use: _Use[T]
 
     try:
         portal.start()
-        return outcome_blocking(portal.submit(unless_given_up, given_up, work), given_up)
+        return cancellable_result_blocking(portal.submit(run_cancellable, given_up, work), given_up)
     finally:
         portal.close(STOP_SECS)

@@ -12,7 +12,7 @@ from aio_ckpt.engine.engine import BaseEngine
 from aio_ckpt.engine.shutdown import log_if_second_to
 from aio_ckpt.match.rename import Rename
 from aio_ckpt.reports import LoadReport
-from aio_ckpt.runtime.futures import outcome_blocking
+from aio_ckpt.runtime.futures import cancellable_result_blocking
 
 __all__ = ["SyncCheckpointEngine"]
 
@@ -53,7 +53,7 @@ class SyncCheckpointEngine(BaseEngine):
             "cast": cast,
             "rename": rename,
         }
-        return outcome_blocking(self._submit_load(state, step, given_up, **options), given_up)
+        return cancellable_result_blocking(self._submit_load(state, step, given_up, **options), given_up)
 
     def read(
         self,

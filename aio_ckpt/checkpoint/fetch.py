@@ -15,7 +15,7 @@ from aio_ckpt.checkpoint.requests import ReadRequest, ReassemblyBuffer
 from aio_ckpt.checkpoint.scatter import copy_pieces, finish_buffers
 from aio_ckpt.errors import AioCkptError, MismatchError
 from aio_ckpt.memory.copies import Copies, HostCopies
-from aio_ckpt.memory.cuda import begin_uploads, takes_registered, using
+from aio_ckpt.memory.cuda import begin_uploads, on_device, prefers_page_locked
 from aio_ckpt.memory.read_buffers import bounce_buffers, page_locked
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.runtime.portal import Executor, run_blocking
@@ -61,7 +61,7 @@ async def fetch(
     """
     longest = max((request.nbytes for request in requests), default=0)
     buffers = bounce_buffers(longest, min(readers + _COPIERS, len(requests)))
-    locking = next(filter(takes_registered, devices), None)
+    locking = next(filter(prefers_page_locked, devices), None)
     async with page_locked(buffers if locking else [], locking, executor=executor):
         copies = await run_blocking(executor, _begin, devices) if devices else _begin(())
         run = _Run(files, executor, readers, verify, copies, on_read)
@@ -76,7 +76,7 @@ async def fetch(
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for all work on the devices, because the copies of a fetch are not ordered with the caller's streams."""
     for device in devices:
-        with using(device):
+        with on_device(device):
             torch.accelerator.synchronize(device)
 
 

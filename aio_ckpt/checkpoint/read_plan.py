@@ -24,7 +24,7 @@ from aio_ckpt.errors import CorruptCheckpointError
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, align_up
 from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.memory.cuda import copies_by_address, is_host
+from aio_ckpt.memory.cuda import can_copy_by_address, is_host_memory
 
 __all__ = ["ReadPlan"]
 
@@ -137,7 +137,7 @@ class ReadPlan:
 
     def _add_whole(self, item: Item, target: torch.Tensor) -> None:
         device = self._number_of(target)
-        if not _is_laid_out_like(item, target) or (device and not copies_by_address(target.device)):
+        if not _is_laid_out_like(item, target) or (device and not can_copy_by_address(target.device)):
             self._add_box(item, (0,) * len(item.shape), target.detach())
             return
         self.filled.append(target)
@@ -205,7 +205,7 @@ class ReadPlan:
 
     def _number_of(self, target: torch.Tensor) -> int:
         """Return the number of the target's device; see ``Pieces.devices``."""
-        if is_host(target):
+        if is_host_memory(target):
             return 0
         if target.device not in self.devices:
             self.devices.append(target.device)

@@ -71,7 +71,7 @@ class ReassemblyBuffer:
             self.scratch = torch.frombuffer(view, dtype=torch.uint8, count=self.nbytes, offset=at)
             return
         # One byte more, because a copy must not reach across two allocations that lie side by side.
-        beside = copies.buffer(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
+        beside = copies.allocate(self.nbytes + 1) if self.nbytes <= _BESIDE_TARGET_BYTES_MAX else None
         self.scratch = torch.empty(self.nbytes, dtype=torch.uint8) if beside is None else beside[: self.nbytes]
 
     @property

@@ -11,7 +11,7 @@ from aio_ckpt.checkpoint.requests import Pieces, ReadRequest, ReassemblyBuffer
 from aio_ckpt.errors import MismatchError
 from aio_ckpt.format.manifests import IntArray
 from aio_ckpt.memory.copies import Copies
-from aio_ckpt.memory.cuda import is_host
+from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.memory.host_copy import copy_all, memmove
 from aio_ckpt.memory.read_buffers import address_of
 
@@ -39,7 +39,7 @@ def copy_pieces(request: ReadRequest, view: memoryview, verify: bool, copies: Se
     numbers = np.unique(devices[is_moved & (devices > 0)]).tolist()
     try:
         for number in numbers:
-            copies[number].issue(0, _runs(moves[is_moved & (devices == number)]).astype(np.uint64))
+            copies[number].copy_vectors(0, _runs(moves[is_moved & (devices == number)]).astype(np.uint64))
     finally:  # the view is read into anew afterwards
         _wait_for(copies[number] for number in numbers)
     return checked
@@ -71,7 +71,7 @@ def _places(pieces: Pieces) -> tuple[IntArray, IntArray]:
     for row in gathered:
         buffer = pieces.reassemblies[row]
         addresses[row] = buffer.scratch.data_ptr() + pieces.starts[row] - buffer.start
-        devices[row] = 0 if is_host(buffer.scratch) else buffer.device
+        devices[row] = 0 if is_host_memory(buffer.scratch) else buffer.device
     return addresses, devices
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.runtime.futures import Threads, follow
+from aio_ckpt.runtime.futures import ThreadTracker, follow
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.storage.local import Storage
 
@@ -55,7 +55,7 @@ async def settle_failure(
     storage: Storage,
     pending: Path | None,
     image: Image,
-    threads: Threads,
+    threads: ThreadTracker,
     *,
     step: int,
     cause: BaseException,

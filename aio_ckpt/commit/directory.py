@@ -24,11 +24,11 @@ __all__ = [
     "begin_directory",
     "commit_directory",
     "hold_directory",
-    "is_held_by",
+    "is_checkpoint_of",
     "pending_saves",
     "recover_directory",
+    "recoverable_names",
     "retire_directory",
-    "standing_names",
 ]
 
 ASIDE = ".replaced-"
@@ -114,7 +114,7 @@ async def commit_directory(
         _log.warning("%s: what the new checkpoint replaced is still there: %s", directory, error)
 
 
-async def is_held_by(storage: Storage, directory: Path, *, save_id: str) -> bool:
+async def is_checkpoint_of(storage: Storage, directory: Path, *, save_id: str) -> bool:
     """Return whether the directory holds the checkpoint of this save."""
     has_both = [await storage.exists(directory / name) for name in (METADATA_FILE, ROOT_MANIFEST)]
     return all(has_both) and await _save_id_of(storage, directory) == save_id
@@ -149,7 +149,7 @@ async def recover_directory(storage: Storage, directory: Path) -> bool:
 async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_id: str) -> None:
     """End a save with a marker: remove its files unless the directory holds its checkpoint, then the marker."""
     mark = f"{PENDING}{save_id}"
-    if await is_held_by(storage, directory, save_id=save_id):
+    if await is_checkpoint_of(storage, directory, save_id=save_id):
         await _remove(storage, directory, [mark])
         return
     has_manifest = await storage.exists(directory / ROOT_MANIFEST)
@@ -157,13 +157,12 @@ async def _end(storage: Storage, directory: Path, names: Sequence[str], *, save_
     await _remove(storage, directory, own + [name for name in names if save_id and _is_of(name, save_id)])
     await storage.sync_dir(directory)
     await _remove(storage, directory, [mark])
-    late = await storage.list_dir(
-        directory
-    )  # files of a rank that saw the marker; a rank that writes later checks for it
+    # A rank that saw the marker may have written since. A rank that writes later checks for the marker.
+    late = await storage.list_dir(directory)
     await _remove(storage, directory, [name for name in late if save_id and _is_of(name, save_id)])
 
 
-async def standing_names(storage: Storage, directory: Path) -> tuple[str, str]:
+async def recoverable_names(storage: Storage, directory: Path) -> tuple[str, str]:
     """Return the names of ``.metadata`` and root manifest that ``recover_directory`` would restore. Changes nothing.
 
     Either file may be missing: there is no checkpoint then, or one of plain DCP.

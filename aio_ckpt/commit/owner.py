@@ -43,8 +43,8 @@ __all__ = [
     "make_engine_dirs",
     "owner_by_name",
     "pending_path",
-    "put_back_protected",
     "read_owner",
+    "restore_protected",
     "write_owner",
 ]
 
@@ -190,7 +190,7 @@ async def make_engine_dirs(storage: Storage, root: Path) -> None:
             await storage.make_dir(root / name, parents=True)
 
 
-async def put_back_protected(storage: Storage, root: Path, names: StepNames) -> frozenset[str]:
+async def restore_protected(storage: Storage, root: Path, names: StepNames) -> frozenset[str]:
     """Restore steps that became trash although they are protected. Only the lock's holder may call this.
 
     Protecting and deleting may race. Each side changes its file first and then checks for the other, so a protected
@@ -222,7 +222,7 @@ async def clear_leftovers(
 
     Only the lock's holder may call this. A directory that cannot be removed is logged; the next holder tries again.
     """
-    stuck = await put_back_protected(storage, root, names)
+    stuck = await restore_protected(storage, root, names)
     pending = [PENDING_DIR + "/" + name for name in await names_in(storage, root / PENDING_DIR)]
     trash = [TRASH_DIR + "/" + name for name in await names_in(storage, root / TRASH_DIR) if name not in stuck]
     now = await _now(storage, root) if pending else None

@@ -13,7 +13,7 @@ import anyio
 
 from aio_ckpt.checks import shown
 from aio_ckpt.commit.discovery import CommittedCheckpoint, directories_of, discover
-from aio_ckpt.commit.owner import put_back_protected
+from aio_ckpt.commit.owner import restore_protected
 from aio_ckpt.commit.step_numbers import check_step_number
 from aio_ckpt.config import KeepBest
 from aio_ckpt.errors import (
@@ -280,7 +280,7 @@ class Retention:
             removed: list[int] = []
             try:
                 async with self._renames:
-                    stuck = await put_back_protected(self._storage, self._root, self._names)
+                    stuck = await restore_protected(self._storage, self._root, self._names)
                 for trash, step in list(self._trash.items()):
                     if trash.name not in stuck:
                         await self._delete_trash(trash, step, undeleted)

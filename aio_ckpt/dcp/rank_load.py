@@ -38,7 +38,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, RankManifest
 from aio_ckpt.restore.page_cache import is_read_by_several
-from aio_ckpt.runtime.futures import outcome_blocking, unless_given_up
+from aio_ckpt.runtime.futures import cancellable_result_blocking, run_cancellable
 from aio_ckpt.runtime.portal import run_blocking
 
 __all__ = ["Load"]
@@ -93,7 +93,7 @@ class Load:
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``. After Ctrl-C, this raises once no thread fills a target any more."""
         given_up: Future[None] = Future()
-        return outcome_blocking(self.runtime.portal.submit(unless_given_up, given_up, work), given_up)
+        return cancellable_result_blocking(self.runtime.portal.submit(run_cancellable, given_up, work), given_up)
 
     def _files(self) -> Files:
         runtime = self.runtime

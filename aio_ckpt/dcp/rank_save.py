@@ -22,7 +22,7 @@ from aio_ckpt.commit.directory import (
     begin_directory,
     commit_directory,
     hold_directory,
-    is_held_by,
+    is_checkpoint_of,
     pending_saves,
     recover_directory,
     retire_directory,
@@ -34,7 +34,7 @@ from aio_ckpt.errors import AioCkptError, PlanChangedError, RootError, SaveCance
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.format.manifests import FileEntry, data_file_name, encode_rank, encode_static, rank_manifest_name
 from aio_ckpt.plan.planner import tensor_entry
-from aio_ckpt.runtime.error_notes import tell_stage
+from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause
 from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import Image, lease_image
@@ -193,7 +193,7 @@ def _capture_and_write(
         writing.cancel()
         with contextlib.suppress(TimeoutError):
             ended.result(SETTLE_SECS)
-        tell_stage(error, "write")
+        note_stage(error, "write")
         raise
     results = [
         WriteResult(index=index, size_in_bytes=place.length, storage_data=place)
@@ -400,5 +400,5 @@ async def _replace(storage: Storage, directory: Path, metadata: bytes, root: byt
         with contextlib.suppress(AioCkptError, OSError):
             await recover_directory(storage, directory)
             if isinstance(error, AioCkptError):  # the last rename may be visible and not yet durable
-                error.in_doubt = await is_held_by(storage, directory, save_id=save_id)
+                error.in_doubt = await is_checkpoint_of(storage, directory, save_id=save_id)
         raise

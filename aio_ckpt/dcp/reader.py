@@ -18,7 +18,7 @@ from torch.futures import Future
 from aio_ckpt._torch import StorageInfo, reader_transforms
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
 from aio_ckpt.checks import shown
-from aio_ckpt.commit.directory import standing_names
+from aio_ckpt.commit.directory import recoverable_names
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.dcp.rank_load import Load
 from aio_ckpt.dcp.runtime import Face, Runtime
@@ -157,7 +157,7 @@ async def _open(runtime: Runtime, path: Path, rank: int | None) -> Checkpoint:
     if rank is None:
         metadata_name, root_name = METADATA_FILE, ROOT_MANIFEST
         if not await storage.exists(path / METADATA_FILE) and await storage.exists(path):
-            metadata_name, root_name = await standing_names(storage, path)
+            metadata_name, root_name = await recoverable_names(storage, path)
         return await open_checkpoint(storage, path, executor=executor, metadata_name=metadata_name, root_name=root_name)
     data = await read_small_file(storage, path / f"__{rank}{METADATA_FILE}")
     if data is None:

@@ -39,7 +39,7 @@ from aio_ckpt.dcp.stager import plan_staging
 from aio_ckpt.errors import BusyError, CheckpointExistsError, ConfigError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.format.names import StepNames
-from aio_ckpt.storage.data_file import translated
+from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import Storage
 from aio_ckpt.storage.paths import checked_path, make_dirs
 
@@ -146,7 +146,7 @@ class Writer(Face, StorageWriter, AsyncStager):
             CheckpointExistsError: with ``overwrite=False``, the directory holds a checkpoint.
             WriteError: the directory cannot be made.
         """
-        with translated(WriteError, self.path):
+        with translate_errors(WriteError, self.path):
             make_dirs(self.path.absolute())
             if not self.overwrite and any(_stands_for_a_checkpoint(name) for name in os.listdir(self.path)):
                 raise CheckpointExistsError(

@@ -38,7 +38,7 @@ from aio_ckpt.ranks.preemption import AgreedPreemption
 from aio_ckpt.ranks.store_coordinator import Coordinator, default_coordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.rescue import RootRescue
-from aio_ckpt.runtime.futures import follow, outcome
+from aio_ckpt.runtime.futures import cancellable_result, follow
 from aio_ckpt.runtime.portal import HOUSEKEEPING_THREADS, STOP_SECS, Portal, run_beside
 from aio_ckpt.runtime.priority import lower_priority
 from aio_ckpt.storage.local import LocalStorage, Storage
@@ -453,7 +453,7 @@ class CheckpointEngine(BaseEngine):
             "cast": cast,
             "rename": rename,
         }
-        return await outcome(self._submit_load(state, step, given_up, **options), given_up)
+        return await cancellable_result(self._submit_load(state, step, given_up, **options), given_up)
 
     async def read(
         self,

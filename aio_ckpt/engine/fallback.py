@@ -21,7 +21,7 @@ from aio_ckpt.errors import (
 )
 from aio_ckpt.format.manifests import METADATA_FILE
 from aio_ckpt.reports import SkippedCheckpoint
-from aio_ckpt.runtime.error_notes import tell_modified
+from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.storage.local import names_in
 
 __all__ = ["ChangedError", "Damage", "FallbackSearch", "Use", "Wanted", "candidates", "newest_good", "too_many_changes"]
@@ -180,7 +180,7 @@ class FallbackSearch:
     def complete(self, error: Exception) -> None:
         """Note on ``error``, which ends the search, whether the template was touched, and the checkpoints passed by."""
         if self.is_modified:
-            tell_modified(error)
+            mark_modified(error)
         # An error about a checkpoint names it itself.
         if not isinstance(error, CorruptCheckpointError | FormatVersionError):
             for found in self.damaged:

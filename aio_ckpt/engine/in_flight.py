@@ -29,7 +29,7 @@ from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import tell_stage
+from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import Condition, Lock, Portal
 from aio_ckpt.snapshot.capture import Capture, CopyEngines, capture
 from aio_ckpt.snapshot.device_copy import DeviceCopier
@@ -395,7 +395,7 @@ class InFlight:
         # Only save() raises Ctrl-C. The pipeline and later saves get a SaveCancelledError.
         interrupted = SaveCancelledError(f"save() of step {save.step} was interrupted by {type(error).__name__}")
         cause = error if isinstance(error, Exception) else interrupted
-        tell_stage(cause, CALL_STAGE)
+        note_stage(cause, CALL_STAGE)
         try:
             self._portal.call(self._stop, save, cause, timeout=timeout_secs, what="save()")
         except (EngineClosedError, StallError):  # no pipeline runs any more

@@ -34,7 +34,7 @@ from aio_ckpt.reports import LoadReport, ReadReport, SkippedCheckpoint
 from aio_ckpt.restore.load import LoadOutcome, load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import ReadOutcome, read_state
-from aio_ckpt.runtime.futures import unless_given_up
+from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import Executor, run_blocking
 
 __all__ = ["LoadCall", "Loader", "load_report", "read_report", "selection", "wanted_checkpoint"]
@@ -80,7 +80,7 @@ class Loader:
             StepOrderError, ConfigError: bad input; nothing was touched. The other ranks are told.
             SaveCancelledError: the load was given up.
         """
-        return await unless_given_up(given_up, lambda: self._load(state, step, options))
+        return await run_cancellable(given_up, lambda: self._load(state, step, options))
 
     async def _load(self, state: object, step: object, options: Mapping[str, Any]) -> LoadReport:
         """Accept the call, search a checkpoint, read it, apply it."""

@@ -38,7 +38,7 @@ from aio_ckpt.ranks.save_round import SaveState
 from aio_ckpt.reports import SaveReport
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import Deadline
-from aio_ckpt.runtime.error_notes import tell_stage
+from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.futures import first_cause, follow
 from aio_ckpt.runtime.portal import run_blocking, watch_submissions
 from aio_ckpt.write.result import WriteResult, check_complete
@@ -87,7 +87,7 @@ class SavePipeline:
         except BaseException as error:
             cause = first_cause(error)
             stage = save.failing_stage
-            tell_stage(cause, stage)
+            note_stage(cause, stage)
             with anyio.CancelScope(shield=True):
                 cause = await self._clean_up(save, cause, stage)
                 await keep_trace(self.ctx, save, cause)

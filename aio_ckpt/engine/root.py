@@ -23,7 +23,7 @@ from aio_ckpt.errors import EngineClosedError, RootError, StallError
 from aio_ckpt.format.names import LOCK_FILE
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
-from aio_ckpt.runtime.error_notes import tell_stage
+from aio_ckpt.runtime.error_notes import note_stage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import checked_path, make_dirs
@@ -123,7 +123,7 @@ class RootSession:
             self._lock = lock
             self._check_open()  # again: if the engine was closed meanwhile, nothing releases this lock
         except BaseException as error:
-            tell_stage(error, "open")
+            note_stage(error, "open")
             self._lock = None
             self._quarantine.is_writer = False
             if lock is not None:
@@ -164,7 +164,7 @@ class RootSession:
         try:
             found = self._call(self._quarantine.committed, *arguments, what="reading the steps", deadline=deadline)
         except Exception as error:
-            tell_stage(error, "open")
+            note_stage(error, "open")
             raise
         return [checkpoint.step for checkpoint in found]
 

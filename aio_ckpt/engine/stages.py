@@ -21,7 +21,7 @@ from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import StageTimings
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
-from aio_ckpt.runtime.futures import Threads
+from aio_ckpt.runtime.futures import ThreadTracker
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.state.objects import ObjectBytes
@@ -180,7 +180,7 @@ class PendingSave:
     """Settlements of all saves that were pending at the call: commits keep the order of the calls. The last of them
     alone would not do: it may fail while one before it goes on."""
     timer: SaveTimer
-    threads: Threads = field(default_factory=Threads)
+    threads: ThreadTracker = field(default_factory=ThreadTracker)
     """Threads that work for this save."""
     settled: Future[None] = field(default_factory=Future)
     """Done once the save is committed or has failed and is cleaned up."""

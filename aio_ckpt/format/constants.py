@@ -31,7 +31,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Shape of the shard, not of the global tensor."""
     stride: tuple[int, ...]
-    """Stride of the stored bytes, in elements: the tensor's own if it is dense, else contiguous."""
+    """Stride of the stored bytes, in elements: the tensor's own if it is dense, and otherwise the contiguous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

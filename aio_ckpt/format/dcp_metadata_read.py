@@ -83,7 +83,7 @@ class _UnknownError(Exception):
 OLDEST_FIELDS = 5
 """Fields of ``TensorProperties`` up to torch 2.14: dtype, layout, requires_grad, memory_format, pin_memory."""
 _UNKNOWN_FIELDS = "fields_of_a_newer_torch"
-"""Attribute of ``TensorProperties`` that keeps the fields behind ``strides``, which no known torch writes."""
+"""Attribute of ``TensorProperties`` that keeps the fields after ``strides``, which no known torch writes."""
 _KNOWN_FIELDS: dict[type, frozenset[str]] = {
     Metadata: frozenset({"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}),
     StorageMeta: frozenset({"checkpoint_id", "save_id", "load_id", "modules"}),

@@ -66,9 +66,9 @@ class MetadataTable:
     starts: IntArray
     """Per name, the index of its first shard; then the number of all shards."""
     offsets: IntArray
-    """(shards, dims): offsets in the global tensor; 0 behind the tensor's own dimensions."""
+    """(shards, dims): offsets in the global tensor; 0 after the tensor's own dimensions."""
     shapes: IntArray
-    """(shards, dims): shape; 0 behind the tensor's own dimensions."""
+    """(shards, dims): shape; 0 after the tensor's own dimensions."""
     file: IntArray
     """Per shard, index of its file in ``files``."""
     places: IntArray
@@ -370,7 +370,7 @@ def _parsed_tensor(dtype: str, dims: int) -> _Parsed:
     return _parsed(tensor, *sides, *chunks)
 
 
-class _Stencil:
+class _EntryTemplate:
     """Opcodes of one kind of entry, all of one length. Numpy fills a hole of all entries at once, from a column."""
 
     def __init__(self, tokens: Sequence[bytes | Hole], wide: frozenset[Hole]) -> None:
@@ -412,7 +412,7 @@ _INT, _LONG = (b"J", "<i4"), (b"\x8a\x08", "<i8")
 
 
 class _Stencils:
-    """A :class:`_Stencil` for each kind of entry that a table has."""
+    """A :class:`_EntryTemplate` for each kind of entry that a table has."""
 
     def __init__(self, memo: _Memo, table: MetadataTable) -> None:
         longest = max((side for size in table.sizes for side in size), default=0)
@@ -422,20 +422,20 @@ class _Stencils:
         wide |= {_AT, _LENGTH} if furthest >= 1 << 31 else set()
         widths = frozenset(wide)
         place = _tokens(_parsed_place(), memo)
-        self.chunk: dict[int, _Stencil] = {}
+        self.chunk: dict[int, _EntryTemplate] = {}
         """By number of dimensions: ``ChunkStorageMetadata`` of a shard."""
-        self.place: dict[int, _Stencil] = {}
+        self.place: dict[int, _EntryTemplate] = {}
         """By number of dimensions: index and place of a shard, an entry of ``storage_data``."""
         for dims in dims_of:
-            self.chunk[dims] = _Stencil(_tokens(_parsed_chunk(dims), memo), widths)
-            self.place[dims] = _Stencil([*_tokens(_parsed_index(dims), memo), *place], widths)
+            self.chunk[dims] = _EntryTemplate(_tokens(_parsed_chunk(dims), memo), widths)
+            self.place[dims] = _EntryTemplate([*_tokens(_parsed_index(dims), memo), *place], widths)
         self.tensor = {
             kind: _tokens(_parsed_tensor(*kind), memo)
             for kind in {(dtype, len(size)) for dtype, size in zip(table.dtypes, table.sizes, strict=True)}
         }
         """By dtype and number of dimensions: ``TensorStorageMetadata``, without its chunks."""
         described, index = _parsed_object()
-        self.object_place = _Stencil([*_tokens(index, memo), *place], frozenset((_AT, _LENGTH)))
+        self.object_place = _EntryTemplate([*_tokens(index, memo), *place], frozenset((_AT, _LENGTH)))
         """Index and place of an object, an entry of ``storage_data``."""
         self.an_object = _joined(*_tokens(described, memo))
         """``BytesStorageMetadata``, the same for every object."""

@@ -32,7 +32,7 @@ class _Value:
         self.depth = depth
         """Tuples inside each other, from this value down. The values of a container count: a hash may cover them."""
         self.items = items
-        """Values of a tuple; None for anything else."""
+        """Values of a tuple; None for another type."""
 
 
 class _Global:
@@ -63,7 +63,7 @@ def scan(
 
     Returns:
         The offset of STOP. If an opcode is not allowed, is malformed or lacks its operands, the offset of that opcode.
-        If an argument ends behind the data, the offset of that end.
+        If an argument ends after the data, the offset of that end.
 
     Raises:
         CorruptCheckpointError: tuples nested too deep, or a memo index beyond the length of the pickle.

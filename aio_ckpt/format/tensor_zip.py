@@ -99,7 +99,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def stored_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return the stride of the stored bytes, in elements.
 
-    It is ``stride`` if that is dense and the tensor is not empty, else the contiguous one.
+    It is ``stride`` if that is dense and the tensor is not empty. Otherwise, it is the contiguous one.
     """
     if 0 not in shape and is_dense(shape, stride):
         return tuple(stride)

@@ -22,7 +22,7 @@ from aio_ckpt.match.live import fillable, layouts_below, tensors_below
 from aio_ckpt.match.open_places import OpenPlace, names_at
 from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
 from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
-from aio_ckpt.memory.cuda import is_host
+from aio_ckpt.memory.cuda import is_host_memory
 from aio_ckpt.state.compound import CompoundTensor
 from aio_ckpt.state.flatten import Template, read_template
 from aio_ckpt.state.names import MARK, is_below, marked_name
@@ -375,7 +375,7 @@ def _whole_address(tensor: torch.Tensor, shards: Shards) -> int:
         and type(tensor) in _PLAIN_TYPES
         and not tensor.is_nested
         and tensor.layout is torch.strided
-        and is_host(tensor)
+        and is_host_memory(tensor)
         and tensor.dtype is item.dtype
         and tensor.shape == item.shape
         and tensor.stride() == item.stride

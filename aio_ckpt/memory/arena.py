@@ -99,7 +99,7 @@ class Arena:
         if self.is_registered:
             return
         self._source = source
-        with device.using(source):
+        with device.on_device(source):
             try:
                 device.register_host_memory(self.address, self.capacity)
                 self.is_registered = True
@@ -133,7 +133,7 @@ class Arena:
         try:
             if self.is_registered:
                 self.is_registered = False
-                with device.using(self._source):
+                with device.on_device(self._source):
                     device.unregister_host_memory(self.address)
         finally:  # a dead CUDA context refuses to unregister, but the process must still be able to end
             if self.segment is not None:

@@ -77,31 +77,31 @@ class Copies(Protocol):
         """Copy the present values of ``source`` to ``target``, host memory of the same dtype and shape."""
         ...
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         """Copy by address. The offsets of the targets count from the address ``base``."""
         ...
 
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` to ``target``, of the same dtype and shape and of any layout.
 
-        If ``source`` is host memory, the caller may reuse it when the call returns. If it is a view of :meth:`buffer`,
+        If ``source`` is host memory, it may be reused when the call returns. If it is a view of :meth:`allocate`,
         the caller may reuse it after the next event.
         """
         ...
 
-    def assemble(self, groups: Groups) -> None:
+    def copy_groups(self, groups: Groups) -> None:
         """Copy each group of (targets, sources) within the device."""
         ...
 
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
+    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """Return ``source`` as a contiguous tensor without conj and neg bits, computed in the order of the copies."""
         ...
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Allocate bytes on the device for :meth:`assemble` and :meth:`fill`; None if the device lacks the memory."""
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Allocate bytes on the device for :meth:`copy_groups` and :meth:`fill`; None if there is no room."""
         ...
 
-    def memory(self) -> DeviceMemory:
+    def memory_info(self) -> DeviceMemory:
         """Return how much memory of the device is free."""
         ...
 
@@ -131,7 +131,7 @@ class HostCopies:
         else:
             target.copy_(source)
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         """Block until all vectors are copied."""
         copy_all(base, vectors)
 
@@ -140,19 +140,19 @@ class HostCopies:
         with torch.no_grad():
             target.copy_(source)
 
-    def assemble(self, groups: Groups) -> None:
+    def copy_groups(self, groups: Groups) -> None:
         """Block until all groups are copied."""
         foreach_copy(groups)
 
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
+    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """Return ``source`` itself if it is already plain and contiguous; otherwise allocate a copy."""
         return source.resolve_conj().resolve_neg().contiguous()
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Return new host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def memory(self) -> DeviceMemory:
+    def memory_info(self) -> DeviceMemory:
         """Return the numbers of a device without a limit, because no memory is taken beside the host's own."""
         return DeviceMemory(free_bytes=_UNLIMITED_BYTES, total_bytes=_UNLIMITED_BYTES, releases=0)
 

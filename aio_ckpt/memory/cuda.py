@@ -23,15 +23,15 @@ from aio_ckpt.memory.host_copy import CopyVectors
 __all__ = [
     "CopyStreams",
     "begin_uploads",
-    "copies_by_address",
+    "can_copy_by_address",
     "cuda_is_available",
     "gathered_below_bytes",
     "is_capturing_graph",
-    "is_host",
+    "is_host_memory",
+    "on_device",
+    "prefers_page_locked",
     "register_host_memory",
-    "takes_registered",
     "unregister_host_memory",
-    "using",
 ]
 
 
@@ -50,17 +50,17 @@ class _CudaEvent:
 
     def __init__(self, side: torch.cuda.Stream) -> None:
         self._device = side.device
-        with using(self._device):
+        with on_device(self._device):
             # Without blocking=True, synchronize() would spin on a core.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(side)
 
     def query(self) -> bool:
-        with using(self._device):
+        with on_device(self._device):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        with using(self._device):
+        with on_device(self._device):
             self._event.synchronize()
 
     def fence(self, stream: object = None) -> None:
@@ -92,7 +92,7 @@ class CudaCopies:
         with self._on_side():
             target.copy_(source, non_blocking=True)
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         """Issue the copies. The caller must keep the sources alive until a later event is reached.
 
         Raises:
@@ -112,17 +112,17 @@ class CudaCopies:
         with self._on_side(), torch.no_grad():
             target.copy_(source)
 
-    def assemble(self, groups: Groups) -> None:
+    def copy_groups(self, groups: Groups) -> None:
         """Issue the copies. The caller must keep the sources alive until a later event is reached."""
         with self._on_side():
             foreach_copy(groups)
 
-    def packed(self, source: torch.Tensor) -> torch.Tensor:
+    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """Compute the tensor on the side stream."""
         with self._on_side():
             return source.resolve_conj().resolve_neg().contiguous()
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Allocate memory of the side stream's pool; None if the device lacks it."""
         try:
             with self._on_side():
@@ -130,7 +130,7 @@ class CudaCopies:
         except torch.OutOfMemoryError:
             return None
 
-    def memory(self) -> DeviceMemory:
+    def memory_info(self) -> DeviceMemory:
         """Ask the driver and torch's caching allocator, which takes about 0.1 ms."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
@@ -149,18 +149,18 @@ class CudaUploads(CudaCopies):
         self._driver_copy = _driver_copy("cuMemcpyHtoDAsync_v2", holds_gil=False)
         self._is_full = False
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         """Issue the copies. If the sources are page-locked, they must stay unchanged until a later event is reached."""
-        with using(self._device):
+        with on_device(self._device):
             self._side.query()  # this call of the runtime gives the thread the context that the driver's call needs
-            super().issue(base, vectors)
+            super().copy_vectors(base, vectors)
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Allocate memory of the current stream's pool, which the trainer can reuse; None if the device lacks it.
 
         The caller drops the memory only after an event that follows its last use.
         """
-        if self._is_full or not copies_by_address(self._device):
+        if self._is_full or not can_copy_by_address(self._device):
             return None
         try:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -190,21 +190,21 @@ def begin_uploads(device: torch.device) -> Copies:
     """Begin the copies of one load to ``device``."""
     if device.type != "cuda":
         return HostCopies()
-    with using(device):
+    with on_device(device):
         return CudaUploads(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-def is_host(tensor: torch.Tensor) -> bool:
+def is_host_memory(tensor: torch.Tensor) -> bool:
     """Return whether the host can write to the memory of ``tensor`` directly."""
     return tensor.is_cpu
 
 
-def takes_registered(device: torch.device) -> bool:
+def prefers_page_locked(device: torch.device) -> bool:
     """Return whether copies to ``device`` are faster from page-locked memory (:func:`register_host_memory`)."""
     return device.type == "cuda"
 
 
-def copies_by_address(device: torch.device) -> bool:
+def can_copy_by_address(device: torch.device) -> bool:
     """Return whether tensors on ``device`` can be copied by address alone; on CUDA, the driver's own call does it."""
     return device.type == "cpu" or (device.type == "cuda" and _driver_is_there())
 
@@ -231,7 +231,7 @@ def _driver_copy(name: str, *, holds_gil: bool) -> Callable[[int, int, int, int]
     ``holds_gil`` is for calls that return at once: to release the GIL would cost more than the call.
     """
     if not _driver_is_there():
-        return lambda *_: 801  # CUDA_ERROR_NOT_SUPPORTED: see copies_by_address
+        return lambda *_: 801  # CUDA_ERROR_NOT_SUPPORTED: see can_copy_by_address
     copy = getattr((ctypes.PyDLL if holds_gil else ctypes.CDLL)("libcuda.so.1"), name)
     # Device addresses and host pointers are both passed as 64 bits.
     copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
@@ -250,7 +250,7 @@ def is_capturing_graph() -> bool:
 
 
 @contextlib.contextmanager
-def using(device: torch.device | None) -> Iterator[None]:
+def on_device(device: torch.device | None) -> Iterator[None]:
     """Direct this thread's CUDA calls to ``device``, and allow them while another thread captures a CUDA graph.
 
     A thread starts on device 0, where even a query makes a context, which takes half a gigabyte for each rank.
@@ -273,7 +273,7 @@ def _exchange_capture_mode() -> Callable[..., int]:
 
 
 @functools.cache
-def _forget_error() -> Callable[[], int]:
+def _cuda_get_last_error() -> Callable[[], int]:
     """Return ``cudaGetLastError`` of the runtime that torch has loaded.
 
     It clears the last error, which torch would otherwise report for its next kernel.
@@ -304,5 +304,5 @@ def unregister_host_memory(address: int) -> None:
 
 def _check(code: int) -> None:
     if code:
-        _forget_error()()
+        _cuda_get_last_error()()
     torch.cuda.check_error(code)

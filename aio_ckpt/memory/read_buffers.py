@@ -13,7 +13,7 @@ import anyio
 import torch
 
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
-from aio_ckpt.memory.cuda import register_host_memory, unregister_host_memory, using
+from aio_ckpt.memory.cuda import on_device, register_host_memory, unregister_host_memory
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned
 
 __all__ = ["address_of", "bounce_buffers", "page_locked"]
@@ -76,7 +76,7 @@ async def page_locked(
 
 def _lock(buffers: Sequence[memoryview], device: torch.device | None) -> bool:
     try:
-        with using(device):
+        with on_device(device):
             register_host_memory(address_of(buffers[0]), sum(buffer.nbytes for buffer in buffers))
     except RuntimeError as error:
         _log.info("reading through memory that is not page-locked: %s", error)
@@ -86,5 +86,5 @@ def _lock(buffers: Sequence[memoryview], device: torch.device | None) -> bool:
 
 def _unlock(buffers: Sequence[memoryview], device: torch.device | None, is_locked: bool) -> None:
     if is_locked:
-        with using(device):
+        with on_device(device):
             unregister_host_memory(address_of(buffers[0]))

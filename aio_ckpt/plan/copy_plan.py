@@ -83,14 +83,14 @@ def choose_copy_methods(
     structure: Structure,
     layout: ImageLayout,
     *,
-    copies_by_address: Callable[[torch.device], bool],
+    can_copy_by_address: Callable[[torch.device], bool],
     gathers: Callable[[torch.device, int], bool],
     gather_bytes: int,
 ) -> tuple[ChunkCopyMethods, ...]:
     """Return the copy method of every piece, per chunk of ``layout``.
 
     Args:
-        copies_by_address: whether a device can copy by address.
+        can_copy_by_address: whether a device can copy by address.
         gathers: whether a device gathers tensors of a length in bytes.
         gather_bytes: largest gather buffer of a device.
     """
@@ -112,10 +112,10 @@ def choose_copy_methods(
             return "gathered"
         if device.type == "cpu":
             return "moved" if raw_bytes <= SMALL_COPY_BYTES else by_torch
-        return "issued" if copies_by_address(device) else by_torch
+        return "issued" if can_copy_by_address(device) else by_torch
 
     run_bytes = gather_bytes // _RUNS_A_BUFFER
-    return tuple(_of_chunk(chunk, structure, layout, method, copies_by_address, run_bytes) for chunk in layout.chunks)
+    return tuple(_of_chunk(chunk, structure, layout, method, can_copy_by_address, run_bytes) for chunk in layout.chunks)
 
 
 def _of_chunk(
@@ -123,7 +123,7 @@ def _of_chunk(
     structure: Structure,
     layout: ImageLayout,
     method: Callable[[Piece], str],
-    copies_by_address: Callable[[torch.device], bool],
+    can_copy_by_address: Callable[[torch.device], bool],
     run_bytes: int,
 ) -> ChunkCopyMethods:
     by_method: dict[str, list[Piece]] = {"moved": [], "issued": [], "copied": [], "converted": []}
@@ -139,7 +139,7 @@ def _of_chunk(
             continue
         for run in _cut(pieces, run_bytes):
             if len(run) < _GATHER_PAYS_ITEMS:
-                by_method["issued" if copies_by_address(device) else "converted"] += run
+                by_method["issued" if can_copy_by_address(device) else "converted"] += run
             else:
                 leaves = tuple(layout.items[piece.item].leaf for piece in run)
                 stop = run[-1].image_start + run[-1].nbytes

@@ -20,7 +20,7 @@ from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.manifests import TensorEntry, encode_static
-from aio_ckpt.memory.cuda import copies_by_address, gathered_below_bytes
+from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
 from aio_ckpt.plan.global_plan import Stored, dcp_plan, local_plan, render_global, shard_offsets
@@ -345,7 +345,7 @@ def plan_image(
 
     layout = lay_out(sorted(placements, key=order), budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
     copy_methods = choose_copy_methods(
-        structure, layout, copies_by_address=copies_by_address, gathers=gathers, gather_bytes=gather_bytes
+        structure, layout, can_copy_by_address=can_copy_by_address, gathers=gathers, gather_bytes=gather_bytes
     )
     places = Places.of(structure, layout, copy_methods)
     return ImagePlan(

@@ -68,7 +68,7 @@ class AgreedPreemption:
 
     def _is_found(self, number: int) -> bool:
         if not self._is_watching:  # one rank, or signals are not handled
-            return self.local.has_come
+            return self.local.is_requested
         return self._first is not None and number >= self._first
 
     def watch(self) -> None:
@@ -82,7 +82,7 @@ class AgreedPreemption:
         pause = max(_FLAG_SECS, _FLAG_SECS_A_RANK * coordinator.world_size)
         try:
             await self._members.met()
-            while not (self.local.has_come or await coordinator.is_raised(_FLAG)):  # noqa: ASYNC110 - there is no event
+            while not (self.local.is_requested or await coordinator.is_raised(_FLAG)):  # noqa: ASYNC110 - there is no event
                 await anyio.sleep(pause)
             await coordinator.raise_flag(_FLAG)
             with self._lock:
@@ -92,7 +92,7 @@ class AgreedPreemption:
             _log.error("preemption is not agreed, this rank goes by its own signal: %s", error)
         finally:
             with self._lock:
-                if self._first is None and self.local.has_come:
+                if self._first is None and self.local.is_requested:
                     self._first = self._polls + 1
                 self._is_held = False
             self._decided.set_result(None)

@@ -93,8 +93,8 @@ class RootRescue(Rescue):
 
     An engine without ``shm_path`` needs this, too, because it frees or gives up what dead trainers left for its root.
 
-    Invariant: snapshots that could be rescued are kept until this engine commits a step, goes back behind their step,
-    or needs their memory.
+    Invariant: snapshots that could be rescued are kept until this engine commits a step, rolls back to a step before
+    theirs, or needs their memory.
     """
 
     def __init__(

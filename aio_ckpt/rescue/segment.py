@@ -199,7 +199,7 @@ class StoredSegment:
 
 
 def list_segments(directory: Path, prefix: str) -> list[Path]:
-    """Return the segments of this user whose names begin with ``prefix``. Any user may write into such a directory."""
+    """Return the segments whose names begin with ``prefix`` and that this user owns: others may write there, too."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(directory):

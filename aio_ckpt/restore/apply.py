@@ -19,7 +19,7 @@ from aio_ckpt.match.overlaps import write_shared
 from aio_ckpt.match.rank_names import skeleton_of
 from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
-from aio_ckpt.runtime.error_notes import tell_modified
+from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_below
 from aio_ckpt.state.compound import settle
 from aio_ckpt.state.flatten import leaves_of
@@ -146,5 +146,5 @@ def target_modified() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        tell_modified(error)
+        mark_modified(error)
         raise

@@ -6,10 +6,10 @@ import contextlib
 
 from aio_ckpt.errors import AioCkptError
 
-__all__ = ["tell_modified", "tell_stage"]
+__all__ = ["mark_modified", "note_stage"]
 
 
-def tell_stage(error: BaseException, stage: str) -> None:
+def note_stage(error: BaseException, stage: str) -> None:
     """Note on ``error`` the stage of the save in which it came. A stage that an error of ours already has stays."""
     if not isinstance(error, AioCkptError):
         error.add_note(f"while saving, stage {stage}")
@@ -17,7 +17,7 @@ def tell_stage(error: BaseException, stage: str) -> None:
         error.stage = stage
 
 
-def tell_modified(error: Exception) -> None:
+def mark_modified(error: Exception) -> None:
     """Mark ``error``, of any type: the caller's template may now hold a mix of old and new values."""
     with contextlib.suppress(AttributeError):
         error.target_modified = True  # type: ignore[attr-defined]

@@ -13,12 +13,19 @@ import anyio
 from aio_ckpt.errors import SaveCancelledError
 from aio_ckpt.runtime.portal import watch_submissions
 
-__all__ = ["Threads", "first_cause", "follow", "outcome", "outcome_blocking", "unless_given_up"]
+__all__ = [
+    "ThreadTracker",
+    "cancellable_result",
+    "cancellable_result_blocking",
+    "first_cause",
+    "follow",
+    "run_cancellable",
+]
 
 T = TypeVar("T")
 
 
-class Threads:
+class ThreadTracker:
     """I/O threads that work for one save. A cancelled await does not stop them, so they are counted here."""
 
     def __init__(self) -> None:
@@ -47,7 +54,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-async def unless_given_up(given_up: Future[None], work: Callable[[], Awaitable[T]]) -> T:
+async def run_cancellable(given_up: Future[None], work: Callable[[], Awaitable[T]]) -> T:
     """Run ``work`` on the loop and return its result. When ``given_up`` is done, cancel ``work``.
 
     However ``work`` ends, this first waits for the threads that it started.
@@ -55,7 +62,7 @@ async def unless_given_up(given_up: Future[None], work: Callable[[], Awaitable[T
     Raises:
         SaveCancelledError: ``given_up`` was done first.
     """
-    threads, loop = Threads(), asyncio.get_running_loop()
+    threads, loop = ThreadTracker(), asyncio.get_running_loop()
     try:
         with anyio.CancelScope() as scope, watch_submissions(threads.add):
             given_up.add_done_callback(lambda _: _cancel(loop, scope))
@@ -71,7 +78,7 @@ def _cancel(loop: asyncio.AbstractEventLoop, scope: anyio.CancelScope) -> None:
         loop.call_soon_threadsafe(scope.cancel)
 
 
-async def outcome(work: Future[T], given_up: Future[None]) -> T:
+async def cancellable_result(work: Future[T], given_up: Future[None]) -> T:
     """Return the result of ``work``. If this wait is cancelled, set ``given_up`` and wait until ``work`` has ended.
 
     Further cancellations, as a cancel scope of anyio sends them again and again, do not end that wait.
@@ -88,7 +95,7 @@ async def outcome(work: Future[T], given_up: Future[None]) -> T:
     return work.result()
 
 
-def outcome_blocking(work: Future[T], given_up: Future[None]) -> T:
+def cancellable_result_blocking(work: Future[T], given_up: Future[None]) -> T:
     """Return the result of ``work``, for a caller without a loop. However the wait ends, set ``given_up``.
 
     After Ctrl-C, this still waits until ``work`` has ended, also if Ctrl-C comes again.

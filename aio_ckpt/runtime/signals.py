@@ -21,7 +21,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class Preemption:
     """Flag that a signal sets which announces the end of the process.
 
-    Invariant: from :meth:`install` to :meth:`restore`, each signal sets ``has_come`` and then calls the previous
+    Invariant: from :meth:`install` to :meth:`restore`, each signal sets ``is_requested`` and then calls the previous
     handler if that was a function. After that, a signal does what it would have done without this class. The same holds
     in a forked child, which inherits the handlers. The flag is never reset.
 
@@ -30,7 +30,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.is_requested = False
         """Whether a handled signal came."""
         self._previous: dict[int, Handler] = {}
         self._pid = os.getpid()
@@ -93,7 +93,7 @@ class Preemption:
         if self._is_over or os.getpid() != self._pid:
             self._pass_on(number, previous, frame)
             return
-        self.has_come = True
+        self.is_requested = True
         if callable(previous):
             previous(number, frame)
 

@@ -258,7 +258,7 @@ class Capture:
             # The end of the tensors limits the range, as the objects after them grow: each range is cached.
             vectors = device_copies.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
             if len(vectors):
-                self._copies_from(device).issue(self._base(run[0]), vectors)
+                self._copies_from(device).copy_vectors(self._base(run[0]), vectors)
         for chunk in run:
             methods = plan.copy_methods[chunk.index]
             for gathered in methods.gathered:
@@ -294,7 +294,7 @@ class Capture:
 
     def _assemble(self, copies: Copies, groups: LeafGroups) -> None:
         tensors = self._planned.tensors
-        copies.assemble([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
+        copies.copy_groups([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
 
     def _copy(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
         shift = self._shift(chunk)
@@ -320,8 +320,8 @@ class Capture:
 
     def _flat_bytes(self, leaf: int, tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
         if leaf not in self._flat:
-            packed = tensor if _has_stored_bytes(tensor) else copies.packed(tensor)
-            flat = torch.as_strided(packed, (packed.numel(),), (1,), packed.storage_offset())
+            plain = tensor if _has_stored_bytes(tensor) else copies.contiguous(tensor)
+            flat = torch.as_strided(plain, (plain.numel(),), (1,), plain.storage_offset())
             self._flat[leaf] = flat.view(torch.uint8)
         return self._flat[leaf]
 

@@ -102,13 +102,13 @@ class DeviceCopier:
     def _buffer(self, device: torch.device, wanted_bytes: int, copies: Copies) -> torch.Tensor | None:
         if self._max_bytes is not None:
             wanted_bytes = min(wanted_bytes, self._max_bytes)
-        found = copies.memory()
+        found = copies.memory_info()
         kept_bytes, releases = self._kept.pop(device, (0, 0))
         if releases != found.releases:
             kept_bytes = 0
         nbytes = copy_budget_bytes(wanted_bytes, kept_bytes, found) // _ALIGNMENT * _ALIGNMENT
         with torch.inference_mode(mode=False):  # outside of inference mode, a tensor made inside cannot be written to
-            buffer = copies.buffer(nbytes) if nbytes else None
+            buffer = copies.allocate(nbytes) if nbytes else None
         if buffer is not None:
             self._kept[device] = max(nbytes, kept_bytes), found.releases
         return buffer

@@ -63,7 +63,7 @@ class GatherBuffers:
 def _lay_out(plan: ImagePlan, device: torch.device, copies: Copies) -> dict[GatherRun, GatherTarget] | None:
     runs = [run for methods in plan.copy_methods for run in methods.gathered if run.device == device]
     starts, nbytes = _ring_offsets([run.stop - run.start for run in runs], plan.gather_bytes)
-    memory = copies.buffer(nbytes)
+    memory = copies.allocate(nbytes)
     if memory is None:
         return None
     return {run: _target(plan.layout, run, memory, start) for run, start in zip(runs, starts, strict=True)}
@@ -98,7 +98,7 @@ def view_at(
 
 
 def by_dtype(views: Mapping[int, torch.Tensor]) -> LeafGroups:
-    """Return the views of leaves in groups of one dtype, as :meth:`Copies.assemble` takes them."""
+    """Return the views of leaves in groups of one dtype, as :meth:`Copies.copy_groups` takes them."""
     groups: dict[torch.dtype, dict[int, torch.Tensor]] = {}
     for leaf, view in views.items():
         groups.setdefault(view.dtype, {})[leaf] = view

@@ -23,20 +23,34 @@ from aio_ckpt.errors import AioCkptError, EngineClosedError, MismatchError, Read
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking, run_owned, watch_submissions
-from aio_ckpt.storage.direct_io import NOT_SUPPORTED, RWF_DONTCACHE, Probe, aligned_span, refusal, takes_direct
+from aio_ckpt.storage.direct_io import (
+    NOT_SUPPORTED,
+    RWF_DONTCACHE,
+    Probe,
+    aligned_span,
+    probe_refusal,
+    supports_direct_io,
+)
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncFileIO
 
     from aio_ckpt.config import DirectIO
 
-__all__ = ["LocalDataFile", "LocalReadFile", "create_data_file", "open_data_file", "open_regular", "translated"]
+__all__ = [
+    "LocalDataFile",
+    "LocalReadFile",
+    "create_data_file",
+    "open_data_file",
+    "open_regular_file",
+    "translate_errors",
+]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def translated(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
+def translate_errors(kind: type[WriteError | ReadError], path: Path) -> Iterator[None]:
     """Turn OSError into ``kind`` with errno, message and path. The cause is kept."""
     try:
         yield
@@ -168,7 +182,7 @@ class LocalDataFile:
     async def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``. A short write is continued."""
         view = data.cast("B") if data.nbytes else data
-        with translated(WriteError, self.path), self._files.use() as at_end:
+        with translate_errors(WriteError, self.path), self._files.use() as at_end:
             handle = await self._take_handle() if self.mode != "dontcache" else None
             if handle is not None:
                 at_end.append(functools.partial(self._return_handle, handle))
@@ -187,12 +201,12 @@ class LocalDataFile:
 
     async def sync(self) -> None:
         """Make the data durable with fdatasync, in a thread."""
-        with translated(WriteError, self.path), self._files.use():
+        with translate_errors(WriteError, self.path), self._files.use():
             await run_blocking(self._executor, os.fdatasync, self._base)
 
     async def close(self) -> None:
         """Close the file when the thread of the last write is done."""
-        with translated(WriteError, self.path):
+        with translate_errors(WriteError, self.path):
             await self._files.close()
 
     async def _write_at(self, offset: int, rest: memoryview) -> int:
@@ -222,7 +236,7 @@ async def create_data_file(
         WriteError: the file exists, or there is no room for it, or ``direct_io="on"`` and it takes no direct write. No
             byte was written, and no file is left.
     """
-    with translated(WriteError, path):
+    with translate_errors(WriteError, path):
         create = functools.partial(_create, path, nbytes, writers=writers, direct_io=direct_io, probe=probe)
         return LocalDataFile(await run_owned(executor, create, dispose=_Created.discard), executor)
 
@@ -262,9 +276,9 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> WriteMode:
     """Return the first mode in which a real write succeeds: direct, uncached, or through the page cache."""
-    if direct_io != "off" and takes_direct(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
+    if direct_io != "off" and supports_direct_io(path, os.O_WRONLY, probe, is_required=direct_io == "on"):
         return "direct"
-    return "buffered" if refusal(probe, base, RWF_DONTCACHE) else "dontcache"
+    return "buffered" if probe_refusal(probe, base, RWF_DONTCACHE) else "dontcache"
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -273,11 +287,11 @@ def _choose_mode(path: Path, base: int, direct_io: DirectIO, probe: Probe) -> Wr
 class LocalReadFile:
     """``storage.ReadFile`` with positioned reads, each in one call of a thread."""
 
-    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor, *, takes_cached: bool) -> None:
+    def __init__(self, path: Path, nbytes: int, numbers: list[int], executor: Executor, *, reads_cached: bool) -> None:
         self.path = path
         self.nbytes = nbytes
         self.is_direct = len(numbers) > 1
-        self._may_be_cached = takes_cached and self.is_direct
+        self._may_be_cached = reads_cached and self.is_direct
         self._numbers = tuple(numbers)
         self._executor = executor
         self._files = _Descriptors(executor, numbers)
@@ -287,7 +301,7 @@ class LocalReadFile:
         left = [view.cast("B") for view in views if view.nbytes]
         if not left:
             return 0
-        with translated(ReadError, self.path), self._files.use():
+        with translate_errors(ReadError, self.path), self._files.use():
             return await run_blocking(self._executor, self._read, offset, left)
 
     def _read(self, offset: int, views: list[memoryview]) -> int:
@@ -300,26 +314,26 @@ class LocalReadFile:
 
     async def close(self) -> None:
         """Close the file when the thread of the last read is done."""
-        with translated(ReadError, self.path):
+        with translate_errors(ReadError, self.path):
             await self._files.close()
 
 
 async def open_data_file(
-    path: Path, *, executor: Executor, direct_io: DirectIO, takes_cached: bool, probe: Probe
+    path: Path, *, executor: Executor, direct_io: DirectIO, reads_cached: bool, probe: Probe
 ) -> LocalReadFile:
     """Open ``path`` for reading, with O_DIRECT if ``probe`` succeeds on it.
 
-    If ``takes_cached``, bytes that the page cache holds are read from there, and only the others with O_DIRECT.
+    If ``reads_cached``, bytes that the page cache holds are read from there, and only the others with O_DIRECT.
 
     Raises:
         ReadError: the file is missing or unreadable, or ``direct_io="on"`` and it takes no direct read.
     """
-    with translated(ReadError, path):
+    with translate_errors(ReadError, path):
         opened = await run_owned(executor, _open, path, direct_io, probe, dispose=_Opened.close)
-        return LocalReadFile(path, opened.nbytes, opened.numbers, executor, takes_cached=takes_cached)
+        return LocalReadFile(path, opened.nbytes, opened.numbers, executor, reads_cached=reads_cached)
 
 
-def open_regular(path: Path) -> int:
+def open_regular_file(path: Path) -> int:
     """Open a regular file for reading and return its descriptor. The open of a FIFO does not wait for a writer.
 
     Raises:
@@ -351,10 +365,10 @@ class _Opened:
 
 
 def _open(path: Path, direct_io: DirectIO, probe: Probe) -> _Opened:
-    numbers = [open_regular(path)]
+    numbers = [open_regular_file(path)]
     try:
         nbytes = os.fstat(numbers[0]).st_size
-        if direct_io != "off" and takes_direct(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
+        if direct_io != "off" and supports_direct_io(path, os.O_RDONLY, probe, is_required=direct_io == "on"):
             numbers.append(os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
     except BaseException:
         _close_numbers(numbers)

@@ -15,7 +15,7 @@ import numpy as np
 from aio_ckpt.format.constants import PAGE_BYTES
 
 __all__ = ["NOT_SUPPORTED", "RWF_DONTCACHE", "PageCache", "Probe", "aligned_span", "probe_read", "probe_write"]
-__all__ += ["refusal", "takes_direct"]
+__all__ += ["probe_refusal", "supports_direct_io"]
 
 RWF_DONTCACHE = 0x80
 """Flag of Linux 6.14: a write goes through the page cache and is dropped from it once written. ``os`` lacks it."""
@@ -48,18 +48,18 @@ def probe_read(descriptor: int, rwf_flags: int) -> None:
         os.preadv(descriptor, [page], 0, rwf_flags)
 
 
-def takes_direct(path: Path, access: int, probe: Probe, *, is_required: bool) -> bool:
+def supports_direct_io(path: Path, access: int, probe: Probe, *, is_required: bool) -> bool:
     """Return whether ``probe`` succeeds on ``path``, opened with O_DIRECT and ``access``.
 
     ``access`` is ``os.O_RDONLY`` or ``os.O_WRONLY``.
 
     Raises:
-        OSError: a failure other than a refusal of O_DIRECT; if ``is_required``, also the refusal.
+        OSError: a failure other than a probe_refusal of O_DIRECT; if ``is_required``, also the probe_refusal.
     """
     number = -1
     try:
         number = os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
-        refused = refusal(probe, number, 0)
+        refused = probe_refusal(probe, number, 0)
     except OSError as error:
         if number >= 0 or error.errno not in NOT_SUPPORTED:
             raise
@@ -72,11 +72,11 @@ def takes_direct(path: Path, access: int, probe: Probe, *, is_required: bool) ->
     return refused is None
 
 
-def refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | None:
+def probe_refusal(probe: Probe, descriptor: int, rwf_flags: int) -> OSError | None:
     """Return the error with which the file system refuses ``probe``, or None if it takes it.
 
     Raises:
-        OSError: a failure that is no refusal.
+        OSError: a failure that is no probe_refusal.
     """
     try:
         probe(descriptor, rwf_flags)

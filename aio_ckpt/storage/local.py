@@ -17,7 +17,7 @@ from aio_ckpt.config import DirectIO
 from aio_ckpt.errors import MismatchError, ReadError, RootError, WriteError
 from aio_ckpt.reports import WriteMode
 from aio_ckpt.runtime.portal import Executor, run_blocking
-from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular, translated
+from aio_ckpt.storage.data_file import create_data_file, open_data_file, open_regular_file, translate_errors
 from aio_ckpt.storage.direct_io import PageCache, Probe, probe_read, probe_write
 from aio_ckpt.storage.lock import RootLock
 from aio_ckpt.storage.paths import make_dirs, sync_dir
@@ -214,73 +214,73 @@ class LocalStorage:
             path,
             executor=self._executor,
             direct_io="off" if page_cache == "fill" and is_chosen else self._direct_io,
-            takes_cached=page_cache == "take" and is_chosen,
+            reads_cached=page_cache == "take" and is_chosen,
             probe=self._read_probe,
         )
 
     async def write_file(self, path: Path, *parts: bytes) -> None:
         """Create the file exclusively, write, fsync and close it in one call of a thread."""
-        with translated(WriteError, path):
+        with translate_errors(WriteError, path):
             await run_blocking(self._executor, _write_file, path, parts)
 
     async def read_file(self, path: Path, *, max_bytes: int) -> bytes:
         """Return the bytes of the whole file, read in one call of a thread."""
-        with translated(ReadError, path):
+        with translate_errors(ReadError, path):
             return await run_blocking(self._executor, _read_file, path, max_bytes)
 
     async def make_dir(self, path: Path, *, parents: bool = False) -> None:
         """Create the directory. With ``parents``, fsync the parent of each directory that is made."""
-        with translated(WriteError, path):
+        with translate_errors(WriteError, path):
             await run_blocking(self._executor, make_dirs if parents else os.mkdir, path)
 
     async def sync_dir(self, path: Path) -> None:
         """Call fsync on the directory."""
-        with translated(WriteError, path):
+        with translate_errors(WriteError, path):
             await run_blocking(self._executor, sync_dir, path)
 
     async def list_dir(self, path: Path) -> list[str]:
         """Return the names in the directory, sorted."""
-        with translated(ReadError, path):
+        with translate_errors(ReadError, path):
             return sorted(await run_blocking(self._executor, os.listdir, path))
 
     async def exists(self, path: Path) -> bool:
         """Return whether the path exists. Symbolic links are followed."""
-        with translated(ReadError, path):
+        with translate_errors(ReadError, path):
             return await run_blocking(self._executor, _exists, path)
 
     async def status(self, path: Path) -> FileStatus | None:
         """Return the status of the path; None if it does not exist. Symbolic links are followed."""
-        with translated(ReadError, path):
+        with translate_errors(ReadError, path):
             return await run_blocking(self._executor, _status, path)
 
     async def touch(self, path: Path) -> None:
         """Call utimensat without a time, so that a file server sets the time of its own clock."""
-        with translated(WriteError, path):
+        with translate_errors(WriteError, path):
             await run_blocking(self._executor, os.utime, path)
 
     async def rename(self, src: Path, dst: Path) -> None:
         """Call renameat2 with RENAME_NOREPLACE. If the system lacks it, check for ``dst`` before the rename."""
-        with translated(WriteError, dst):
+        with translate_errors(WriteError, dst):
             await run_blocking(self._executor, _rename_no_replace, src, dst)
 
     async def exchange(self, a: Path, b: Path) -> None:
         """Call renameat2 with RENAME_EXCHANGE."""
-        with translated(WriteError, b):
+        with translate_errors(WriteError, b):
             await run_blocking(self._executor, _exchange, a, b)
 
     async def replace(self, src: Path, dst: Path) -> None:
         """Replace ``dst`` with ``src`` in one rename."""
-        with translated(WriteError, dst):
+        with translate_errors(WriteError, dst):
             await run_blocking(self._executor, os.replace, src, dst)
 
     async def remove_file(self, path: Path) -> None:
         """Remove the file, if it exists."""
-        with translated(WriteError, path):
+        with translate_errors(WriteError, path):
             await run_blocking(self._executor, path.unlink, True)
 
     async def remove_tree(self, path: Path) -> None:
         """Remove the directory and all below it, if it exists."""
-        with translated(WriteError, path):
+        with translate_errors(WriteError, path):
             await run_blocking(self._executor, _remove_tree, path)
 
     def lock(self, path: Path) -> RootLock:
@@ -302,7 +302,7 @@ def _write_file(path: Path, parts: tuple[bytes, ...]) -> None:
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
-    with open(open_regular(path), "rb") as file:
+    with open(open_regular_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > max_bytes:
             raise MismatchError(f"{path}: {nbytes} bytes long, at most {max_bytes} are expected")

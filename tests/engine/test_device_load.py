@@ -54,17 +54,17 @@ class WatchedCopies(HostCopies):
         self.filled_from: list[int] = []
         self.on_synchronize: Callable[[], None] = lambda: None
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         self.on_issue()
         self.runs += vectors[:, 2].tolist()
         self.issued += [(base + target, nbytes) for target, _, nbytes in vectors.tolist()]
         self.unmarked += [(source, source + nbytes) for _, source, nbytes in vectors.tolist()]
-        super().issue(base, vectors)
+        super().copy_vectors(base, vectors)
 
     def record_event(self) -> CopyEvent:
         return WatchedMark(self)
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
         """One right behind the other, as a device may hand them out, with room for so many bytes each."""
         if nbytes > self.most_bytes:
             return None
@@ -86,12 +86,12 @@ class WatchedCopies(HostCopies):
         """Make each buffer memory of its own from now on: what becomes of it."""
         made: list[weakref.ref[Any]] = []
 
-        def buffer(nbytes: int) -> torch.Tensor:
+        def allocate(nbytes: int) -> torch.Tensor:
             memory = np.empty(nbytes, np.uint8)
             made.append(weakref.ref(memory))
             return torch.from_numpy(memory)
 
-        self.buffer = buffer  # type: ignore[method-assign]
+        self.allocate = allocate  # type: ignore[method-assign]
         return made
 
 
@@ -117,9 +117,9 @@ class WatchedMark:
 def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     """Host memory is filled as if it were a device's."""
     watched = WatchedCopies()
-    monkeypatch.setattr(match, "is_host", lambda _: False)
-    monkeypatch.setattr(readplan, "is_host", lambda _: False)
-    monkeypatch.setattr(place, "is_host", lambda memory: not watched.has(memory.data_ptr()))
+    monkeypatch.setattr(match, "is_host_memory", lambda _: False)
+    monkeypatch.setattr(readplan, "is_host_memory", lambda _: False)
+    monkeypatch.setattr(place, "is_host_memory", lambda memory: not watched.has(memory.data_ptr()))
     monkeypatch.setattr(fetch, "begin_uploads", lambda _: watched)
     return watched
 
@@ -146,7 +146,7 @@ class Registered:
 def registered(copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch) -> Registered:
     """The device wants page-locked memory."""
     found = Registered()
-    monkeypatch.setattr(fetch, "takes_registered", lambda _: True)
+    monkeypatch.setattr(fetch, "prefers_page_locked", lambda _: True)
     monkeypatch.setattr(bounce, "register_host_memory", found.register)
     monkeypatch.setattr(bounce, "unregister_host_memory", found.unregister)
     return found
@@ -244,7 +244,7 @@ def test_what_must_be_laid_out_anew_is_so_on_the_device(tmp_path: Path, copies: 
 def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: Path, copies: WatchedCopies) -> None:
     """Though both its ends follow each other: a driver refuses it where they were allocated apart."""
     made: list[tuple[int, int]] = []
-    inner = copies.buffer
+    inner = copies.allocate
 
     def noted(nbytes: int) -> torch.Tensor | None:
         memory = inner(nbytes)
@@ -252,7 +252,7 @@ def test_no_copy_reaches_from_one_memory_of_the_device_into_the_next(tmp_path: P
         made.append((memory.data_ptr(), memory.data_ptr() + nbytes))
         return memory
 
-    copies.buffer = noted  # type: ignore[method-assign]
+    copies.allocate = noted  # type: ignore[method-assign]
     with SyncCheckpointEngine(tmp_path, config=EngineConfig(workers=1)) as engine:
         engine.save(WIDE).result(TIMEOUT)
         engine.load(columns(WIDE))
@@ -302,7 +302,7 @@ def test_copies_that_go_by_no_address_take_no_memory_of_the_device(monkeypatch: 
     uploads = object.__new__(device.CudaUploads)
     uploads._device, uploads._is_full = torch.device("cuda"), False
     monkeypatch.setattr(device, "_driver_is_there", lambda: False)
-    assert uploads.buffer(100) is None
+    assert uploads.allocate(100) is None
 
 
 def test_a_device_that_is_full_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +316,8 @@ def test_a_device_that_is_full_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     uploads._device, uploads._is_full = torch.device("cuda"), False
     monkeypatch.setattr(device, "_driver_is_there", lambda: True)
     monkeypatch.setattr(torch, "empty", refused)
-    assert uploads.buffer(100) is None
-    assert uploads.buffer(100) is None
+    assert uploads.allocate(100) is None
+    assert uploads.allocate(100) is None
     assert asked == [100]
 
 
@@ -336,7 +336,7 @@ def test_a_device_without_room_only_costs_time(tmp_path: Path, copies: WatchedCo
 def test_a_part_that_cannot_be_cut_takes_no_memory_of_the_device(tmp_path: Path, copies: WatchedCopies) -> None:
     """What stock DCP stores has one sum, so that it is proven as a whole, however large it is."""
     asked: list[int] = []
-    copies.buffer = asked.append  # type: ignore[method-assign,assignment]
+    copies.allocate = asked.append  # type: ignore[method-assign,assignment]
     state = {"w": torch.randn(3, 3 * MIB)}  # 36 MiB
     dcp.save(state, checkpoint_id=str(tmp_path / "step_000000001"), no_dist=True)
     back = columns(state)

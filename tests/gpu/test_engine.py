@@ -255,7 +255,7 @@ def many_small(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("gathers", [True, False])
 def test_thousands_of_small_tensors_come_back(tmp_path: Path, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not gathers:
-        monkeypatch.setattr(device.CudaCopies, "buffer", lambda *_: None)  # no device memory to be had
+        monkeypatch.setattr(device.CudaCopies, "allocate", lambda *_: None)  # no device memory to be had
     state = many_small(6000)
     with SyncCheckpointEngine(tmp_path, EngineConfig(debug=True)) as engine:
         for step in range(1, 4):

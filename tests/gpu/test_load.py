@@ -108,7 +108,7 @@ def test_work_of_the_trainer_on_memory_that_it_let_go_of_is_done_first(tmp_path:
     template = by_columns(state)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(state).result(TIMEOUT)
-        opened, inner = [], device.CudaUploads.buffer
+        opened, inner = [], device.CudaUploads.allocate
         seen: list[torch.Tensor] = []
 
         def late(self: device.CudaUploads, nbytes: int) -> torch.Tensor | None:
@@ -123,7 +123,7 @@ def test_work_of_the_trainer_on_memory_that_it_let_go_of_is_done_first(tmp_path:
             return inner(self, nbytes)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device.CudaUploads, "buffer", late)
+            patch.setattr(device.CudaUploads, "allocate", late)
             engine.load(template)
     assert all(torch.equal(template[name], value) for name, value in state.items())
     assert bool((seen[0] == 7).all())
@@ -132,13 +132,13 @@ def test_work_of_the_trainer_on_memory_that_it_let_go_of_is_done_first(tmp_path:
 def test_a_device_without_room_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = wide()
     template = by_columns(state)
-    inner, made = device.CudaUploads.buffer, []
+    inner, made = device.CudaUploads.allocate, []
 
     def without_room(self: device.CudaUploads, nbytes: int) -> torch.Tensor | None:
         made.append(inner(self, nbytes << 30))
         return made[-1]
 
-    monkeypatch.setattr(device.CudaUploads, "buffer", without_room)
+    monkeypatch.setattr(device.CudaUploads, "allocate", without_room)
     with SyncCheckpointEngine(tmp_path) as engine:
         engine.save(state).result(TIMEOUT)
         engine.load(template)

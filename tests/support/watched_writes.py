@@ -15,7 +15,7 @@ from aio_ckpt import CheckpointEngine, EngineConfig
 from aio_ckpt.errors import WriteError
 from aio_ckpt.ranks.store_coordinator import Coordinator
 from aio_ckpt.runtime.portal import Condition, Executor, run_blocking
-from aio_ckpt.storage.data_file import translated
+from aio_ckpt.storage.data_file import translate_errors
 from aio_ckpt.storage.local import DataFile, LocalStorage
 
 TIMEOUT = 20.0
@@ -161,7 +161,7 @@ class WatchedDataFile:
         self._executor = executor
 
     async def write(self, offset: int, data: memoryview) -> None:
-        with translated(WriteError, self.path):
+        with translate_errors(WriteError, self.path):
             await run_blocking(self._executor, self._storage.write_in_thread, self._file, self.path, offset, data)
 
     async def sync(self) -> None:

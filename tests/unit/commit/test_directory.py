@@ -17,8 +17,8 @@ from aio_ckpt.commit.directory import (
     begin_directory,
     commit_directory,
     recover_directory,
+    recoverable_names,
     retire_directory,
-    standing_names,
 )
 from aio_ckpt.errors import WriteError
 from aio_ckpt.format.manifests import FileEntry, RootManifest, encode_rank, encode_root, encode_static
@@ -301,7 +301,7 @@ async def test_what_stands_is_found_without_a_recovery(storage: DyingStorage, tm
         await save_into_directory(storage, tmp_path, 2)
     storage.lives = None
     before = names_in(tmp_path)
-    metadata, manifest = await standing_names(storage, tmp_path)
+    metadata, manifest = await recoverable_names(storage, tmp_path)
     found = (tmp_path / metadata).read_bytes(), (tmp_path / manifest).read_bytes()
     assert names_in(tmp_path) == before
     assert found in [(made.metadata, made.root_manifest) for made in (generation(1), generation(2))]

@@ -111,9 +111,9 @@ class WatchedCopies(HostCopies):
     def __init__(self) -> None:
         self.order: list[str | int] = []
 
-    def issue(self, base: int, vectors: CopyVectors) -> None:
+    def copy_vectors(self, base: int, vectors: CopyVectors) -> None:
         self.order += vectors[:, 1].tolist()
-        super().issue(base, vectors)
+        super().copy_vectors(base, vectors)
 
     def record_event(self) -> CopyEvent:
         return WatchedMark(self)

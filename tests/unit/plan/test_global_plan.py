@@ -296,7 +296,7 @@ def test_a_field_that_a_later_torch_adds_is_written_as_pickle_would(more: Any) -
     memo, instance = metadata_pickle._Memo(), Later(metadata_pickle._NAME, metadata_pickle._AT, [more, {"x": more}])
     holes = metadata_pickle._NAME, metadata_pickle._AT
     tokens = metadata_pickle._tokens(metadata_pickle._parsed(instance, *holes), memo)
-    stencil = metadata_pickle._Stencil(tokens, frozenset())
+    stencil = metadata_pickle._EntryTemplate(tokens, frozenset())
     names = memo.reserve(2)
     head = b"".join(memo.head(["a", "b"], names))
     columns = {metadata_pickle._NAME: names + np.arange(2), metadata_pickle._AT: np.array([5, 6])}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aio_ckpt.errors import StallError
 from aio_ckpt.ranks.messages import Failure, Heartbeat, Reply
 from aio_ckpt.ranks.store import Rendezvous, StoreClient, StoreKeys
-from aio_ckpt.runtime.futures import unless_given_up
+from aio_ckpt.runtime.futures import run_cancellable
 from aio_ckpt.runtime.portal import ON_SUBMIT
 
 SECS = 10.0
@@ -27,7 +27,7 @@ async def test_a_load_ends_although_the_thread_that_asks_the_store_does_not() ->
     late.start()
     try:
         with anyio.fail_after(SECS), pytest.raises(StallError, match=r"not answering within 0\.05 s.*rank 3"):
-            await unless_given_up(Future(), lambda: connection.ask(answer.wait, limit_secs=0.05))
+            await run_cancellable(Future(), lambda: connection.ask(answer.wait, limit_secs=0.05))
         assert not answer.is_set(), "the thread is still about it"
     finally:
         late.cancel()

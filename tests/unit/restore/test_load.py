@@ -558,8 +558,8 @@ async def test_a_part_that_one_read_brings_is_copied_out_of_what_was_read(
     monkeypatch.setattr(readplan, "_REQUEST_BYTES_MIN", (8 << 20) + (1 << 16))
     stored = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     path = save_state(tmp_path / "c", {"t": stored})
-    buffers, buffer = [], HostCopies.buffer
-    monkeypatch.setattr(HostCopies, "buffer", lambda self, nbytes: buffers.append(nbytes) or buffer(self, nbytes))
+    buffers, buffer = [], HostCopies.allocate
+    monkeypatch.setattr(HostCopies, "allocate", lambda self, nbytes: buffers.append(nbytes) or buffer(self, nbytes))
     found, bytes_read = await read_box(storage, path, "t", (0, 0, 0), (shape[0], 1, shape[2]))
     assert torch.equal(found, stored[:, :1])
     assert sum(buffers) <= copied

@@ -32,7 +32,7 @@ def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() ->
     device_copy = DeviceCopier(ROOM).allocate(plan, lambda _: HostCopies())
     assert device_copy is not None
     for groups in device_copy.groups.values():
-        HostCopies().assemble([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
+        HostCopies().copy_groups([(targets, [tensors[leaf] for leaf in leaves]) for targets, leaves in groups])
     copies = {
         leaf: copy
         for groups in device_copy.groups.values()
@@ -73,10 +73,10 @@ class KeptMemory(HostCopies):
         self.memories: list[npt.NDArray[np.uint8]] = []
         self.found = DeviceMemory(free_bytes=free_bytes, total_bytes=1 << 30, releases=0)
 
-    def memory(self) -> DeviceMemory:
+    def memory_info(self) -> DeviceMemory:
         return self.found
 
-    def buffer(self, nbytes: int) -> torch.Tensor | None:
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
         if not self.memories or self.memories[-1].nbytes != nbytes:
             self.memories.append(np.empty(nbytes, dtype=np.uint8))
         return torch.from_numpy(self.memories[-1])
@@ -144,6 +144,6 @@ def test_without_room_there_is_none(max_bytes: int) -> None:
 
 
 def test_without_memory_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostCopies, "buffer", lambda *_: None)
+    monkeypatch.setattr(HostCopies, "allocate", lambda *_: None)
     plan, _ = issued(states())
     assert DeviceCopier(ROOM).allocate(plan, lambda _: HostCopies()) is None
