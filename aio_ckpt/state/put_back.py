@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,8 @@ def put_back(state: object, objects: Mapping[str, object], *, rank: int, names: 
     Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``names``: of all leaves, in the order
     of :func:`aio_ckpt.state.flatten.read_template`; None: each leaf's name is its path.
     """
-    _PutBack(objects=objects, rank=rank, names=names).replaced(state, None)
+    for_empty = objects.keys() - set(names or ())  # a leaf may have the path of an empty mapping as its name
+    _PutBack(objects=objects, for_empty=for_empty, rank=rank, names=names).replaced(state, None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class _PutBack:
 
     objects: Mapping[str, object]
     """Values to set, by name."""
+    for_empty: Set[str]
+    """Names of the values that an empty mapping or list may take."""
     rank: int
     """Rank whose PerRank values are set."""
     names: Sequence[str] | None
@@ -90,7 +93,7 @@ class _PutBack:
             items = parts_of(value)
             keys = range(len(items))  # type: ignore[assignment]
             texts = list(map(str, keys))
-        if not items and (name or "") in self.objects:
+        if not items and (name or "") in self.for_empty:
             return _with_all(value, self.objects[name or ""])
         new = [self.replaced(item, prefix + text) for text, item in zip(texts, items, strict=True)]
         changed = [(key, now) for key, was, now in zip(keys, items, new, strict=True) if now is not was]

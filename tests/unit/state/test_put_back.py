@@ -63,6 +63,14 @@ def test_put_back_rebuilds_no_tuple_that_did_not_change():
     put_back(nn.Linear(1, 1), {"weight": 1}, rank=0)
 
 
+def test_an_empty_mapping_does_not_take_the_value_of_a_leaf_whose_name_is_its_path():
+    state = {"a": {"w": torch.ones(1), "0": [], 0: {}}}
+    names = read_template(state, rank=0).names
+    put_back(state, {"a.0": [1]}, rank=0, names=names)
+    assert state["a"]["0"] == [1]
+    assert state["a"][0] == {}
+
+
 @examples(100)
 @given(st.dictionaries(st.text("ab", max_size=2), dcp_values, min_size=1, max_size=4), st.integers())
 def test_put_back_reaches_every_object_that_flatten_named(state, mark):
