@@ -193,7 +193,7 @@ def test_where_there_is_room_for_a_part_that_part_is_copied(tmp_path: Path, monk
     margin = max(total // 20, GIB)
     monkeypatch.setattr(
         CudaCopies,
-        "memory",
+        "memory_info",
         lambda _: DeviceMemory(free_bytes=margin + 1100 * MIB, total_bytes=total, releases=0),
     )
     state = ones(8, 256 * MIB, 1.0)
