@@ -305,10 +305,14 @@ class LocalReadFile:
             return await run_blocking(self._executor, self._read, offset, left)
 
     def _read(self, offset: int, views: list[memoryview]) -> int:
-        """Read in a thread. After a first miss, the page cache is not asked again, as a miss makes the kernel read."""
+        """Read in a thread. The page cache is asked for one page first, and not again after a miss.
+
+        A miss makes the kernel read what was asked for, which the direct read then waits for.
+        """
         cached = 0
         if self._may_be_cached:
-            cached = _read_cached(self._numbers[0], offset, views)
+            if _read_cached(self._numbers[0], offset, [views[0][:PAGE_BYTES]]):
+                cached = _read_cached(self._numbers[0], offset, views)
             self._may_be_cached = not _skip(views, cached)
         return cached + _read_fully(self._numbers, offset + cached, views)
 
