@@ -68,7 +68,7 @@ def load(
 
     async def use(ctx: ReadContext, found: CommittedCheckpoint, again: bool) -> LoadReport:
         outcome = await load_checkpoint(ctx, found.path, state, step=None, options=options, past_page_cache=again)
-        await run_blocking(ctx.executor, outcome.put_back)
+        await run_blocking(ctx.executor, outcome.apply)
         return load_report(found, (), outcome)
 
     return _run(path, config, use)

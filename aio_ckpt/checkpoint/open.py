@@ -71,6 +71,11 @@ class Checkpoint:
         return hashlib.blake2b(self.metadata_bytes, digest_size=16).hexdigest()
 
     @property
+    def is_plain_dcp(self) -> bool:
+        """Whether the checkpoint has no manifests of aio_ckpt, so that only ``.metadata`` describes it."""
+        return self.root is None
+
+    @property
     def extra(self) -> Mapping[str, Any]:
         """JSON values that ``save(extra=)`` stored; empty for plain DCP."""
         return {} if self.root is None else self.root.extra
@@ -96,7 +101,7 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: the manifests or the metadata contradict themselves.
         """
-        found = catalog_of_manifests(self.ranks) if self.root else catalog_of_metadata(self.metadata)
+        found = catalog_of_metadata(self.metadata) if self.is_plain_dcp else catalog_of_manifests(self.ranks)
         return found.renamed(self.names) if self.names else found
 
     @functools.cached_property

@@ -189,7 +189,15 @@ class ReadPlan:
         address: int = 0,
         device: int = 0,
     ) -> None:
-        """Cut ``runs`` (ranges of raw bytes; the buffer begins where the first one does) into pieces of a block."""
+        """Cut ``runs`` into pieces of one block, and add them.
+
+        Args:
+            runs: ascending ranges of the raw bytes. ``buffer`` begins where the first one does.
+            block: length of a block, in bytes.
+            sums: CRC32 of each block of the raw bytes; empty if they have none.
+            address: target of the first piece; 0 if the pieces go to the scratch memory of ``buffer``.
+            device: number of the target's device.
+        """
         rows = self._rows_of(file).rows
         base = None
         for low, high in runs:
@@ -219,7 +227,7 @@ class ReadPlan:
 
 
 def _is_laid_out_like(item: Item, target: torch.Tensor) -> bool:
-    """Return whether ``target``, of the item's shape, has its elements in the stored order."""
+    """Return whether the stored raw bytes are the bytes of ``target``, which has the item's shape."""
     return (
         target.dtype is item.dtype
         and target.stride() == item.stride
@@ -252,9 +260,9 @@ def _copy_box(view: torch.Tensor, item: Item, first: int, scratch: torch.Tensor,
 
 
 def _parts(item: Item, start: Sequence[int], view: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
-    """Cut a box so that about ``_BOX_BYTES`` of the item hold each part; yield its start in the item and its view.
+    """Cut a box into parts of about ``_BOX_BYTES`` of the item. Yield the start in the item and the view of each part.
 
-    Cuts are at the ends of blocks, if any row ends there.
+    If a row ends at the end of a block at least once per part, all cuts are at the ends of blocks.
     """
     strides = [step if length > 1 else 0 for step, length in zip(item.stride, view.shape, strict=True)]
     row_bytes = max(strides, default=0) * item.dtype.itemsize
@@ -290,9 +298,10 @@ def _touched_blocks(item: Item, start: Sequence[int], lengths: Sequence[int]) ->
 
 
 def _byte_runs(first: int, dims: Sequence[tuple[int, int]], size: int, skip: int) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of a box with ``dims`` (byte stride, length), strides descending; keep gaps below ``skip``.
+    """Yield the byte ranges that hold a box. A range spans the dimensions whose byte stride is below ``skip``.
 
-    Ranges are at least ``skip`` apart, so there are no more of them than the item has blocks.
+    ``dims``: (byte stride, length) of each dimension, strides descending. As the starts of two ranges are at least
+    ``skip`` apart, there are no more ranges than the item has blocks.
     """
     extent = size + sum(step * (length - 1) for step, length in dims)
     if not dims or dims[0][0] < skip:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,17 @@ from aio_ckpt._version import __version__
 from aio_ckpt.checkpoint.verify import Fault, verify_checkpoint
 from aio_ckpt.checks import check_seconds
 from aio_ckpt.cli.console import Advance, Screen, printable
-from aio_ckpt.cli.listing import Contents, LeafRow, RootRow, bytes_of, describe_newest, list_root, locate
+from aio_ckpt.cli.listing import (
+    Contents,
+    bytes_of,
+    checkpoint_table,
+    describe_newest,
+    extra_text,
+    leaf_table,
+    list_root,
+    locate,
+    time_text,
+)
 from aio_ckpt.commit.discovery import MAX_RETRIES
 from aio_ckpt.commit.owner import Owner
 from aio_ckpt.commit.retention import protect, unprotect
@@ -41,8 +50,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HOUSEKEEPING_THREADS = 2
 _CLOSE_SECS = 5.0
-_EXTRA_CHARS = 40
-"""Width of the column ``extra`` of ``ls``."""
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
@@ -119,12 +126,7 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
         screen.json(found)
         return 0
     if found.checkpoints:
-        titles: tuple[str, ...] = ("directory", "written", "torch", "step", "bytes", "ranks", "metrics", "kept")
-        cells = [*map(_root_cells, found.checkpoints)]
-        if any(row.extra for row in found.checkpoints):
-            titles = (*titles, "extra")
-            cells = [(*shown, _extra_cell(row)) for shown, row in zip(cells, found.checkpoints, strict=True)]
-        screen.table(titles, cells, left=3)
+        screen.table(*checkpoint_table(found.checkpoints), left=3)
     else:
         screen.line(f"no committed checkpoint under {printable(str(root))}")
     for row in found.checkpoints:
@@ -138,40 +140,6 @@ def list_command(root: Path, step_dir: str, *, as_json: bool) -> int:
         if others:
             screen.line(f"{kind}: {', '.join(map(printable, others))}")
     return 0
-
-
-def _root_cells(row: RootRow) -> tuple[str, ...]:
-    ranks = "-" if row.world_size is None else str(row.world_size)
-    written, torch = _when(row.created_unix), printable(row.torch or "-")
-    values = ((name, "not finite" if value is None else f"{value:.6g}") for name, value in row.metrics.items())
-    metrics = printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
-    kept = "protected" if row.is_protected else "-"
-    return printable(Path(row.path).name), written, torch, str(row.step), amount(row.nbytes), ranks, metrics, kept
-
-
-def _extra_cell(row: RootRow) -> str:
-    words = _extra_words(row.extra)
-    return words if len(words) <= _EXTRA_CHARS else words[: _EXTRA_CHARS - 3] + "..."
-
-
-def _extra_words(extra: Mapping[str, Any]) -> str:
-    """Return what ``save(extra=)`` was given as ``loss=1.23 epoch=4``; - if it was given nothing."""
-    return printable(" ".join(f"{name}={_extra_value(value)}" for name, value in extra.items())) or "-"
-
-
-def _extra_value(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
-
-
-def _when(unix: float | None) -> str:
-    if unix is None:
-        return "-"
-    try:
-        return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
-    except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
-        return "?"
 
 
 # -- protect ----------------------------------------------------------------------------------------
@@ -272,25 +240,16 @@ def inspect_command(path: Path, step_dir: str, *, as_json: bool) -> int:
         ("path", contents.path),
         ("step", "-" if contents.step is None else str(contents.step)),
         ("format", contents.format),
-        ("written", f"{_when(contents.created_unix)} by {writers}" if writers else "-"),
+        ("written", f"{time_text(contents.created_unix)} by {writers}" if writers else "-"),
         ("ranks", "-" if contents.world_size is None else str(contents.world_size)),
         ("tensors", f"{tensors}, {amount(contents.tensor_bytes)}"),
         ("objects", f"{len(contents.leaves) - tensors}, {amount(contents.object_bytes)}"),
-        *([("extra", _extra_words(contents.extra))] if contents.extra else []),
+        *([("extra", extra_text(contents.extra))] if contents.extra else []),
     ):
         screen.line(f"{label:<8} {printable(words)}")
     screen.line()
-    screen.table(("name", "dtype", "shape", "bytes", "shards"), [*map(_leaf_cells, contents.leaves)], left=3)
+    screen.table(*leaf_table(contents.leaves), left=3)
     return 0
-
-
-def _leaf_cells(leaf: LeafRow) -> tuple[str, ...]:
-    shape = "-" if leaf.shape is None else f"({', '.join(map(str, leaf.shape))})"
-    if leaf.tied_to is None:
-        name, nbytes = leaf.name, f"{leaf.nbytes:,}"
-    else:
-        name, nbytes = f"{leaf.name} = {leaf.tied_to}", "-"
-    return printable(name), leaf.dtype or leaf.kind, shape, nbytes, str(leaf.shards)
 
 
 # -- verify -----------------------------------------------------------------------------------------

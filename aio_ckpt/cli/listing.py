@@ -1,22 +1,28 @@
-"""Contents of checkpoints and roots for ``aio-ckpt ls`` and ``inspect``. Reads manifests, never tensors."""
+"""Contents of checkpoints and roots for ``aio-ckpt ls`` and ``inspect``, and the cells of their tables.
+
+Reads manifests, never tensors.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from aio_ckpt.checkpoint.catalog import global_shape
 from aio_ckpt.checkpoint.open import Checkpoint, open_checkpoint
+from aio_ckpt.cli.console import printable
 from aio_ckpt.commit.discovery import MAX_RETRIES, CommittedCheckpoint, discover
 from aio_ckpt.commit.retention import protected_steps
 from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from aio_ckpt.format.manifests import METADATA_FILE, ROOT_MANIFEST, decode_root
 from aio_ckpt.format.names import ABANDONED_DIR, CORRUPT_DIR, PENDING_DIR, StepNames
+from aio_ckpt.reports import amount
 from aio_ckpt.runtime.portal import Executor, run_blocking
 from aio_ckpt.storage.local import Storage, names_in, read_small_file
 
@@ -26,11 +32,19 @@ __all__ = [
     "RootRow",
     "RootTable",
     "bytes_of",
+    "checkpoint_table",
     "describe",
     "describe_newest",
+    "extra_text",
+    "leaf_table",
     "list_root",
     "locate",
+    "time_text",
 ]
+
+_Cells: TypeAlias = tuple[str, ...]
+_EXTRA_CHARS = 40
+"""Width of the column ``extra`` of ``ls``, in characters."""
 
 
 class RootRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,3 +293,65 @@ def _leaves(checkpoint: Checkpoint) -> tuple[LeafRow, ...]:
             LeafRow(name=name, kind="object", dtype=None, shape=None, nbytes=stored.nbytes, shards=1, tied_to=tied_to)
         )
     return tuple(rows)
+
+
+# -- tables -----------------------------------------------------------------------------------------
+
+
+def checkpoint_table(rows: Sequence[RootRow]) -> tuple[_Cells, list[_Cells]]:
+    """Return the titles and the rows of the table of ``aio-ckpt ls``."""
+    titles: _Cells = ("directory", "written", "torch", "step", "bytes", "ranks", "metrics", "kept")
+    cells = [*map(_checkpoint_cells, rows)]
+    if any(row.extra for row in rows):
+        titles = (*titles, "extra")
+        cells = [(*shown, _extra_cell(row)) for shown, row in zip(cells, rows, strict=True)]
+    return titles, cells
+
+
+def _checkpoint_cells(row: RootRow) -> _Cells:
+    ranks = "-" if row.world_size is None else str(row.world_size)
+    written, torch = time_text(row.created_unix), printable(row.torch or "-")
+    values = ((name, "not finite" if value is None else f"{value:.6g}") for name, value in row.metrics.items())
+    metrics = printable(" ".join(f"{name}={value}" for name, value in values)) or "-"
+    kept = "protected" if row.is_protected else "-"
+    return printable(Path(row.path).name), written, torch, str(row.step), amount(row.nbytes), ranks, metrics, kept
+
+
+def _extra_cell(row: RootRow) -> str:
+    words = extra_text(row.extra)
+    return words if len(words) <= _EXTRA_CHARS else words[: _EXTRA_CHARS - 3] + "..."
+
+
+def extra_text(extra: Mapping[str, Any]) -> str:
+    """Return what ``save(extra=)`` was given as ``loss=1.23 epoch=4``; - if it was given nothing."""
+    return printable(" ".join(f"{name}={_extra_value(value)}" for name, value in extra.items())) or "-"
+
+
+def _extra_value(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.6g}" if isinstance(value, float) else msgspec.json.encode(value).decode()
+
+
+def time_text(unix: float | None) -> str:
+    """Return a time in seconds since 1970 as local date and time; - for None."""
+    if unix is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(unix).astimezone().isoformat(" ", "seconds")
+    except (OverflowError, ValueError, OSError):  # a number that no clock ever showed
+        return "?"
+
+
+def leaf_table(leaves: Sequence[LeafRow]) -> tuple[_Cells, list[_Cells]]:
+    """Return the titles and the rows of the table of ``aio-ckpt inspect``."""
+    return ("name", "dtype", "shape", "bytes", "shards"), [*map(_leaf_cells, leaves)]
+
+
+def _leaf_cells(leaf: LeafRow) -> _Cells:
+    shape = "-" if leaf.shape is None else f"({', '.join(map(str, leaf.shape))})"
+    if leaf.tied_to is None:
+        name, nbytes = leaf.name, f"{leaf.nbytes:,}"
+    else:
+        name, nbytes = f"{leaf.name} = {leaf.tied_to}", "-"
+    return printable(name), leaf.dtype or leaf.kind, shape, nbytes, str(leaf.shards)

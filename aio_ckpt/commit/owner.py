@@ -1,9 +1,9 @@
 """Owners of pending directories: their records, their heartbeats, and the clearing of directories of dead owners.
 
-Invariant: a pending directory is touched only by its owner, until the owner is dead. It is dead when its own host
-proves it (same boot, same pids, and no such process), or when nothing in the directory has changed for
-``stale_after_secs`` by the file system's own clock. The clocks of two hosts are never compared, and neither a free
-lock nor a pid alone proves anything.
+Invariant: only the save of its owner writes to a pending directory. Others clear it, and only once the owner is dead.
+An owner is dead if its host was rebooted or its process has ended, which only a process on its own host can prove. It
+counts as dead if heartbeat and entries of the directory did not change for ``stale_after_secs``, by the file system's
+own clock. The clocks of two hosts are never compared. Neither a free lock nor a pid alone proves anything.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _short(text: str) -> str:
 
 
 async def write_owner(storage: Storage, pending: Path, owner: Owner) -> None:
-    """Write the owner record of a pending directory, which is then cleared only if its writer is dead."""
+    """Write the owner record of a pending directory, by which others judge whether its owner is dead."""
     await storage.write_file(pending / OWNER_FILE, msgspec.json.encode(owner))
 
 
@@ -170,8 +170,7 @@ async def read_owner(storage: Storage, pending: Path) -> bytes:
 async def keep_alive(storage: Storage, pending: Path, stale_after_secs: float) -> None:
     """Renew the heartbeat of a pending directory, several times in ``stale_after_secs``, until cancelled.
 
-    A failed heartbeat fails no save: on this host the process itself is the proof of life, and a process of another
-    host needs the root's lock as well.
+    A failed heartbeat fails no save: only the holder of the root's lock clears directories.
     """
     while True:
         await anyio.sleep(stale_after_secs / _HEARTBEATS)
@@ -279,7 +278,7 @@ async def _owner_of(storage: Storage, pending: Path) -> Owner | None:
     try:
         return _OWNERS.decode(await read_owner(storage, pending))
     except (AioCkptError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # missing, torn, forged, or of another version: the age of its directory decides
+        return None  # missing, torn, forged, or of another version: name and age of the directory decide
 
 
 # -- this host --------------------------------------------------------------------------------------

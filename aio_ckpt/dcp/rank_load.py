@@ -130,12 +130,12 @@ class Load:
             await files.measure(used, {name: ours.file.nbytes for name, ours in manifests.items() if ours.file})
             for index, place in wanted.items():
                 check_inside(index.fqn, place.relative_path, place.offset, place.length, files.sizes)
-            if self.checkpoint.root is not None:
-                await run_blocking(executor, _locate_ours, wanted, manifests, located)
-            else:
+            if self.checkpoint.is_plain_dcp:
                 unparsed_items = self._unparsed_items(wanted, located)
                 ends = await read_ends(files, list(unparsed_items.values()), executor=executor, readers=config.workers)
                 await run_blocking(executor, _parse, unparsed_items, ends, located)
+            else:
+                await run_blocking(executor, _locate_ours, wanted, manifests, located)
         return located
 
     def _unparsed_items(
@@ -160,7 +160,7 @@ class Load:
     def _give(self, item: ReadItem, data: bytes, planner: LoadPlanner, transforms: Any) -> None:
         """Give an object, or a tensor that is stored as bytes, to the planner, as stock DCP does."""
         descriptors = descriptors_of(place_of(item.storage_index, self.metadata.storage_data))
-        if self.checkpoint.root is None and not descriptors and item.type is LoadItemType.BYTE_IO:
+        if self.checkpoint.is_plain_dcp and not descriptors and item.type is LoadItemType.BYTE_IO:
             check_object_zip(item.storage_index.fqn, data)
         stream: Any = io.BytesIO(data)
         if descriptors:

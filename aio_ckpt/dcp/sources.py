@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
-from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.manifests import ObjectEntry
 from aio_ckpt.plan.layout import Placement
 from aio_ckpt.plan.planner import PlannedImage, plan_image
@@ -135,7 +135,7 @@ def is_plain(data: object) -> bool:
         and isinstance(data, torch.Tensor)
         and data.layout is torch.strided
         and not (data.is_quantized or data.is_meta)
-        and envelope.storable_dtype(data.dtype)
+        and tensor_zip.storable_dtype(data.dtype)
     )
 
 
@@ -166,7 +166,7 @@ def plan_tensors(
     for name, first in zip(names, aliases, strict=True):
         tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(fqns), boxes[leaf][1], spec, envelope.render(spec))
+        Placement(leaf, tuple(fqns), boxes[leaf][1], spec, tensor_zip.render(spec))
         for leaf, fqns in tied.items()
         for spec in (structure.stored_spec(leaf),)
     ]

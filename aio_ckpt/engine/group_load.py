@@ -43,7 +43,7 @@ class Loaded(Protocol):
         """Identity of the save, the same on every rank that read it."""
         ...
 
-    async def put_back(self) -> None:
+    async def apply(self) -> None:
         """Set objects and Stateful values. Called once all ranks have read the checkpoint."""
         ...
 
@@ -62,7 +62,7 @@ class _Outcome(enum.Enum):
     """The template matches the checkpoint and is not yet touched."""
     READ = "read"
     """The rank has read and verified the checkpoint."""
-    PUT_BACK = "put back"
+    APPLIED = "applied"
     """The rank has set the objects."""
     DAMAGED = "damaged"
     """The checkpoint does not verify on this rank."""
@@ -91,7 +91,7 @@ class _Action(enum.Enum):
     """Read a step."""
     FILL = "fill"
     """Fill the templates: the templates of all ranks match the same save."""
-    PUT_BACK = "put back"
+    APPLY = "apply"
     """Set the objects: all ranks have read the step."""
     DONE = "done"
     """Return: the load has succeeded."""
@@ -121,7 +121,7 @@ class _Instruction(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_last(self) -> bool:
         """Whether this instruction ends the load."""
-        return self.action not in (_Action.LOAD, _Action.FILL, _Action.PUT_BACK)
+        return self.action not in (_Action.LOAD, _Action.FILL, _Action.APPLY)
 
 
 _ERRORS: dict[_Action, type[AioCkptError]] = {
@@ -228,12 +228,12 @@ class LoadMember(Generic[L]):
         Raises:
             _ReadingStoppedError: the templates of the ranks do not all match the same save.
         """
-        puts_back = instruction.action is _Action.PUT_BACK
+        applies = instruction.action is _Action.APPLY
         self._error = None
         try:
-            self._message = await self._put_back() if puts_back else await self._read(instruction.step)
+            self._message = await self._apply() if applies else await self._read(instruction.step)
         except (CorruptCheckpointError, FormatVersionError) as error:
-            if puts_back:
+            if applies:
                 raise
             self._error = error
             is_unknown = isinstance(error, FormatVersionError)
@@ -265,10 +265,10 @@ class LoadMember(Generic[L]):
         if instruction.action is not _Action.FILL:
             raise _ReadingStoppedError(instruction)
 
-    async def _put_back(self) -> _Message:
+    async def _apply(self) -> _Message:
         assert self._loaded is not None, "the leader knows that this rank has read it"
-        await self._loaded.put_back()
-        return _Message(_Outcome.PUT_BACK)
+        await self._loaded.apply()
+        return _Message(_Outcome.APPLIED)
 
     def note_damage(self, instruction: _Instruction) -> None:
         """Note the damage that another rank found: the checkpoint is damaged for this rank, too."""
@@ -322,8 +322,8 @@ class LoadLeader:
         if outcomes == {_Outcome.NONE}:
             _check_arguments(messages)
         if outcomes in ({_Outcome.MATCHED}, {_Outcome.READ}) and len({message.text for message in messages}) == 1:
-            return _Instruction(_Action.FILL if outcomes == {_Outcome.MATCHED} else _Action.PUT_BACK)
-        if outcomes == {_Outcome.PUT_BACK}:
+            return _Instruction(_Action.FILL if outcomes == {_Outcome.MATCHED} else _Action.APPLY)
+        if outcomes == {_Outcome.APPLIED}:
             return _Instruction(_Action.DONE, newest=await self._newest())
         if _Outcome.DAMAGED not in outcomes or _Outcome.CHANGED in outcomes:
             return await self._restart_search()  # this is the first round, or the ranks do not see the same save

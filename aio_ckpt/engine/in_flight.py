@@ -1,4 +1,7 @@
-"""The saves in flight of one engine: room, step numbers, start, settlement, and failures that nobody awaited."""
+"""The saves in flight of one engine: room, step numbers, start, settlement, and failures that nobody awaited.
+
+:meth:`InFlight.start` runs the capture on the caller's thread and submits the pipeline to the loop.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Loader:
 
     async def _read_and_apply(self, call: LoadCall, candidate: CommittedCheckpoint, again: bool) -> _Loaded:
         loaded = await self._read(call, candidate, again, at_once)
-        await loaded.put_back()
+        await loaded.apply()
         return loaded
 
 
@@ -185,9 +185,9 @@ class _Loaded:
         """Identity of the checkpoint that was read."""
         return self.outcome.identity
 
-    async def put_back(self) -> None:
+    async def apply(self) -> None:
         """Set the objects and call every ``load_state_dict``."""
-        await run_blocking(self.executor, self.outcome.put_back)
+        await run_blocking(self.executor, self.outcome.apply)
 
 
 def load_report(

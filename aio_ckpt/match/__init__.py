@@ -1,7 +1,8 @@
 """Compare a template with a checkpoint: which values are read into which memory, and the faults.
 
-In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit. Reads no
-data file and touches no tensor. Imports ``checkpoint`` and what it imports; nothing that saves.
+In: an opened checkpoint and a template. Out: a ``Match``, or an error that names every leaf that does not fit.
+``match.match`` compares the shape, dtype and kind of each leaf; ``key_match`` compares keys only.
+Reads no data file and touches no tensor. Imports ``checkpoint`` and what it imports; nothing that saves.
 """
 
 from aio_ckpt.match.match import Match, match_template

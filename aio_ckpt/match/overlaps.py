@@ -17,7 +17,7 @@ from aio_ckpt.state.tensor_memory import overlaps_itself, span_of
 __all__ = ["SharedTarget", "can_be_shared", "check_agreement", "write_shared"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Length of an element in bytes -> a dtype of that length, in which its bits are compared and copied."""
+"""Length of an element in bytes -> a dtype of that length, in which its bits are copied; see :func:`_equal_bits`."""
 _ALIGNED_BYTES = 16
 
 
@@ -29,7 +29,11 @@ class SharedTarget(NamedTuple):
 
 
 def can_be_shared(tensor: object) -> bool:
-    """Return whether a target can be filled bit by bit, together with those that it shares memory with."""
+    """Return whether a target that shares memory can be filled.
+
+    It must be a plain tensor, aligned to its elements. It must not be conjugated or negated, because its bits are
+    written as stored.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(tensor, torch.Tensor):
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.data_ptr() % tensor.itemsize)
@@ -55,7 +59,7 @@ def check_agreement(targets: Sequence[SharedTarget], values: Mapping[str, torch.
         for target, view in zip(group, views, strict=True):
             _write(view, values[target.name])
         for target, view in zip(group, views, strict=True):
-            if not torch.equal(view, _bits(values[target.name])):
+            if not _equal_bits(view, _bits(values[target.name])):
                 raise TemplateMismatchError(
                     _fault(target, [other.name for other in group if other.name != target.name])
                 )
@@ -98,6 +102,16 @@ def _groups(targets: Sequence[SharedTarget]) -> Iterator[list[SharedTarget]]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.itemsize])
+
+
+def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two results of :func:`_bits` are equal bit by bit.
+
+    No integer is 16 bytes long, and complex numbers are compared by value: NaN differs from itself, and -0.0 is 0.0.
+    """
+    if one.dtype is torch.complex128:
+        one, other = (torch.view_as_real(values).view(torch.int64) for values in (one, other))
+    return torch.equal(one, other)
 
 
 def _bits_at(scratch: torch.Tensor, offset_bytes: int, *, like: torch.Tensor) -> torch.Tensor:

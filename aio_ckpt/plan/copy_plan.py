@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aio_ckpt.format import tensor_zip as envelope
 from aio_ckpt.format.manifests import IntArray
+from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import FOREACH_DTYPES
 from aio_ckpt.memory.host_copy import CopyVectors
 from aio_ckpt.plan.structure import Structure
@@ -21,8 +21,8 @@ __all__ = [
     "SMALL_COPY_BYTES",
     "ChunkCopyMethods",
     "CopyDescriptors",
-    "DeviceCopies",
     "GatherRun",
+    "HostTransfers",
     "Places",
     "Rows",
     "choose_copy_methods",
@@ -95,18 +95,18 @@ def choose_copy_methods(
         gather_bytes: largest gather buffer of a device.
     """
 
-    def is_dense(leaf: int) -> bool:
+    def is_dense_leaf(leaf: int) -> bool:
         return (
             not structure.conj[leaf]
             and not structure.neg[leaf]
-            and envelope.is_dense(tuple(structure.shapes[leaf]), structure.strides[leaf])
+            and is_dense(tuple(structure.shapes[leaf]), structure.strides[leaf])
         )
 
     def method(piece: Piece) -> str:
         leaf = layout.items[piece.item].leaf
         device, raw_bytes = structure.devices[leaf], layout.items[piece.item].raw_bytes
         by_torch = "copied" if device.type == "cpu" else "converted"
-        if not is_dense(leaf):
+        if not is_dense_leaf(leaf):
             return by_torch
         if piece.nbytes == raw_bytes and structure.dtypes[leaf] in FOREACH_DTYPES and gathers(device, raw_bytes):
             return "gathered"
@@ -167,18 +167,18 @@ def _cut(pieces: Sequence[Piece], run_bytes: int) -> Iterator[list[Piece]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceCopies:
-    """Copies by address of whole tensors from one device, ascending in the image."""
+class HostTransfers:
+    """Copies by address of whole tensors from one device to the image in host memory, ascending in the image."""
 
     vectors: CopyVectors
-    """(image offset, source address, bytes) of each copy."""
+    """(image offset, source address, bytes) of each transfer."""
     leaves: IntArray
-    """Leaf of each copy."""
+    """Leaf of each transfer."""
     _cuts: dict[tuple[int, int], CopyVectors] = field(default_factory=dict)
     """Results of :meth:`within`. Each save of a layout asks for the same ones."""
 
     def within(self, start: int, stop: int) -> CopyVectors:
-        """Return the copies between two image offsets, cut at these. The result is read-only, because it is cached."""
+        """Return the transfers between two image offsets, cut at these. The result is cached and read-only."""
         rows = self._cuts.get((start, stop))
         if rows is None:
             rows = self._cuts[start, stop] = self._cut(start, stop)
@@ -195,9 +195,9 @@ class DeviceCopies:
             rows[-1, 2] -= max(int(rows[-1, 0] + rows[-1, 2]) - stop, 0)
         return rows
 
-    def only(self, is_wanted: npt.NDArray[np.bool_]) -> DeviceCopies:
-        """Return the copies whose flag is set."""
-        return DeviceCopies(self.vectors[is_wanted], self.leaves[is_wanted])
+    def only(self, is_wanted: npt.NDArray[np.bool_]) -> HostTransfers:
+        """Return the transfers whose flag is set."""
+        return HostTransfers(self.vectors[is_wanted], self.leaves[is_wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,8 +208,8 @@ class CopyDescriptors:
     """Address of every tensor leaf."""
     vectors: tuple[CopyVectors, ...]
     """Per chunk, (image offset, source address, bytes) of small host tensors."""
-    device_copies: Mapping[torch.device, DeviceCopies]
-    """Copies of tensors on CUDA, by device."""
+    host_transfers: Mapping[torch.device, HostTransfers]
+    """Transfers of tensors on CUDA, by device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,9 +268,9 @@ class Places:
         return CopyDescriptors(
             fingerprint,
             vectors=tuple(rows.vectors(addresses) for rows in self.moved),
-            device_copies=self.device_copies(addresses),
+            host_transfers=self.host_transfers(addresses),
         )
 
-    def device_copies(self, addresses: CopyVectors) -> dict[torch.device, DeviceCopies]:
-        """Return :attr:`CopyDescriptors.device_copies` for these addresses of the leaves."""
-        return {device: DeviceCopies(rows.vectors(addresses), rows.leaves) for device, rows in self.issued.items()}
+    def host_transfers(self, addresses: CopyVectors) -> dict[torch.device, HostTransfers]:
+        """Return :attr:`CopyDescriptors.host_transfers` for these addresses of the leaves."""
+        return {device: HostTransfers(rows.vectors(addresses), rows.leaves) for device, rows in self.issued.items()}

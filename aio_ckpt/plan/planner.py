@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from aio_ckpt.config import GATHER_BYTES
-from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.manifests import TensorEntry, encode_static
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
@@ -255,7 +255,7 @@ def make_plan(
     for name, first in zip(tensor_names, aliases, strict=True):
         tied.setdefault(first, []).append(name)
     placements = [
-        Placement(leaf, tuple(names), offsets, spec, envelope.render(spec))
+        Placement(leaf, tuple(names), offsets, spec, tensor_zip.render(spec))
         for leaf, names in tied.items()
         if world_size == 1 or _is_held(structure, leaf, write_items.get(names[0]))
         for spec in (structure.stored_spec(leaf),)

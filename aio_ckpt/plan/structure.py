@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import SHARDS_DIFFER, local_tensor
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
-from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import TensorSpec
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.objects import as_tensor
@@ -170,8 +170,8 @@ class Structure:
         """Return dtype, shape and stored stride of a tensor leaf. They alone determine its item."""
         shape = tuple(self.shapes[leaf])
         if self.conj[leaf] or self.neg[leaf]:  # resolved by a copy, which is packed row by row
-            return TensorSpec(self.dtypes[leaf], shape, envelope.row_major_stride(shape))
-        return TensorSpec(self.dtypes[leaf], shape, envelope.stored_stride(shape, self.strides[leaf]))
+            return TensorSpec(self.dtypes[leaf], shape, tensor_zip.row_major_stride(shape))
+        return TensorSpec(self.dtypes[leaf], shape, tensor_zip.stored_stride(shape, self.strides[leaf]))
 
     def offsets(self, leaf: int) -> tuple[int, ...] | None:
         """Return the offsets of a ``Shard`` leaf in its global tensor; None for any other leaf."""

@@ -40,10 +40,10 @@ def prepare_apply(
     fetched: FetchedValues,
     shared: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
-    """Return a function that sets the objects and calls each ``load_state_dict``.
+    """Return a function that writes what the reads did not fill, and calls each ``load_state_dict``.
 
-    All values are built before this returns, because building finds damage. ``shared``: the values of targets that
-    share memory, by name.
+    That is shared memory, compound tensors and objects. All values are built before this returns, because building
+    finds damage. ``shared``: the values of targets that share memory, by name.
 
     Raises:
         CorruptCheckpointError: a value cannot be built.
@@ -85,7 +85,7 @@ def prepare_apply(
             for target, state_dict in state_dicts:
                 with _noting_refusal(target, checkpoint):
                     target.value.load_state_dict(state_dict)
-        if found.unexpected and rank == 0:  # the other ranks would log the same
+        if found.unexpected and rank == 0:  # only rank 0 logs; the report of every rank lists its own
             _log.warning(
                 "%s: the template lacks %s; they were not loaded (strict=True refuses them)",
                 checkpoint.path,
@@ -109,7 +109,7 @@ def _write_rest(found: Match, shared: Mapping[str, torch.Tensor]) -> None:
 def _dcp_state_dict(checkpoint: Checkpoint, prefix: str, leaves: dict[str, object], value: object) -> object:
     """Return the ``state_dict()`` called ``prefix``, which stock DCP flattened. ``leaves``: its leaves by name."""
     nested = nested_at(checkpoint, prefix, leaves)
-    if isinstance(value, torch.optim.Optimizer):  # DCP drops an empty ``state``
+    if isinstance(value, torch.optim.Optimizer):  # DCP drops an empty ``state`` and makes its int keys text
         nested["state"] = with_int_keys(nested.get("state", {}))
     return nested
 
@@ -132,7 +132,7 @@ def _noting_refusal(target: StatefulTarget, checkpoint: Checkpoint) -> Iterator[
     try:
         yield
     except Exception as error:
-        which = f"step {checkpoint.step} at {checkpoint.path}" if checkpoint.root else f"{checkpoint.path}"
+        which = f"{checkpoint.path}" if checkpoint.is_plain_dcp else f"step {checkpoint.step} at {checkpoint.path}"
         error.add_note(
             f"aio_ckpt: load_state_dict() of {target.name or 'the template'!r}, a {type_name(target.value)}, refused "
             f"what {which} holds for it; the target was modified: tensors of other names were filled before"

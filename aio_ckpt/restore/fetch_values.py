@@ -89,7 +89,7 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: F
     synchronize(plan.devices)
     increment_version(plan.reads.filled)
     for name, data in plan.undecoded.items():
-        if checkpoint.root is None:
+        if checkpoint.is_plain_dcp:
             check_zip(name, data)
         try:
             values[name] = decode_object(data, name=name, trusted=ctx.trusted)
@@ -101,7 +101,7 @@ def _decode(ctx: ReadContext, checkpoint: Checkpoint, plan: LoadPlan, fetched: F
         untrusted=untrusted,
         skip_untrusted=plan.skip_untrusted,
         bytes_read=fetched.bytes_read,
-        sums_checked=fetched.sums_checked + (len(plan.undecoded) if checkpoint.root is None else 0),
+        sums_checked=fetched.sums_checked + (len(plan.undecoded) if checkpoint.is_plain_dcp else 0),
     )
 
 

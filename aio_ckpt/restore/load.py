@@ -57,8 +57,9 @@ class LoadOutcome:
     """Whether checksums were compared; False if ``verify`` is off, or if no bytes that were read have a checksum."""
     identity: str
     """Identity of the save that was read. A checkpoint that replaces it has another identity."""
-    put_back: Callable[[], None]
-    """Sets objects and calls every ``load_state_dict``; blocks; is called once. Its errors have ``target_modified``."""
+    apply: Callable[[], None]
+    """Writes what the reads did not fill, and calls every ``load_state_dict``. It blocks and is called once. Its errors
+    have ``target_modified``."""
 
 
 async def load_checkpoint(
@@ -73,7 +74,7 @@ async def load_checkpoint(
 ) -> LoadOutcome:
     """Fill the tensors of ``state`` from the checkpoint at ``path``.
 
-    Objects and Stateful values stay as they are until ``put_back`` of the outcome is called, because other ranks may
+    Objects and Stateful values stay as they are until ``apply`` of the outcome is called, because other ranks may
     still find damage.
 
     Args:
@@ -102,7 +103,7 @@ async def load_checkpoint(
         with target_modified():
             fetched = ahead.joined_with(await fetch_values(ctx, files, checkpoint, plan, requests))
             prepare = functools.partial(prepare_apply, ctx, checkpoint, state, found, fetched, shared)
-            put_back = await run_blocking(ctx.executor, prepare)
+            apply = await run_blocking(ctx.executor, prepare)
     asyncio.get_running_loop().call_later(_FREED_AFTER_SECS, _free, checkpoint)
     return LoadOutcome(
         step=checkpoint.step,
@@ -113,7 +114,7 @@ async def load_checkpoint(
         bytes_read=fetched.bytes_read,
         verified=fetched.is_verified(verify=ctx.verify),
         identity=checkpoint.identity,
-        put_back=put_back,
+        apply=apply,
     )
 
 

@@ -60,7 +60,7 @@ async def locate(ctx: ReadContext, files: Files, checkpoint: Checkpoint, names: 
     for found in stored.values():
         check_inside(found.name, found.file, found.offset, found.nbytes, files.sizes)
     objects = {name: found for name, found in stored.items() if not found.is_transformed}
-    if checkpoint.root is not None:
+    if not checkpoint.is_plain_dcp:
         return Source(items=shards, objects=objects, transformed={})  # type: ignore[arg-type]  # no UnparsedItem in ours
     transformed = {name: found for name, found in shards.items() if any(_is_transformed(shard) for shard in found)}
     unparsed_items = [

@@ -1,7 +1,8 @@
 """Copy a planned state into leased host memory.
 
 In: a ``PlannedSave`` and a lease. Out: an ``Image``. Its chunks are captured when their events are reached; from then
-on, the caller may change its tensors. Imports everything up to ``plan``; never storage.
+on, the caller may change its tensors. ``capture`` decides the order in which copies are issued. Imports everything up
+to ``plan``; never storage.
 """
 
 from aio_ckpt.snapshot.capture import Capture

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from aio_ckpt.errors import SourceChangedError, StallError
-from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format.tensor_zip import is_dense
 from aio_ckpt.memory.copies import Copies, CopyEvent, pack_part
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import copy_all, first_unreadable
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, DeviceCopies, GatherRun
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun, HostTransfers
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.plan.structure import addresses
 from aio_ckpt.plan.values import Chunk, Piece
@@ -28,22 +28,22 @@ from aio_ckpt.snapshot.progress import CapturedRun
 
 __all__ = ["NO_ORDER", "Capture", "CopyEngines", "CopyOrder", "CopyOrderCache", "capture"]
 
-_CopiesByDevice = Mapping[torch.device, DeviceCopies]
+_TransfersByDevice = Mapping[torch.device, HostTransfers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CopyOrder:
-    """Copies of one layout, split by whether their leaves are guarded."""
+    """Transfers of one layout, split by whether their leaves are guarded."""
 
-    first: _CopiesByDevice
-    """Copies of unguarded leaves."""
-    guarded: _CopiesByDevice
-    """Copies of guarded leaves."""
+    first: _TransfersByDevice
+    """Transfers of unguarded leaves."""
+    guarded: _TransfersByDevice
+    """Transfers of guarded leaves."""
     guarded_runs: Set[int]
     """Image offsets of the gather runs all of whose leaves are guarded."""
 
-    def device_copies(self, *, is_guarded: bool) -> _CopiesByDevice:
-        """Return the copies of the guarded leaves, or of the others."""
+    def host_transfers(self, *, is_guarded: bool) -> _TransfersByDevice:
+        """Return the transfers of the guarded leaves, or of the others."""
         return self.guarded if is_guarded else self.first
 
 
@@ -54,37 +54,39 @@ NO_ORDER = CopyOrder(first={}, guarded={}, guarded_runs=frozenset())
 class CopyOrderCache:
     """Cache of the copy order of the newest save: for 10,000 tensors it takes a millisecond to compute.
 
-    Copy methods and device copies are compared by identity, because a change of them always makes new objects. The
+    Copy methods and transfers are compared by identity, because a change of them always makes new objects. The
     cache holds numbers, and no source tensor.
     """
 
     _copy_methods: Sequence[ChunkCopyMethods] = ()
-    _device_copies: _CopiesByDevice = field(default_factory=dict)
+    _host_transfers: _TransfersByDevice = field(default_factory=dict)
     _guarded: Set[int] = frozenset()
     _copy_order: CopyOrder = NO_ORDER
 
     def order(
-        self, copy_methods: Sequence[ChunkCopyMethods], device_copies: _CopiesByDevice, guarded: Set[int]
+        self, copy_methods: Sequence[ChunkCopyMethods], host_transfers: _TransfersByDevice, guarded: Set[int]
     ) -> CopyOrder:
         """Return the order of these copies, given the guarded leaves."""
         if not guarded:
-            return CopyOrder(first=device_copies, guarded={}, guarded_runs=frozenset())
+            return CopyOrder(first=host_transfers, guarded={}, guarded_runs=frozenset())
         if (
             self._copy_methods is not copy_methods
-            or self._device_copies is not device_copies
+            or self._host_transfers is not host_transfers
             or self._guarded != guarded
         ):
-            self._copy_order = _split(copy_methods, device_copies, guarded)
-            self._copy_methods, self._device_copies, self._guarded = copy_methods, device_copies, guarded
+            self._copy_order = _split(copy_methods, host_transfers, guarded)
+            self._copy_methods, self._host_transfers, self._guarded = copy_methods, host_transfers, guarded
         return self._copy_order
 
 
-def _split(copy_methods: Sequence[ChunkCopyMethods], device_copies: _CopiesByDevice, guarded: Set[int]) -> CopyOrder:
+def _split(
+    copy_methods: Sequence[ChunkCopyMethods], host_transfers: _TransfersByDevice, guarded: Set[int]
+) -> CopyOrder:
     wanted = np.fromiter(guarded, dtype=np.int64, count=len(guarded))
-    is_guarded = {device: np.isin(found.leaves, wanted) for device, found in device_copies.items()}
+    is_guarded = {device: np.isin(found.leaves, wanted) for device, found in host_transfers.items()}
     return CopyOrder(
-        first={device: found.only(~is_guarded[device]) for device, found in device_copies.items()},
-        guarded={device: found.only(is_guarded[device]) for device, found in device_copies.items()},
+        first={device: found.only(~is_guarded[device]) for device, found in host_transfers.items()},
+        guarded={device: found.only(is_guarded[device]) for device, found in host_transfers.items()},
         guarded_runs={run.start for methods in copy_methods for run in methods.gathered if guarded >= {*run.leaves}},
     )
 
@@ -155,17 +157,17 @@ class Capture:
         that copy, so that the leaf counts as guarded.
         """
         plan = self._planned.plan
-        device_copies = plan.descriptors.device_copies
+        host_transfers = plan.descriptors.host_transfers
         device_copy = None
         if self._image.is_whole:
             device_copy = self._copy_engines.device_copier.allocate(plan, self._copies_from)
         if device_copy is not None:
             for device, groups in device_copy.groups.items():
                 self._assemble(self._copies_from(device), groups)
-            self._device_copy, device_copies = device_copy, device_copy.device_copies
+            self._device_copy, host_transfers = device_copy, device_copy.host_transfers
             self._guards_copied_alone = self._guarded <= device_copy.leaves
             self._guarded |= device_copy.leaves
-        self._copy_order = self._copy_engines.copy_order.order(plan.copy_methods, device_copies, self._guarded)
+        self._copy_order = self._copy_engines.copy_order.order(plan.copy_methods, host_transfers, self._guarded)
         if self._guarded and plan.copy_methods:
             self._issue_device(self._image.chunks[: len(plan.copy_methods)], is_guarded=False)
             self.source_events = tuple(copies.record_event() for copies in self._copies.values())
@@ -254,9 +256,9 @@ class Capture:
         The chunks lie side by side in the arena, as in the image, so that one base address serves all.
         """
         plan, copy_order = self._planned.plan, self._copy_order
-        for device, device_copies in copy_order.device_copies(is_guarded=is_guarded).items():
+        for device, transfers in copy_order.host_transfers(is_guarded=is_guarded).items():
             # The end of the tensors limits the range, as the objects after them grow: each range is cached.
-            vectors = device_copies.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
+            vectors = transfers.within(run[0].start, min(run[-1].stop, plan.layout.tensor_bytes))
             if len(vectors):
                 self._copies_from(device).copy_vectors(self._base(run[0]), vectors)
         for chunk in run:
@@ -329,7 +331,7 @@ class Capture:
 def _has_stored_bytes(tensor: torch.Tensor) -> bool:
     """Return whether the memory of ``tensor`` holds its bytes exactly as a data file stores them."""
     is_lazy = tensor.is_conj() or tensor.is_neg()
-    return not is_lazy and envelope.is_dense(tuple(tensor.shape), tensor.stride())
+    return not is_lazy and is_dense(tuple(tensor.shape), tensor.stride())
 
 
 def capture(

@@ -16,7 +16,7 @@ import torch
 
 from aio_ckpt.format.constants import align_up
 from aio_ckpt.memory.copies import Copies, DeviceMemory
-from aio_ckpt.plan.copy_plan import CopyDescriptors, DeviceCopies, Places
+from aio_ckpt.plan.copy_plan import CopyDescriptors, HostTransfers, Places
 from aio_ckpt.plan.planner import ImagePlan
 from aio_ckpt.snapshot.gather import LeafGroups, by_dtype
 
@@ -42,8 +42,8 @@ class DeviceCopy:
     """Leaves that have a copy."""
     groups: Mapping[torch.device, LeafGroups]
     """Views of the copies on each device, by dtype."""
-    device_copies: Mapping[torch.device, DeviceCopies]
-    """``CopyDescriptors.device_copies``; if a leaf has a copy, with the address of that copy."""
+    host_transfers: Mapping[torch.device, HostTransfers]
+    """Transfers of all leaves, as in ``CopyDescriptors``. The source of a leaf that has a copy is that copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ class _Placement:
     starts: Mapping[torch.device, Mapping[int, int]]
     """Per device, the offset in the memory of each leaf that has a copy."""
     leaves: frozenset[int]
-    device_copies: Mapping[torch.device, DeviceCopies]
+    host_transfers: Mapping[torch.device, HostTransfers]
 
     @property
     def copied_bytes(self) -> int:
@@ -93,7 +93,7 @@ class DeviceCopier:
         if not placement.leaves:
             return None
         groups = {device: by_dtype(_views(plan, buffer, placement.starts[device])) for device, buffer in memory.items()}
-        return DeviceCopy(leaves=placement.leaves, groups=groups, device_copies=placement.device_copies)
+        return DeviceCopy(leaves=placement.leaves, groups=groups, host_transfers=placement.host_transfers)
 
     def clear(self) -> None:
         """Drop the placement of the newest layout, and its references to the plan."""
@@ -133,7 +133,7 @@ class DeviceCopier:
             spans=spans,
             starts=starts,
             leaves=frozenset(leaf for begun in starts.values() for leaf in begun),
-            device_copies=plan.places.device_copies(addresses),
+            host_transfers=plan.places.host_transfers(addresses),
         )
         if known is None or known.copied_bytes != placement.copied_bytes:
             _log.info(

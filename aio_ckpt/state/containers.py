@@ -1,8 +1,8 @@
 """Containers of other types than dict, list and tuple: their parts, their notes, and how they are made again.
 
-A skeleton notes the type of such a container by its name. The type is made again in three cases.
+A skeleton stores the name of such a container's type. A load makes a container of this type in three cases:
 
-- Making it runs no code of its own, as for types of the standard library and of torch, and namedtuples.
+- No code of the type runs: for named tuples, ``torch.return_types`` and a few types of the standard library.
 - The user allows it: by ``torch.utils._pytree`` or ``torch.serialization.add_safe_globals``.
 - The checkpoint is trusted.
 """
@@ -53,7 +53,9 @@ __all__ = [
 ]
 
 Notes: TypeAlias = "tuple[tuple[str, Any], ...]"
-"""Facts of a container beside its code: names and values (str, int, bytes or None), in a fixed order."""
+"""Notes of a container in a skeleton, such as its type: (name, value) pairs in a fixed order.
+
+A value is a str, int, bytes or None."""
 
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _HARMLESS = frozenset((*_NAMESPACES, collections.defaultdict, collections.deque, types.MappingProxyType))
@@ -82,7 +84,8 @@ is_transparent: Callable[[Any], bool] = functools.lru_cache(maxsize=4096)(_is_tr
 
 
 _MAPPING_LIKE = frozenset({"ml_collections.config_dict.config_dict:ConfigDict"})
-"""Types that are mappings without the base class. Methods are no test, as a table of columns has the same."""
+"""Types of mappings that do not derive from ``Mapping``. They are named here, because methods prove nothing: a table of
+columns, such as a DataFrame, has the methods of a mapping too."""
 
 
 def _is_mapping(kind: type) -> bool:
@@ -118,9 +121,10 @@ _PLAIN_PICKLING = tuple(getattr(object, name, None) for name in ("__reduce_ex__"
 
 
 def _is_opened(kind: type) -> bool:
-    """Return whether values of this transparent type are entered, whatever they hold: one object would need trust.
+    """Return whether values of this transparent type are taken apart even without a tensor in them.
 
-    If a type with fields pickles in its own way, its values are not entered: it may leave out fields on purpose.
+    Stored as one object, they could be read only with trust. If a type with fields pickles in its own way, its values
+    are stored as one object: it may leave out fields on purpose.
     """
     pickling = tuple(getattr(kind, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
     return kind not in _READ_AS_OBJECT and (pickling == _PLAIN_PICKLING or not has_fields(kind))
@@ -184,7 +188,10 @@ def entries_of(value: Mapping[Any, object], name: str | None) -> tuple[tuple[Any
 
 
 def _unresolved(item: Any) -> Any:
-    """Return an entry of a config. For a container that is None, missing or an interpolation, return its marker."""
+    """Return an entry of a config as it stands there: a value or a container.
+
+    For a container that is None, missing or an interpolation, that is None, ``"???"`` or the text of the interpolation.
+    """
     while callable(getattr(type(item), "_is_interpolation", None)):
         if _is_config(type(item)) and not (item._is_none() or item._is_missing() or item._is_interpolation()):
             break
@@ -203,7 +210,7 @@ def notes_of(value: Any, name: str) -> Notes:
     notes: list[tuple[str, Any]] = []
     metadata = vars(value).get("_metadata") if isinstance(value, collections.OrderedDict) else None
     if isinstance(metadata, Mapping):
-        with contextlib.suppress(AioCkptError):  # A value that pickle cannot store is no version.
+        with contextlib.suppress(AioCkptError):  # Versions that pickle cannot store are left out.
             notes.append(("metadata", encode_metadata(metadata, name)))
     if kind not in _PLAIN:
         notes.append(("type", f"{kind.__module__}:{kind.__qualname__}"))

@@ -183,6 +183,22 @@ def test_values_agree_if_and_only_if_no_place_takes_two(
         assert torch.equal(memory, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128])
+def test_values_agree_bit_by_bit(dtype: torch.dtype) -> None:
+    """NaN agrees with itself, and -0.0 does not agree with 0.0."""
+    memory = torch.zeros(2, dtype=dtype)
+    targets = [SharedTarget("t", memory[:1].expand(3)), SharedTarget("u", memory)]
+    nan = torch.full((3,), float("nan"), dtype=dtype)
+    values = {"t": nan, "u": torch.cat([nan[:1], torch.ones(1, dtype=dtype)])}
+    check_agreement(targets, values)
+    write_shared(targets, values)
+    assert memory[0].isnan()
+    assert memory[1] == 1
+    zeros = {"t": torch.zeros(3, dtype=dtype), "u": -torch.zeros(2, dtype=dtype)}
+    with pytest.raises(TemplateMismatchError, match="'t' shares memory with 'u'"):
+        check_agreement(targets, zeros)
+
+
 def test_a_damaged_value_of_shared_memory_is_damage(engine: SyncCheckpointEngine) -> None:
     path = engine.save({"t": torch.full((4,), 7.5), "other": torch.ones(2)}).result(TIMEOUT).path
     data = (path / "__0_0.distcp").read_bytes()

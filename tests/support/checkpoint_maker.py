@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aio_ckpt.format import manifests as manifest
-from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
 from aio_ckpt.state.dcp_paths import dcp_paths
@@ -83,14 +83,14 @@ def raw_of(tensor: torch.Tensor, stride: tuple[int, ...]) -> bytes:
 def _lay_out(content: RankContent) -> None:
     for shard in content.shards:
         tensor = shard.tensor
-        stride = envelope.stored_stride(tensor.shape, tensor.stride())
-        made = envelope.render(TensorSpec(tensor.dtype, tuple(tensor.shape), stride))
+        stride = tensor_zip.stored_stride(tensor.shape, tensor.stride())
+        made = tensor_zip.render(TensorSpec(tensor.dtype, tuple(tensor.shape), stride))
         raw = raw_of(tensor, stride)
         alignment = PAGE_BYTES if len(raw) >= BLOCK_BYTES else 64
         raw_offset = align_up(len(content.data) + len(made.header), alignment)
         item_offset = raw_offset - len(made.header)
         trailer = bytearray(made.trailer)
-        envelope.fill_crc(trailer, made, isal_zlib.crc32(raw))
+        tensor_zip.fill_crc(trailer, made, isal_zlib.crc32(raw))
         content.data += bytes(item_offset - len(content.data)) + made.header + raw + trailer
         blocks = [raw[at : at + BLOCK_BYTES] for at in range(0, len(raw), BLOCK_BYTES)]
         content.sums += b"".join(isal_zlib.crc32(block).to_bytes(4, "little") for block in blocks)

@@ -18,7 +18,7 @@ from aio_ckpt.memory.copies import CopyEvent, HostCopies
 from aio_ckpt.memory.cuda import CopyStreams
 from aio_ckpt.memory.host_copy import CopyVectors, copy_all
 from aio_ckpt.memory.lifetime import LifetimeManager
-from aio_ckpt.plan.copy_plan import ChunkCopyMethods, DeviceCopies, GatherRun
+from aio_ckpt.plan.copy_plan import ChunkCopyMethods, GatherRun, HostTransfers
 from aio_ckpt.plan.planner import PlannedImage
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, CopyOrderCache, capture
@@ -38,17 +38,17 @@ def state_of(sizes: list[int]) -> dict[str, torch.Tensor]:
 def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tensor(sizes, cuts):
     state = state_of(sizes)
     plan, _ = issued(state)
-    device_copies = plan.descriptors.device_copies
+    host_transfers = plan.descriptors.host_transfers
     image = np.zeros(plan.layout.tensor_bytes, dtype=np.uint8)
     offsets = sorted({0, len(image), *(int(cut * len(image)) for cut in cuts)})
     for start, stop in pairwise(offsets):
-        for found in device_copies.values():
+        for found in host_transfers.values():
             vectors = found.within(start, stop)
             assert (vectors[:, 0] >= start).all()
             assert (vectors[:, 0] + vectors[:, 2] <= stop).all()
             assert (vectors[:, 2] > 0).all()
             copy_all(image.ctypes.data, vectors)
-    assert sum(len(found.vectors) for found in device_copies.values()) == sum(
+    assert sum(len(found.vectors) for found in host_transfers.values()) == sum(
         n > 0 for n in sizes
     )  # whole, one row each
     for item in plan.layout.items:
@@ -57,29 +57,29 @@ def test_however_an_image_is_cut_each_byte_is_issued_once_and_from_its_own_tenso
         assert bytes(got) == ctypes.string_at(state[name].data_ptr(), state[name].nbytes)
 
 
-def leaves_of(device_copies):
-    return [found.leaves.tolist() for found in device_copies.values()]
+def leaves_of(host_transfers):
+    return [found.leaves.tolist() for found in host_transfers.values()]
 
 
 def test_what_is_guarded_comes_later_and_all_else_first():
     plan, _ = issued(state_of([100, 200, 300, 400]))
-    device_copies, known = plan.places.at([1000, 2000, 3000, 4000]).device_copies, CopyOrderCache()
-    copy_order = known.order(plan.copy_methods, device_copies, frozenset({0, 3}))
-    assert leaves_of(copy_order.device_copies(is_guarded=True)) == [[0, 3]]
-    (first,) = copy_order.device_copies(is_guarded=False).values()
+    host_transfers, known = plan.places.at([1000, 2000, 3000, 4000]).host_transfers, CopyOrderCache()
+    copy_order = known.order(plan.copy_methods, host_transfers, frozenset({0, 3}))
+    assert leaves_of(copy_order.host_transfers(is_guarded=True)) == [[0, 3]]
+    (first,) = copy_order.host_transfers(is_guarded=False).values()
     assert (first.leaves.tolist(), first.vectors[:, 1].tolist()) == ([1, 2], [2000, 3000])
 
 
 def test_turns_are_found_once_and_again_for_other_addresses_routes_or_guards():
     plan, _ = issued(state_of([100, 200]))
-    first, second = (plan.places.at(addresses).device_copies for addresses in ([1000, 2000], [1000, 5000]))
+    first, second = (plan.places.at(addresses).host_transfers for addresses in ([1000, 2000], [1000, 5000]))
     known, guarded = CopyOrderCache(), frozenset({1})
     copy_order = known.order(plan.copy_methods, first, guarded)
     assert known.order(plan.copy_methods, first, guarded) is copy_order
-    (moved,) = known.order(plan.copy_methods, second, guarded).device_copies(is_guarded=True).values()
+    (moved,) = known.order(plan.copy_methods, second, guarded).host_transfers(is_guarded=True).values()
     assert moved.vectors[:, 1].tolist() == [5000]
-    assert leaves_of(known.order(plan.copy_methods, second, frozenset({0})).device_copies(is_guarded=True)) == [[0]]
-    assert leaves_of(known.order(plan.copy_methods, second, frozenset()).device_copies(is_guarded=False)) == [[0, 1]]
+    assert leaves_of(known.order(plan.copy_methods, second, frozenset({0})).host_transfers(is_guarded=True)) == [[0]]
+    assert leaves_of(known.order(plan.copy_methods, second, frozenset()).host_transfers(is_guarded=False)) == [[0, 1]]
 
 
 def route_of(start: int, *leaves: int) -> ChunkCopyMethods:
@@ -88,21 +88,21 @@ def route_of(start: int, *leaves: int) -> ChunkCopyMethods:
 
 
 def test_a_span_waits_for_its_guard_only_if_all_its_leaves_are_guarded():
-    known, device_copies, guarded = CopyOrderCache(), dict[torch.device, DeviceCopies](), frozenset({0, 2, 3, 4})
+    known, host_transfers, guarded = CopyOrderCache(), dict[torch.device, HostTransfers](), frozenset({0, 2, 3, 4})
     copy_methods = [route_of(0, 0, 1), route_of(100, 2, 3), route_of(200, 4)]
-    assert known.order(copy_methods, device_copies, guarded).guarded_runs == {100, 200}
-    assert known.order([route_of(50, 0)], device_copies, guarded).guarded_runs == {50}  # another layout
+    assert known.order(copy_methods, host_transfers, guarded).guarded_runs == {100, 200}
+    assert known.order([route_of(50, 0)], host_transfers, guarded).guarded_runs == {50}  # another layout
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (40, 50), (20, 20)])
 def test_where_nothing_lies_nothing_is_issued(start, stop):
     vectors = np.array([(10, 1, 10), (20, 100, 20)], dtype=np.uint64)
-    assert len(DeviceCopies(vectors, np.arange(2)).within(start, stop)) == 0
+    assert len(HostTransfers(vectors, np.arange(2)).within(start, stop)) == 0
 
 
 def test_addresses_of_the_upper_half_are_no_sign():
     vectors = np.array([(0, (1 << 64) - 100, 50)], dtype=np.uint64)
-    assert DeviceCopies(vectors, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
+    assert HostTransfers(vectors, np.arange(1)).within(10, 20).tolist() == [[10, (1 << 64) - 90, 10]]
 
 
 class WatchedCopies(HostCopies):
@@ -172,9 +172,9 @@ def test_what_nobody_guards_is_copied_first_and_it_alone_is_awaited(
 
 
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
-    device_copies = DeviceCopies(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.arange(2))
-    cut = device_copies.within(5, 15)
-    assert device_copies.within(5, 15) is cut
-    assert device_copies.within(0, 15) is not cut
+    host_transfers = HostTransfers(np.array([[0, 100, 10], [10, 200, 10]], dtype=np.uint64), np.arange(2))
+    cut = host_transfers.within(5, 15)
+    assert host_transfers.within(5, 15) is cut
+    assert host_transfers.within(0, 15) is not cut
     with pytest.raises(ValueError, match="read-only"):
         cut[0, 0] = 1

@@ -345,11 +345,11 @@ def assert_holds_no_data(plan: Plan) -> None:
     allowed = {id(getattr(chunk.sums, name)) for chunk in plan.layout.chunks for name in chunk.sums.__slots__}
     # Numbers, whose arrays are their own: addresses, and where they go.
     rows = [*plan.places.moved, *plan.places.issued.values()]
-    device_copies = [
-        array for found in plan.descriptors.device_copies.values() for array in (found.vectors, found.leaves)
+    host_transfers = [
+        array for found in plan.descriptors.host_transfers.values() for array in (found.vectors, found.leaves)
     ]
     ready = list(plan.descriptors.vectors)
-    numbers = [*ready, *device_copies, *(getattr(row, name) for row in rows for name in row.__slots__)]
+    numbers = [*ready, *host_transfers, *(getattr(row, name) for row in rows for name in row.__slots__)]
     assert all(array.base is None for array in numbers)
     allowed |= {id(array) for array in numbers}
     assert [type(thing) for thing in found if isinstance(thing, DATA) and id(thing) not in allowed] == []

@@ -65,7 +65,7 @@ def context(storage, *, verify=True):
 
 async def load(storage, path, state, *, verify=True):
     outcome = await load_checkpoint(context(storage, verify=verify), path, state, step=None, options=LoadOptions())
-    outcome.put_back()
+    outcome.apply()
 
 
 @pytest.mark.parametrize("verify", [True, False])

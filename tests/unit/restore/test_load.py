@@ -89,7 +89,7 @@ def context(storage, **changed):
 async def load(storage, path, state, *, strict=False, allow_missing=False, **changed):
     options = LoadOptions(strict=strict, allow_missing=allow_missing)
     outcome = await load_checkpoint(context(storage, **changed), path, state, step=None, options=options)
-    outcome.put_back()
+    outcome.apply()
     return outcome
 
 

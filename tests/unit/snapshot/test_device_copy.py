@@ -42,7 +42,7 @@ def test_each_tensor_has_a_copy_of_its_own_at_the_addresses_that_are_issued() ->
     assert copies.keys() == device_copy.leaves == set(range(len(tensors)))
     assert all(torch.equal(copies[leaf], tensor) for leaf, tensor in enumerate(tensors))
     assert all(copies[leaf].stride() == tensor.stride() for leaf, tensor in enumerate(tensors))
-    ((_, given),), ((_, copied),) = plan.descriptors.device_copies.items(), device_copy.device_copies.items()
+    ((_, given),), ((_, copied),) = plan.descriptors.host_transfers.items(), device_copy.host_transfers.items()
     assert copied.leaves.tolist() == given.leaves.tolist()
     assert copied.vectors[:, [0, 2]].tolist() == given.vectors[:, [0, 2]].tolist()
     for leaf, (_, address, nbytes) in zip(copied.leaves.tolist(), copied.vectors.tolist(), strict=True):
@@ -55,7 +55,7 @@ def test_memory_is_free_once_the_copy_is_dropped_and_the_layout_is_kept() -> Non
     first, again = (device_copier.allocate(plan, lambda _: copies) for _ in range(2))
     assert first is not None
     assert again is not None
-    assert again.device_copies is first.device_copies  # which is what the order of the copies is known by
+    assert again.host_transfers is first.host_transfers  # which is what the order of the copies is known by
     memory = weakref.ref(copies.memories[-1])
     copies.memories.clear()
     assert memory() is not None
@@ -88,7 +88,7 @@ def test_where_not_all_fits_a_part_is_copied_and_the_rest_is_read_where_it_is() 
     device_copy = DeviceCopier(5 << 19).allocate(plan, lambda _: HostCopies())
     assert device_copy is not None
     assert len(device_copy.leaves) == 2
-    ((_, moved),) = device_copy.device_copies.items()
+    ((_, moved),) = device_copy.host_transfers.items()
     sources = dict(zip(moved.leaves.tolist(), moved.vectors[:, 1].tolist(), strict=True))
     assert {leaf for leaf, source in sources.items() if source != tensors[leaf].data_ptr()} == device_copy.leaves
 

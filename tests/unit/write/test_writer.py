@@ -25,7 +25,7 @@ from rings import TIMEOUT, image_of, plan_of, save_image
 from watched_writes import WatchedStorage, Write
 
 from aio_ckpt.errors import WriteError
-from aio_ckpt.format import tensor_zip as envelope
+from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.memory.arena import POISON
 from aio_ckpt.memory.lifetime import LifetimeManager
@@ -97,7 +97,7 @@ def small_layout(sizes: list[int], chunk_bytes: int) -> ImageLayout:
     placements = []
     for index, nbytes in enumerate(sizes):
         spec = TensorSpec(torch.uint8, (nbytes,), (1,))
-        placements.append(Placement(index, (f"t{index}",), (0,), spec, envelope.render(spec)))
+        placements.append(Placement(index, (f"t{index}",), (0,), spec, tensor_zip.render(spec)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "chunk_bytes_for", lambda raw_bytes: chunk_bytes)
         return lay_out(placements, budget_bytes=sys.maxsize)
