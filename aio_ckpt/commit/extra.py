@@ -9,6 +9,7 @@ import msgspec
 
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError
+from aio_ckpt.state.objects import type_name
 
 __all__ = ["MAX_EXTRA_BYTES", "check_extra"]
 
@@ -69,7 +70,7 @@ def _copied(where: str, value: object, depth: int) -> Any:
                 _name(where, name): _copied(f"{where}[{shown(name)}]", item, depth + 1) for name, item in value.items()
             }
     raise ConfigError(
-        f"{where}: a {type(value).__name__} is no JSON value: give a str, int, float, bool, None, list or dict, "
+        f"{where}: a {type_name(value)} is no JSON value: give a str, int, float, bool, None, list or dict, "
         "such as .item() of a number and .tolist() of an array"
     )
 

@@ -124,6 +124,8 @@ class Match:
     """Compound tensors of the template, whose parts are among ``whole`` and ``tensors``."""
     own: dict[str, CompoundTensor] = field(default_factory=dict)
     """Name below a Stateful value -> the compound tensor that it holds now. Its type is used for the loaded one."""
+    empty: Sequence[str] = ()
+    """Names of the empty mappings and lists of the template that take what is stored below them."""
     names: Sequence[str] | None = None
     """Names of all leaves of the template if some are marked (``0~2``); None if each name is the path of its leaf."""
     missing: tuple[str, ...] = ()
@@ -156,7 +158,7 @@ def match_template(
         UnsafeObjectError: a Stateful value would get a tensor of a type that it does not hold and that is not allowed.
     """
     named = named_as_stored(checkpoint, read_template(state, rank=rank), rank)
-    template, found = named.template, Match(names=named.names)
+    template, found = named.template, Match(names=named.names, empty=named.template.empty)
     missing, misfits = _match_leaves(checkpoint, template, found, trusted, casts)
     missing, open_faults = _match_open(checkpoint, template, found, missing, rank)
     found.compounds, faults, missing = match_compounds(checkpoint, template, missing, rank)

@@ -81,7 +81,7 @@ def prepare_apply(
         with target_modified():
             _write_rest(found, shared)
             if leaves:
-                put_back(state, leaves, rank=rank, names=found.names)
+                put_back(state, leaves, rank=rank, names=found.names, empty=found.empty)
             for target, state_dict in state_dicts:
                 with _noting_refusal(target, checkpoint):
                     target.value.load_state_dict(state_dict)

@@ -15,6 +15,7 @@ Every other value is one object leaf, whatever arrays it holds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class Template:
     skeleton: Skeleton
     """Containers and keys around the leaves."""
     empty: list[str]
-    """Names of the empty mappings and lists that are entered; ``""`` is the state itself."""
+    """Names of the empty mappings and lists that take what is stored below them; ``""`` is the state itself."""
 
 
 def flatten(state: object, *, rank: int) -> FlatState:
@@ -140,7 +141,25 @@ def read_template(state: object, *, rank: int) -> Template:
     if not walk.names and not stateful and not empty:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
     named = dict(zip(unique_names([name for name, _ in compounds]), [found for _, found in compounds], strict=True))
+    empty = _unambiguous(empty, walk.names)
     return Template(unique_names(walk.names), walk.values, walk.kinds, stateful, named, skeleton, empty)
+
+
+def _unambiguous(empty: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return those of ``empty`` that are the name of one container alone, with no leaf at or below it.
+
+    Keys that are equal as text give one name to a leaf and to an empty container, which does not take the leaf's value.
+    """
+    if not names:
+        return list(empty)
+    ordered, counts = sorted(names), Counter(empty)
+
+    def is_free(name: str) -> bool:
+        at, below = bisect_left(ordered, name), bisect_left(ordered, prefix := f"{name}.")
+        holds_leaf = name == "" or ordered[at : at + 1] == [name]
+        return not holds_leaf and not any(leaf.startswith(prefix) for leaf in ordered[below : below + 1])
+
+    return [name for name, count in counts.items() if count == 1 and is_free(name)]
 
 
 def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:

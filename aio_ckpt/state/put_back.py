@@ -21,14 +21,22 @@ from aio_ckpt.state.values import LeafKind, PerRank
 __all__ = ["put_back"]
 
 
-def put_back(state: object, objects: Mapping[str, object], *, rank: int, names: Sequence[str] | None = None) -> None:
+def put_back(
+    state: object,
+    objects: Mapping[str, object],
+    *,
+    rank: int,
+    names: Sequence[str] | None = None,
+    empty: Sequence[str] | None = None,
+) -> None:
     """Set the leaves named in ``objects`` in the caller's containers. A tuple or ``PerRank`` is rebuilt in its parent.
 
     If a named value is an empty mapping or list, an object of the same form fills it; another object replaces it.
     Tensors, Stateful values and names that ``objects`` lacks stay as they are. ``names``: of all leaves, in the order
-    of :func:`aio_ckpt.state.flatten.read_template`; None: each leaf's name is its path.
+    of :func:`aio_ckpt.state.flatten.read_template`; None: each leaf's name is its path. ``empty``: of the empty
+    mappings and lists that may be filled; None: all.
     """
-    for_empty = objects.keys() - set(names or ())  # a leaf may have the path of an empty mapping as its name
+    for_empty = objects.keys() if empty is None else objects.keys() & set(empty)
     _PutBack(objects=objects, for_empty=for_empty, rank=rank, names=names).replaced(state, None)
 
 

@@ -93,6 +93,27 @@ def test_what_was_empty_takes_all_that_is_stored_below_its_name(
     assert found is first or type(first) is not type(later) or first is None, "the object that was given is filled"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: {"a": {0: value, "0": {}}},
+        lambda value: {"a.b": value, "a": {"b": {}}},
+        lambda value: {"a": {"0": [], 0: {}, "w": value}},
+        lambda value: {"a": {"0": [1], 0: {}, "w": value}},
+        lambda value: {"a": {}, "a.b": value},
+        lambda value: {"": {}, "w": value},
+    ],
+    ids=["int key", "dotted key", "an empty list", "a list", "a key below", "an empty key"],
+)
+def test_an_empty_container_does_not_take_what_belongs_to_a_leaf_of_the_same_name(
+    engine: SyncCheckpointEngine, make: Any
+) -> None:
+    engine.save(make(torch.ones(2))).result(TIMEOUT)
+    state = make(torch.zeros(2))
+    engine.load(state, strict=True)
+    assert same(state, make(torch.ones(2)))
+
+
 def test_an_optimizer_that_was_not_stepped_gets_its_moments_by_its_state_dict(
     engine: SyncCheckpointEngine,
 ) -> None:

@@ -65,8 +65,8 @@ def test_put_back_rebuilds_no_tuple_that_did_not_change():
 
 def test_an_empty_mapping_does_not_take_the_value_of_a_leaf_whose_name_is_its_path():
     state = {"a": {"w": torch.ones(1), "0": [], 0: {}}}
-    names = read_template(state, rank=0).names
-    put_back(state, {"a.0": [1]}, rank=0, names=names)
+    template = read_template(state, rank=0)
+    put_back(state, {"a.0": [1]}, rank=0, names=template.names, empty=template.empty)
     assert state["a"]["0"] == [1]
     assert state["a"][0] == {}
 
@@ -84,7 +84,8 @@ def test_put_back_reaches_every_object_that_flatten_named(state, mark):
         for name, value, kind in rows
         if kind is not LeafKind.TENSOR
     }
-    put_back(state, objects, rank=0, names=read_template(state, rank=0).names)
+    template = read_template(state, rank=0)
+    put_back(state, objects, rank=0, names=template.names, empty=template.empty)
     after = dict(zip(*(lambda f: (f.names, f.values))(flatten(state, rank=0)), strict=True))
     assert {name: after[name] for name in objects} == objects
     assert list(after) == flat.names
