@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -36,10 +37,23 @@ COUNT = 5
 _SEGMENT = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/memfd:aio_ckpt", re.MULTILINE)
 
 
+_OTHERS: set[int] = set()
+"""Inodes of the segments that tests before this one left mapped."""
+
+
+@pytest.fixture(autouse=True)
+def own_segments_only() -> None:
+    gc.collect()
+    _OTHERS.clear()
+    _OTHERS.update(segments())
+
+
 def segments(maps: str | None = None) -> dict[int, tuple[int, int]]:
     """Inode -> (address, bytes) of every mapped segment of this process."""
     found: dict[int, tuple[int, int]] = {}
     for begin, end, inode in _SEGMENT.findall(maps or Path("/proc/self/maps").read_text()):
+        if int(inode) in _OTHERS:
+            continue
         address, nbytes = found.get(int(inode), (int(begin, 16), 0))
         found[int(inode)] = (address, nbytes + int(end, 16) - int(begin, 16))
     return found
