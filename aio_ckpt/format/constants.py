@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BLOCK_BYTES", "MAX_DIMS", "PAGE_BYTES", "Envelope", "TensorSpec", "align_up"]
+__all__ = ["BLOCK_BYTES", "MAX_DIMS", "PAGE_BYTES", "RAW_ALIGN_BYTES", "Envelope", "TensorSpec", "align_up"]
 
 BLOCK_BYTES = 1 << 20
 """Raw bytes of an item that one stored CRC32 covers (format)."""
@@ -16,6 +16,9 @@ MAX_DIMS = 64
 
 PAGE_BYTES = 4096
 """Data files are padded to a multiple of this, which direct I/O needs (format)."""
+
+RAW_ALIGN_BYTES = 64
+"""Raw bytes of a tensor begin at a multiple of this, counted from the start of the item and of the file (format)."""
 
 
 def align_up(value: int, alignment: int) -> int:

@@ -28,12 +28,11 @@ from typing import Any, NoReturn
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.format.constants import MAX_DIMS, Envelope, TensorSpec, align_up
+from aio_ckpt.format.constants import MAX_DIMS, RAW_ALIGN_BYTES, Envelope, TensorSpec, align_up
 from aio_ckpt.format.tensor_pickle import TensorView, read_pickle, render_pickle, storable_dtype
 
 __all__ = [
     "HEAD_BYTES",
-    "RAW_ALIGN_BYTES",
     "TAIL_BYTES",
     "ParsedItem",
     "fill_crc",
@@ -53,9 +52,6 @@ HEAD_BYTES = 32768
 
 TAIL_BYTES = 8192
 """Most bytes that :func:`parse` reads from an item's end."""
-
-RAW_ALIGN_BYTES = 64
-"""The raw bytes begin at a multiple of this, counted from the item's start."""
 
 _LOCAL = struct.Struct("<4s2xHH4x3I2H")
 """magic, flags, method, crc, packed, nbytes, name, extra. Versions and dates stay zero, as torch writes them."""

@@ -11,13 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from aio_ckpt.config import LEAST_BUDGET_BYTES
-from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, Envelope, TensorSpec, align_up
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, RAW_ALIGN_BYTES, Envelope, TensorSpec, align_up
 from aio_ckpt.plan.values import Chunk, ChunkSums, ImageLayout, Piece, TensorItem
 
 __all__ = ["Placement", "chunk_bytes_for", "chunk_bytes_within", "cut_chunks", "file_chunks", "lay_out"]
-
-RAW_ALIGNMENT = 64
-"""Alignment of the raw bytes of every item in the file, in bytes."""
 
 _CHUNK_BYTES_MIN = 4 << 20
 _CHUNK_BYTES_FEW = 32 << 20
@@ -89,7 +86,7 @@ def lay_out(placements: Sequence[Placement], *, budget_bytes: int, chunk_bytes: 
 def _place(placement: Placement, cursor: int, chunk_bytes: int) -> TensorItem:
     rendered = placement.envelope
     header_bytes, trailer_bytes = len(rendered.header), len(rendered.trailer)
-    alignment = PAGE_BYTES if rendered.raw_bytes >= BLOCK_BYTES else RAW_ALIGNMENT
+    alignment = PAGE_BYTES if rendered.raw_bytes >= BLOCK_BYTES else RAW_ALIGN_BYTES
     start = align_up(cursor + header_bytes, alignment)
     while _straddles(start - header_bytes, start, chunk_bytes) or _straddles(
         start + rendered.raw_bytes, start + rendered.raw_bytes + trailer_bytes, chunk_bytes

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_examples import examples
 
-from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
+from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, RAW_ALIGN_BYTES, TensorSpec, align_up
 from aio_ckpt.format.tensor_zip import render
 from aio_ckpt.plan.layout import (
-    RAW_ALIGNMENT,
     Placement,
     chunk_bytes_for,
     chunk_bytes_within,
@@ -61,7 +60,7 @@ def test_raw_bytes_are_aligned_and_items_stand_in_order_without_overlap(layout: 
     position = 0
     for item in layout.items:
         assert item.item_offset >= position
-        assert item.raw_offset % (PAGE_BYTES if item.raw_bytes >= BLOCK_BYTES else RAW_ALIGNMENT) == 0
+        assert item.raw_offset % (PAGE_BYTES if item.raw_bytes >= BLOCK_BYTES else RAW_ALIGN_BYTES) == 0
         position = item.item_offset + item.envelope.item_bytes
     assert position == layout.tensor_bytes
     assert layout.raw_bytes == sum(item.raw_bytes for item in layout.items)
@@ -207,5 +206,5 @@ def test_an_item_above_4_gib_is_laid_out(nbytes: int):
 def test_items_of_many_dimensions_keep_to_the_rules():
     layout = laid_out([4 * MIB - 300, 10, 4 * MIB - 2000, 10], dims=60)
     for item in layout.items:
-        assert item.raw_offset % RAW_ALIGNMENT == 0
+        assert item.raw_offset % RAW_ALIGN_BYTES == 0
         assert item.item_offset // layout.chunk_bytes == (item.raw_offset - 1) // layout.chunk_bytes
