@@ -94,6 +94,8 @@ def test_a_disk_that_cannot_be_read_is_no_corrupt_checkpoint(tmp_path: Path, loa
         ("unprotect", "EIO", 1, 2),
         ("rollback", "EIO", 1, 11),
         ("rollback", "fsync fails once", 1, 3),
+        ("delete", "EIO", 1, 6),
+        ("delete", "rename fails", 1, 1),
         ("load that sets damage aside", "EIO", 3, 9),
         ("load that sets damage aside", "rename fails", 1, 1),
     ],

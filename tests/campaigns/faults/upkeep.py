@@ -1,4 +1,4 @@
-"""Faults in what is done beside saves: verify, protect, rollback, setting damage aside, and reads that fall short."""
+"""Faults in what is done beside saves: verify, protect, rollback, delete, setting damage aside, and short reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from aio_ckpt.checkpoint.verify import verify_checkpoint
-from aio_ckpt.errors import AioCkptError, ReadError, RootError, StallError, WriteError
+from aio_ckpt.errors import AioCkptError, CheckpointNotFoundError, ReadError, RootError, StallError, WriteError
 from aio_ckpt.format.names import CORRUPT_DIR, ENGINE_DIR, PROTECTED_DIR, StepNames
 from aio_ckpt.reports import LoadReport
 from tests.campaigns.faults.campaign import PASSING_SECS, STALL_SECS, Point
@@ -42,6 +42,8 @@ class Upkeep:
     """Before it."""
     has_limit: bool = True
     """Whether a call that hangs is given up: a read waits for its disk as long as its caller does."""
+    removes: int | None = None
+    """Step that the call deletes, or None. Until a later pass, it may lie in the trash."""
 
 
 def upkeep_points(folder: Path, upkeep: Upkeep, fault: Fault, *, stride: int = 1) -> Iterator[Point]:
@@ -76,13 +78,13 @@ def _strike(root: Path, upkeep: Upkeep, fault: Fault, number: int) -> Point | No
         wrong = _wrong_error(outcome, ground.storage.struck, fault) if isinstance(outcome, Exception) else ()
         problems = [*wrong, *upkeep.judge(ground, hit, outcome)]
         problems += [f"the next time: {text}" for text in upkeep.repair(ground)]
-        problems += _lost(ground)
+        problems += _lost(ground, besides=upkeep.removes)
         again = ground.save()
         if again.error is not None:
             problems.append(f"the next save failed: {explain(again.error)}")
         else:
             ground.keep(again)
-        problems += ground.look(leftovers=_MAY_STAY)
+        problems += ground.look(leftovers=_MAY_STAY if upkeep.removes is None else (*_MAY_STAY, "trash/"))
         return Point(name=f"{upkeep.name}, {fault.name}, {number}: {hit}", problems=tuple(problems))
 
 
@@ -96,11 +98,11 @@ def _wrong_error(error: Exception, struck: Sequence[Call], fault: Fault) -> Iter
         yield f"errno and path: {explain(error)}"
 
 
-def _lost(ground: Ground) -> Iterator[str]:
-    """Every state that was ever committed here is still somewhere, whole."""
+def _lost(ground: Ground, *, besides: int | None) -> Iterator[str]:
+    """Every state that was ever committed here, but the one of step ``besides``, is still somewhere, whole."""
     names = StepNames(ground.config.step_dir)
     here = [*ground.root.iterdir(), *(ground.root / ENGINE_DIR).glob("*/*")]
-    for step in range(1, _STEPS + 1):
+    for step in {*range(1, _STEPS + 1)} - {besides}:
         places = [path for path in here if names.name(step) in path.name]
         if len(places) != 1 or len(os.listdir(places[0])) != len(_FILES):
             yield f"step {step} is at {places}"
@@ -223,6 +225,33 @@ def _protect_later(ground: Ground) -> None:
     ground.engine.protect(3)
 
 
+# -- delete -----------------------------------------------------------------------------------------
+
+
+def _delete(ground: Ground) -> object:
+    ground.engine._frontend.delete(2, allow_newest=False)
+    return None
+
+
+def _judge_delete(ground: Ground, hit: Call, outcome: object) -> Iterator[str]:
+    if not isinstance(outcome, Exception):
+        yield f"it returned, though {hit} failed"
+    steps = ground.engine.steps()
+    if steps not in ([1, 2, 3], [1, 3]):
+        yield f"listed are {steps}"
+    for step in steps:
+        if not is_state(ground.read(step), ground.committed[step]):
+            yield f"step {step} does not load as it was saved"
+
+
+def _repair_delete(ground: Ground) -> Iterator[str]:
+    with contextlib.suppress(CheckpointNotFoundError):  # the rename was made before the call failed
+        ground.engine._frontend.delete(2, allow_newest=False)
+    ground.forget(2)
+    if ground.engine.steps() != [1, 3]:
+        yield f"listed are {ground.engine.steps()}"
+
+
 # -- damage -----------------------------------------------------------------------------------------
 
 
@@ -274,6 +303,7 @@ UPKEEPS = (
     Upkeep(name="protect", act=_protect, judge=_judge_protect, repair=_repair_protect),
     Upkeep(name="unprotect", act=_unprotect, judge=_judge_unprotect, repair=_repair_unprotect, prepare=_protect_both),
     Upkeep(name="rollback", act=_rollback, judge=_judge_rollback, repair=_repair_rollback, prepare=_protect_later),
+    Upkeep(name="delete", act=_delete, judge=_judge_delete, repair=_repair_delete, removes=2),
     Upkeep(
         name="load that sets damage aside",
         act=_load,
