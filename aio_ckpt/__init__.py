@@ -38,10 +38,10 @@ from aio_ckpt.errors import (
     WriteError,
     WrongThreadError,
 )
+from aio_ckpt.leaves.values import PerRank, Shard, UntrustedObject
 from aio_ckpt.ranks.store_coordinator import SoloCoordinator, StoreCoordinator
 from aio_ckpt.reports import LoadReport, ReadReport, SaveReport
 from aio_ckpt.standalone import load, read
-from aio_ckpt.state.values import PerRank, Shard, UntrustedObject
 from aio_ckpt.sync import SyncCheckpointEngine
 from aio_ckpt.ticket import SaveTicket
 

@@ -9,7 +9,7 @@ import msgspec
 
 from aio_ckpt.checks import shown
 from aio_ckpt.errors import ConfigError
-from aio_ckpt.state.objects import type_name
+from aio_ckpt.leaves.objects import type_name
 
 __all__ = ["MAX_EXTRA_BYTES", "check_extra"]
 

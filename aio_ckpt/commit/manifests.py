@@ -24,8 +24,8 @@ from aio_ckpt.format.manifests import (
     encode_rank,
     encode_root,
 )
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan
-from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.write.result import WriteResult
 
 __all__ = [

@@ -16,11 +16,11 @@ from aio_ckpt._torch import StorageInfo
 from aio_ckpt.errors import PlanChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.manifests import ObjectEntry
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.layout import Placement
 from aio_ckpt.plan.planner import PlannedImage, plan_image
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, check_sources, partition
 from aio_ckpt.state.flatten import FlatState
-from aio_ckpt.state.values import LeafKind
 
 __all__ = ["Sources", "Stream", "collect_sources", "is_plain", "plan_tensors"]
 

@@ -21,12 +21,12 @@ from aio_ckpt.dcp.live_state import LiveState
 from aio_ckpt.dcp.runtime import Face, Runtime
 from aio_ckpt.dcp.sources import is_plain, plan_tensors
 from aio_ckpt.errors import BudgetExceededError
+from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.memory.lifetime import Lease
 from aio_ckpt.plan.planner import ImagePlan, PlannedImage
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.capture import capture
 from aio_ckpt.snapshot.image import image_bytes_of, lease_image
-from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.write.trace_file import NO_TRACE
 
 __all__ = ["AsyncStager", "Staging", "plan_staging"]

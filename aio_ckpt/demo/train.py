@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.demo.model import GPT, Batches, ModelSize, read_corpus
 from aio_ckpt.engine.engine import CheckpointEngine
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.values import PerRank
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["Ended", "Event", "Saved", "Started", "Stepped", "TrainSpec", "Trainer", "decode_event"]

@@ -28,6 +28,7 @@ from aio_ckpt.errors import (
     StallError,
     StepOrderError,
 )
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.planner import Plan, PlannedSave
 from aio_ckpt.ranks.save_round import SaveRound, SaveState
 from aio_ckpt.reports import SaveReport
@@ -39,7 +40,6 @@ from aio_ckpt.snapshot.device_copy import DeviceCopier
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.optimizer_guard import OptimizerGuards
 from aio_ckpt.snapshot.progress import CapturedRun, CaptureProgress
-from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.ticket import SaveTicket
 
 __all__ = ["MAX_CALLS", "InFlight", "KnownSteps"]

@@ -16,6 +16,7 @@ from aio_ckpt.commit import step_numbers
 from aio_ckpt.commit.extra import check_extra
 from aio_ckpt.commit.manifests import MetadataFile
 from aio_ckpt.commit.retention import check_metrics
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.ranks.save_round import SaveRound
@@ -24,7 +25,6 @@ from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.ticket import SaveTicket
 from aio_ckpt.write.result import WriteResult
 from aio_ckpt.write.trace_file import NO_TRACE, SaveTrace, TraceFile

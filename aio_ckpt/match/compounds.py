@@ -8,10 +8,10 @@ from typing import Any
 
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
+from aio_ckpt.leaves import compound
+from aio_ckpt.leaves.compound import CompoundTensor
+from aio_ckpt.leaves.containers import Notes
 from aio_ckpt.match.rank_names import skeleton_of
-from aio_ckpt.state import compound
-from aio_ckpt.state.compound import CompoundTensor
-from aio_ckpt.state.containers import Notes
 from aio_ckpt.state.flatten import Template, compounds_of
 from aio_ckpt.state.names import compound_notes, is_below
 from aio_ckpt.state.skeleton import may_hold_compounds

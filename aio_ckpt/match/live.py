@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.catalog import Shards
+from aio_ckpt.leaves.tensor_memory import are_apart, memory_fault, memory_of, signature_of, span_of
+from aio_ckpt.leaves.values import Shard, Target
 from aio_ckpt.state.flatten import leaves_of
-from aio_ckpt.state.tensor_memory import are_apart, memory_fault, memory_of, signature_of, span_of
-from aio_ckpt.state.values import Shard, Target
 
 __all__ = ["fillable", "layouts_below", "tensors_below"]
 

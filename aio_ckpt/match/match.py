@@ -17,18 +17,9 @@ from aio_ckpt._torch import has_load_hooks, is_load_of_torch
 from aio_ckpt.checkpoint.catalog import Catalog, Item, Shards, global_shape
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.errors import MissingNameError, TemplateMismatchError, UnexpectedNameError
-from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
-from aio_ckpt.match.key_match import named_as_stored
-from aio_ckpt.match.live import fillable, layouts_below, tensors_below
-from aio_ckpt.match.open_places import OpenPlace, names_at
-from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
-from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
-from aio_ckpt.memory.cuda import is_host_memory
-from aio_ckpt.state.compound import CompoundTensor
-from aio_ckpt.state.flatten import Template, read_template
-from aio_ckpt.state.names import MARK, is_below, marked_name
-from aio_ckpt.state.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
-from aio_ckpt.state.tensor_memory import (
+from aio_ckpt.leaves.compound import CompoundTensor
+from aio_ckpt.leaves.objects import TORCH_ARRAY_DTYPES, as_tensor, type_name
+from aio_ckpt.leaves.tensor_memory import (
     are_apart,
     memory_fault,
     memory_of,
@@ -37,7 +28,16 @@ from aio_ckpt.state.tensor_memory import (
     signature_of,
     span_of,
 )
-from aio_ckpt.state.values import LeafKind, Shard, Target
+from aio_ckpt.leaves.values import LeafKind, Shard, Target
+from aio_ckpt.match.compounds import CompoundTarget, match_compounds, own_below, stored_compounds
+from aio_ckpt.match.key_match import named_as_stored
+from aio_ckpt.match.live import fillable, layouts_below, tensors_below
+from aio_ckpt.match.open_places import OpenPlace, names_at
+from aio_ckpt.match.overlaps import SharedTarget, can_be_shared
+from aio_ckpt.match.rank_names import is_empty_container, unexpected_names, wanted_names
+from aio_ckpt.memory.cuda import is_host_memory
+from aio_ckpt.state.flatten import Template, read_template
+from aio_ckpt.state.names import MARK, is_below, marked_name
 
 __all__ = [
     "Match",

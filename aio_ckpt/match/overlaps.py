@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from aio_ckpt.errors import TemplateMismatchError
-from aio_ckpt.state.tensor_memory import overlaps_itself, span_of
+from aio_ckpt.leaves.tensor_memory import overlaps_itself, span_of
 
 __all__ = ["SharedTarget", "can_be_shared", "check_agreement", "write_shared"]
 

@@ -22,14 +22,14 @@ from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.dcp_metadata_write import MetadataTable, MetadataTemplate, render_metadata
 from aio_ckpt.format.manifests import data_file_name, rank_manifest_name
 from aio_ckpt.format.tensor_table import IntArray
+from aio_ckpt.leaves.objects import as_tensor
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.shard_table import Flags, LocalPlan, ShardInfo, ShardTable, TensorSignature, padded
 from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.state.dcp_paths import dcp_paths
 from aio_ckpt.state.flatten import FlatState
-from aio_ckpt.state.objects import as_tensor
 from aio_ckpt.state.skeleton import decode_skeleton
-from aio_ckpt.state.values import LeafKind
 
 __all__ = ["Stored", "cover_faults", "dcp_plan", "local_plan", "places", "render_global", "shard_offsets"]
 

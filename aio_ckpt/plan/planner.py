@@ -20,6 +20,7 @@ from aio_ckpt.config import GATHER_BYTES
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.dcp_metadata_write import MetadataTemplate
 from aio_ckpt.format.manifests import TensorEntry, encode_static
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.memory.cuda import can_copy_by_address, gathered_below_bytes
 from aio_ckpt.plan.assignment import Assignment
 from aio_ckpt.plan.copy_plan import ChunkCopyMethods, CopyDescriptors, Places, choose_copy_methods, image_order
@@ -31,7 +32,6 @@ from aio_ckpt.plan.values import ImageLayout, TensorItem
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import FlatState
 from aio_ckpt.state.skeleton import encode_skeleton
-from aio_ckpt.state.values import LeafKind
 
 __all__ = [
     "ImagePlan",

@@ -21,10 +21,10 @@ from aio_ckpt._torch import SHARDS_DIFFER, local_tensor
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import TensorSpec
+from aio_ckpt.leaves.objects import as_tensor
+from aio_ckpt.leaves.tensor_memory import extent_bytes, needed_bytes
+from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.flatten import FlatState
-from aio_ckpt.state.objects import as_tensor
-from aio_ckpt.state.tensor_memory import extent_bytes, needed_bytes
-from aio_ckpt.state.values import LeafKind, Shard
 
 __all__ = ["Leaves", "Structure", "addresses", "check_sources", "check_whole", "partition", "storage_bytes"]
 

@@ -17,6 +17,7 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.names import SEGMENTS_FILE, StepNames
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.memory.arena import SharedMemoryFactory
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.rescue.orphans import (
@@ -34,7 +35,6 @@ from aio_ckpt.rescue.snapshot_record import record_of, store_record_when_capture
 from aio_ckpt.runtime.portal import Executor, Portal, run_blocking
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.storage.local import Storage
 
 __all__ = ["Rescue", "RootRescue"]

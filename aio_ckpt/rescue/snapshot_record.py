@@ -21,6 +21,7 @@ from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec
 from aio_ckpt.format.dcp_metadata_read import DTYPES, MAX_BYTES
 from aio_ckpt.format.manifests import RankManifest, decode_rank
 from aio_ckpt.format.tensor_zip import render
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import cut_chunks
 from aio_ckpt.plan.planner import Plan
 from aio_ckpt.plan.values import ImageLayout, TensorItem
@@ -28,7 +29,6 @@ from aio_ckpt.rescue.segment import SharedSegment, StoredSegment
 from aio_ckpt.runtime.portal import Executor, run_blocking, watch_submissions
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
-from aio_ckpt.state.objects import ObjectBytes
 from aio_ckpt.write.result import WriteResult
 
 __all__ = [

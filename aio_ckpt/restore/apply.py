@@ -12,6 +12,9 @@ import torch
 
 from aio_ckpt.checkpoint.fetch import synchronize
 from aio_ckpt.checkpoint.open import Checkpoint
+from aio_ckpt.leaves.compound import settle
+from aio_ckpt.leaves.objects import from_tensor, type_name
+from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.compounds import check_targets
 from aio_ckpt.match.match import Match, StatefulTarget, listed
 from aio_ckpt.match.open_places import build_at, nested_at, with_int_keys
@@ -21,11 +24,8 @@ from aio_ckpt.restore.fetch_values import FetchedValues, by_stored_name
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.error_notes import mark_modified
 from aio_ckpt.state.build import build_below
-from aio_ckpt.state.compound import settle
 from aio_ckpt.state.flatten import leaves_of
-from aio_ckpt.state.objects import from_tensor, type_name
 from aio_ckpt.state.put_back import put_back
-from aio_ckpt.state.values import UntrustedObject
 
 __all__ = ["prepare_apply", "target_modified"]
 

@@ -16,10 +16,10 @@ from aio_ckpt.checkpoint.foreign_items import check_zip
 from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.requests import ReadRequest
 from aio_ckpt.errors import UnsafeObjectError
+from aio_ckpt.leaves.objects import decode_object
 from aio_ckpt.restore.load_plan import LoadPlan, check_trusted
 from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.portal import run_blocking
-from aio_ckpt.state.objects import decode_object
 
 __all__ = ["FetchedValues", "by_stored_name", "fetch_values"]
 

@@ -20,9 +20,9 @@ from aio_ckpt.checkpoint.open import Checkpoint
 from aio_ckpt.checkpoint.read_plan import ReadPlan
 from aio_ckpt.errors import CorruptCheckpointError, TemplateMismatchError, UnsafeObjectError
 from aio_ckpt.format.tensor_zip import is_dense
+from aio_ckpt.leaves.values import OwnedShard, Shard, Target
 from aio_ckpt.match.match import WholeTarget, shard_like
 from aio_ckpt.restore.options import ReadContext
-from aio_ckpt.state.values import OwnedShard, Shard, Target
 
 __all__ = ["LoadPlan", "Source", "check_trusted", "locate", "new_tensor"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from aio_ckpt.checkpoint.catalog import Catalog, Shards, global_shape
 from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.match.match import Match, shard_like
-from aio_ckpt.state.tensor_memory import memory_of
 
 __all__ = ["covering_bytes", "is_read_by_several", "wanted_bytes"]
 

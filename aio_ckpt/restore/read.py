@@ -9,6 +9,7 @@ from typing import Any
 
 from aio_ckpt.checkpoint.open import open_checkpoint
 from aio_ckpt.errors import MissingNameError
+from aio_ckpt.leaves.values import UntrustedObject
 from aio_ckpt.match.open_places import dcp_paths_of
 from aio_ckpt.match.rank_names import skeleton_of, wanted_names
 from aio_ckpt.restore.fetch_values import fetch_values
@@ -17,7 +18,6 @@ from aio_ckpt.restore.options import ReadContext
 from aio_ckpt.runtime.portal import run_blocking
 from aio_ckpt.state.build import build
 from aio_ckpt.state.dcp_paths import unflatten_dcp
-from aio_ckpt.state.values import UntrustedObject
 
 __all__ = ["ReadOutcome", "read_state"]
 

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from aio_ckpt._torch import local_tensor
 from aio_ckpt.errors import ConfigError, EngineClosedError
+from aio_ckpt.leaves.compound import plain_tensors
+from aio_ckpt.leaves.tensor_memory import span_of
 from aio_ckpt.memory.copies import CopyEvent
 from aio_ckpt.memory.cuda import is_capturing_graph
 from aio_ckpt.plan.structure import Structure, addresses
-from aio_ckpt.state.compound import plain_tensors
-from aio_ckpt.state.tensor_memory import span_of
 
 __all__ = ["OptimizerGuards"]
 

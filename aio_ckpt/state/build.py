@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, UnsafeObjectError
-from aio_ckpt.state.compound import CompoundTensor, plain_form, put_together, put_together_like
-from aio_ckpt.state.containers import Form, Opened, decode_metadata, open_container
-from aio_ckpt.state.keys import HELD_KEYS, Key, key_text, thaw_key
+from aio_ckpt.leaves.compound import CompoundTensor, plain_form, put_together, put_together_like
+from aio_ckpt.leaves.containers import Form, Opened, decode_metadata, open_container
+from aio_ckpt.leaves.keys import HELD_KEYS, Key, key_text, thaw_key
+from aio_ckpt.leaves.objects import check_key, from_tensor
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.names import children_of, find_named, leaf_paths, sizes_of, unique_names
-from aio_ckpt.state.objects import check_key, from_tensor
 from aio_ckpt.state.skeleton import KEYED, MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
-from aio_ckpt.state.values import LeafKind
 
 __all__ = ["build", "build_below"]
 

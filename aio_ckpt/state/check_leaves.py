@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import AsyncCollectiveTensor, local_tensor
 from aio_ckpt.errors import UnsupportedLeafError
+from aio_ckpt.leaves.objects import type_name
+from aio_ckpt.leaves.values import LeafKind, Shard
 from aio_ckpt.state.classify import TENSOR_TYPES
 from aio_ckpt.state.flatten import FlatState
-from aio_ckpt.state.objects import type_name
-from aio_ckpt.state.values import LeafKind, Shard
 
 __all__ = ["check_leaves", "tensor_fault"]
 

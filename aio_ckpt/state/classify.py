@@ -11,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.state.containers import form_of, is_mapping, is_opened, is_transparent, items_of, parts_of
-from aio_ckpt.state.objects import MAX_DEPTH, TORCH_ARRAY_DTYPES
+from aio_ckpt.leaves.containers import form_of, is_mapping, is_opened, is_transparent, items_of, parts_of
+from aio_ckpt.leaves.objects import MAX_DEPTH, TORCH_ARRAY_DTYPES
+from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.skeleton import MAPPINGS, Container
-from aio_ckpt.state.values import LeafKind, PerRank, Shard
 
 __all__ = ["CODES", "CONTAINERS_FROM", "LEAVES", "TENSOR_TYPES", "code_of", "holds_leaves"]
 

@@ -5,7 +5,7 @@ and a list that holds a tensor or mapping at any depth of lists. DCP enters the 
 
 The walk also enters values that DCP pickles:
 
-- Stateful values and :class:`~aio_ckpt.state.values.PerRank`.
+- Stateful values and :class:`~aio_ckpt.leaves.values.PerRank`.
 - Tuples, other sequences, dataclasses and namespaces that hold a tensor, a mapping or one of the above.
 - Dataclasses, namedtuples and sequences of other types, whatever they hold: one object would need trust to be read.
 
@@ -27,15 +27,15 @@ import numpy as np
 import torch
 
 from aio_ckpt.errors import EmptyStateError, UnsupportedLeafError
+from aio_ckpt.leaves.compound import CompoundTensor, is_compound, take_apart
+from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
+from aio_ckpt.leaves.keys import Key, frozen_keys
+from aio_ckpt.leaves.objects import MAX_DEPTH, type_name
+from aio_ckpt.leaves.shards import ShardedTensor, shard_of
+from aio_ckpt.leaves.values import LeafKind, PerRank, Shard, StockCopy
 from aio_ckpt.state.classify import CODES, CONTAINERS_FROM, LEAVES, TENSOR_TYPES, code_of, holds_leaves
-from aio_ckpt.state.compound import CompoundTensor, is_compound, take_apart
-from aio_ckpt.state.containers import UnreadableError, entries_of, fields_of, notes_of, objects_of, parts_of
-from aio_ckpt.state.keys import Key, frozen_keys
 from aio_ckpt.state.names import compound_notes, is_below, prefix_of, unique_names, without_copies
-from aio_ckpt.state.objects import MAX_DEPTH, type_name
-from aio_ckpt.state.shards import ShardedTensor, shard_of
 from aio_ckpt.state.skeleton import MAPPINGS, TENSOR_WITH_GRAD, Container, Skeleton
-from aio_ckpt.state.values import LeafKind, PerRank, Shard, StockCopy
 
 __all__ = ["FlatState", "Template", "compounds_of", "flatten", "leaves_of", "read_template"]
 
@@ -109,7 +109,7 @@ def flatten(state: object, *, rank: int) -> FlatState:
         UnsupportedLeafError: no checkpoint can store a container or key.
         EmptyStateError: the state has no leaf.
     """
-    walk = _Walk(rank=rank, copies={})
+    walk = _Traversal(rank=rank, copies={})
     skeleton = walk.root(state)
     if not walk.names:
         raise EmptyStateError("the state holds no leaf: give at least one tensor or object")
@@ -136,7 +136,7 @@ def read_template(state: object, *, rank: int) -> Template:
     """
     stateful: list[tuple[str, Any]] = []
     empty: list[str] = []
-    walk = _Walk(rank=rank, stateful=stateful, empty=empty)
+    walk = _Traversal(rank=rank, stateful=stateful, empty=empty)
     skeleton, compounds = walk.apart(walk.root(state))
     if not walk.names and not stateful and not empty:
         raise EmptyStateError("the template holds no leaf: give the state that is to be filled")
@@ -177,7 +177,7 @@ def leaves_of(state: object, prefix: str, *, rank: int) -> dict[str, object]:
 
 def compounds_of(state: object, prefix: str, *, rank: int) -> dict[str, CompoundTensor]:
     """Return the compound tensors of a ``state_dict()`` by their names below ``prefix``."""
-    walk = _Walk(rank=rank)
+    walk = _Traversal(rank=rank)
     _, found = walk.apart(walk.root({prefix: state} if prefix else state))
     return dict(found)
 
@@ -186,7 +186,7 @@ def compounds_of(state: object, prefix: str, *, rank: int) -> dict[str, Compound
 
 
 @dataclass(slots=True, kw_only=True)
-class _Walk:
+class _Traversal:
     """One walk over a state. Names, values and kinds grow in step."""
 
     rank: int

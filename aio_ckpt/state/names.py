@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aio_ckpt.errors import MissingNameError
-from aio_ckpt.state.containers import Notes
-from aio_ckpt.state.keys import Key, key_text
+from aio_ckpt.leaves.containers import Notes
+from aio_ckpt.leaves.keys import Key, key_text
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.skeleton import INDEXED, KEYED, Container, Skeleton
-from aio_ckpt.state.values import LeafKind
 
 __all__ = [
     "MARK",

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from aio_ckpt.leaves.compound import plain_tensors
+from aio_ckpt.leaves.containers import UnreadableError, entries_of, fields_of, is_mapping, parts_of, remade
+from aio_ckpt.leaves.keys import frozen_keys
+from aio_ckpt.leaves.values import LeafKind, PerRank
 from aio_ckpt.state.classify import CONTAINERS_FROM, code_of, holds_leaves
-from aio_ckpt.state.compound import plain_tensors
-from aio_ckpt.state.containers import UnreadableError, entries_of, fields_of, is_mapping, parts_of, remade
-from aio_ckpt.state.keys import frozen_keys
 from aio_ckpt.state.names import prefix_of
 from aio_ckpt.state.skeleton import MAPPINGS, Container
-from aio_ckpt.state.values import LeafKind, PerRank
 
 __all__ = ["put_back"]
 

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
-from aio_ckpt.state.containers import Notes
-from aio_ckpt.state.keys import Key, freeze_key, thaw_key
-from aio_ckpt.state.objects import MAX_DEPTH
-from aio_ckpt.state.values import LeafKind
+from aio_ckpt.leaves.containers import Notes
+from aio_ckpt.leaves.keys import Key, freeze_key, thaw_key
+from aio_ckpt.leaves.objects import MAX_DEPTH
+from aio_ckpt.leaves.values import LeafKind
 
 __all__ = [
     "INDEXED",

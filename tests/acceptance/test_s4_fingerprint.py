@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from aio_ckpt import SaveReport, SyncCheckpointEngine
 from aio_ckpt.commit.manifests import object_entries
 from aio_ckpt.errors import SourceChangedError, UnsupportedLeafError, WriteError
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.copy_plan import SMALL_COPY_BYTES
 from aio_ckpt.plan.planner import CopyDescriptors
 from aio_ckpt.plan.structure import Leaves, Structure, addresses, partition
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.objects import ObjectBytes
 
 SMALL, LARGE = 1000, SMALL_COPY_BYTES  # floats: copied by address, and by torch
 SIZES = pytest.mark.parametrize("numel", [SMALL, LARGE], ids=["by address", "by torch"])

@@ -24,9 +24,9 @@ from aio_ckpt.cli.console import Screen
 from aio_ckpt.config import EngineConfig
 from aio_ckpt.engine.engine import CheckpointEngine
 from aio_ckpt.format.manifests import FORMAT_MAJOR, FORMAT_MINOR
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.reports import amount
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage
 from aio_ckpt.sync import SyncCheckpointEngine
 

@@ -17,8 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from aio_ckpt import SyncCheckpointEngine
 from aio_ckpt.errors import CorruptCheckpointError, MissingNameError, TemplateMismatchError
+from aio_ckpt.leaves.tensor_memory import are_apart, overlapping
 from aio_ckpt.match.overlaps import SharedTarget, check_agreement, write_shared
-from aio_ckpt.state.tensor_memory import are_apart, overlapping
 
 MANY = {f"other.{number}": torch.full((3,), float(number)) for number in range(600)}
 LARGE = 400_000

@@ -42,6 +42,7 @@ from aio_ckpt.errors import (
     ReadError,
     TemplateMismatchError,
 )
+from aio_ckpt.leaves.tensor_memory import memory_of
 from aio_ckpt.ranks.store_coordinator import StoreCoordinator
 from aio_ckpt.reports import LoadReport
 from aio_ckpt.restore import load as restore
@@ -49,7 +50,6 @@ from aio_ckpt.restore.fetch_values import FetchedValues
 from aio_ckpt.restore.load_plan import LoadPlan
 from aio_ckpt.restore.page_cache import covering_bytes
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.state.tensor_memory import memory_of
 from aio_ckpt.storage.local import LocalStorage, PageCache, ReadFile, Storage
 
 SECS = 30.0

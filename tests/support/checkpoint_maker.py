@@ -26,11 +26,11 @@ from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format import tensor_zip
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES, TensorSpec, align_up
 from aio_ckpt.format.dcp_metadata_write import dump_metadata
+from aio_ckpt.leaves.objects import as_tensor, encode_object
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.dcp_paths import dcp_paths
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.objects import as_tensor, encode_object
 from aio_ckpt.state.skeleton import Skeleton, encode_skeleton
-from aio_ckpt.state.values import LeafKind
 
 
 @dataclass

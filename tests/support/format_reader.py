@@ -61,7 +61,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, StoredTensor | bytes], list[A
         check(manifest["rank"] == rank, "rank")
         check(all(manifest[key] == root[key] for key in ("save_id", "step", "world_size")), "of another save")
         values |= _stored(manifest, b"" if manifest["file"] is None else _file(path, manifest["file"]))
-        states.append(_state(msgpack.decode(manifest["skeleton"]), "", rank, _Walk()))
+        states.append(_state(msgpack.decode(manifest["skeleton"]), "", rank, _Traversal()))
     return values, states
 
 
@@ -117,7 +117,7 @@ def _stored(manifest: dict[str, Any], data: bytes) -> dict[str, StoredTensor | b
 
 
 @dataclass
-class _Walk:
+class _Traversal:
     """What a walk over a skeleton has met."""
 
     made: list[Any] = field(default_factory=list)
@@ -126,7 +126,7 @@ class _Walk:
     """Names of the leaves, without their marks."""
 
 
-def _state(node: Any, prefix: str, rank: int, walk: _Walk) -> Any:
+def _state(node: Any, prefix: str, rank: int, walk: _Traversal) -> Any:
     if isinstance(node, int):
         earlier = walk.names.count(prefix[:-1])
         walk.names.append(prefix[:-1])

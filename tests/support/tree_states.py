@@ -13,13 +13,13 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from aio_ckpt.leaves.objects import as_tensor, decode_object, encode_object
+from aio_ckpt.leaves.values import LeafKind, PerRank, StockCopy
 from aio_ckpt.state.build import build
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import copy_names, skeleton_names
-from aio_ckpt.state.objects import as_tensor, decode_object, encode_object
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
-from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -24,11 +24,11 @@ from aio_ckpt.engine import pipeline
 from aio_ckpt.errors import AioCkptError, EngineClosedError, SaveCancelledError, StallError
 from aio_ckpt.format.constants import PAGE_BYTES
 from aio_ckpt.format.names import OWNER_FILE
+from aio_ckpt.leaves import objects as encoding
 from aio_ckpt.memory import arena, lifetime
 from aio_ckpt.runtime import portal
 from aio_ckpt.snapshot import capture as snapshot
 from aio_ckpt.snapshot import image
-from aio_ckpt.state import objects as encoding
 from aio_ckpt.write import writer as write
 from tests.campaigns.faults.campaign import PASSING_SECS, STALL_SECS, Point, cancel_now
 from tests.campaigns.faults.clock import Clock

@@ -18,9 +18,9 @@ from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import add_checksum, block_sums, decode_rank, decode_root
 from aio_ckpt.format.tensor_pickle import read_pickle
 from aio_ckpt.format.tensor_zip import HEAD_BYTES, TAIL_BYTES, parse, records_of
+from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.state.dcp_paths import dcp_paths, unflatten_dcp
 from aio_ckpt.state.names import skeleton_names
-from aio_ckpt.state.objects import decode_object, encode_object
 from aio_ckpt.state.skeleton import decode_skeleton
 
 __all__ = ["TARGETS", "Target", "feed"]

@@ -38,6 +38,7 @@ from aio_ckpt.engine.pipeline import SavePipeline
 from aio_ckpt.engine.stages import PendingSave, SaveCall
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError
 from aio_ckpt.format.names import ENGINE_DIRS, PENDING_DIR, StepNames
+from aio_ckpt.leaves.objects import ObjectEncoder
 from aio_ckpt.memory.lifetime import Lease, LifetimeManager
 from aio_ckpt.plan import layout
 from aio_ckpt.plan.planner import PlanCache
@@ -49,7 +50,6 @@ from aio_ckpt.runtime.futures import follow
 from aio_ckpt.runtime.portal import Portal
 from aio_ckpt.snapshot.image import lease_image
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.objects import ObjectEncoder
 from aio_ckpt.write.throttle import WriteThrottle
 from tests.campaigns.common import log
 from tests.campaigns.simulation.world import HANG_SECS, Chances, Directory, SimStorage, SimThreads, virtual_loop

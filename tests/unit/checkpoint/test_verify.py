@@ -24,8 +24,8 @@ from aio_ckpt.checkpoint.verify import verify_checkpoint
 from aio_ckpt.errors import CheckpointNotFoundError
 from aio_ckpt.format import manifests as manifest
 from aio_ckpt.format.constants import BLOCK_BYTES, PAGE_BYTES
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.runtime.portal import Executor
-from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage
 
 FEW = examples(60)

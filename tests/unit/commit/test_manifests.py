@@ -24,11 +24,11 @@ from aio_ckpt.errors import PlanChangedError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import FileEntry, block_sums, decode_rank, decode_root
+from aio_ckpt.leaves.objects import ObjectBytes, ObjectEncoder, decode_object
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.plan.planner import Plan, PlanCache
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
-from aio_ckpt.state.objects import ObjectBytes, ObjectEncoder, decode_object
 from aio_ckpt.state.skeleton import decode_skeleton
 from aio_ckpt.write.result import WriteResult, check_complete
 

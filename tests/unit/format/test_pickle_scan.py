@@ -22,8 +22,8 @@ from aio_ckpt.checkpoint.catalog import Item
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError
 from aio_ckpt.format.constants import BLOCK_BYTES
 from aio_ckpt.format.pickle_scan import ALL_OPCODES, MAX_TUPLES, check_calls, scan
+from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.restore.load_plan import new_tensor
-from aio_ckpt.state.objects import decode_object, encode_object
 
 SPARE_BYTES = 512 << 20
 """Address space that a reader may take beyond what the child has when it begins."""
@@ -35,7 +35,7 @@ import torch
 from aio_ckpt.errors import AioCkptError
 from aio_ckpt.format.dcp_metadata_read import parse_metadata
 from aio_ckpt.format.manifests import decode_rank, decode_root
-from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.leaves.objects import decode_object, encode_object
 from aio_ckpt.state.skeleton import decode_skeleton
 
 decode_object(encode_object("warm", io.BytesIO(b"x")), name="warm", trusted=False)

@@ -21,12 +21,12 @@ from aio_ckpt.commit.owner import Owner
 from aio_ckpt.errors import BudgetExceededError, CorruptCheckpointError
 from aio_ckpt.format.constants import PAGE_BYTES, align_up
 from aio_ckpt.format.manifests import decode_rank
+from aio_ckpt.leaves.objects import ObjectBytes
 from aio_ckpt.plan.layout import file_chunks
 from aio_ckpt.rescue.orphans import OrphanSegment, OrphanSnapshots, decide, find_orphans, segment_prefix
 from aio_ckpt.rescue.segment import SegmentDirectory, SharedSegment, StoredSegment, read_segment
 from aio_ckpt.rescue.snapshot_record import SnapshotRecord, decode_record, layout_of, raw_sums, store_record
 from aio_ckpt.snapshot.image import Image
-from aio_ckpt.state.objects import ObjectBytes
 
 HERE = Owner.of_this_process("here")
 

@@ -43,13 +43,13 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
 )
 from aio_ckpt.format.constants import BLOCK_BYTES
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.memory.copies import HostCopies
 from aio_ckpt.restore.load import load_checkpoint
 from aio_ckpt.restore.options import LoadOptions, ReadContext
 from aio_ckpt.restore.read import read_state
 from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.values import PerRank
 from aio_ckpt.storage.local import LocalStorage
 
 FEW = examples(40)

@@ -25,6 +25,8 @@ from watched_writes import WatchedStorage, watched_engine
 
 from aio_ckpt import EngineConfig, SyncCheckpointEngine
 from aio_ckpt.errors import SourceChangedError, StallError, UnsafeObjectError, WriteError
+from aio_ckpt.leaves import objects
+from aio_ckpt.leaves.objects import ObjectEncoder, decode_object
 from aio_ckpt.memory import host_copy as moves
 from aio_ckpt.memory.copies import HostCopies
 from aio_ckpt.memory.cuda import CopyStreams
@@ -34,8 +36,6 @@ from aio_ckpt.runtime.portal import Executor
 from aio_ckpt.snapshot.capture import CopyEngines, capture
 from aio_ckpt.snapshot.image import Image, lease_image, ring_slots
 from aio_ckpt.snapshot.progress import CapturedRun
-from aio_ckpt.state import objects
-from aio_ckpt.state.objects import ObjectEncoder, decode_object
 from aio_ckpt.write.trace_file import NO_TRACE
 
 pytestmark = pytest.mark.usefixtures("chunks_of_4_mib")

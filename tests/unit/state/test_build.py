@@ -9,10 +9,10 @@ from tree_states import adamw, round_trip, same, stored
 from aio_ckpt.errors import (
     MissingNameError,
 )
+from aio_ckpt.leaves.values import LeafKind, PerRank
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import subtree
-from aio_ckpt.state.values import LeafKind, PerRank
 
 
 def test_only_keeps_the_named_branches():

@@ -12,9 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 from aio_ckpt.errors import (
     UnsupportedLeafError,
 )
+from aio_ckpt.leaves.values import Shard
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.values import Shard
 
 
 def quantized():

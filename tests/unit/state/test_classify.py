@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from tree_states import Moments, Point
 
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.classify import holds_leaves
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.values import LeafKind
 
 
 def test_kinds_follow_the_values():

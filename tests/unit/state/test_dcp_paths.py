@@ -14,9 +14,9 @@ from aio_ckpt.errors import (
     CorruptCheckpointError,
     EmptyStateError,
 )
+from aio_ckpt.leaves.values import PerRank, StockCopy
 from aio_ckpt.state.dcp_paths import dcp_paths, unflatten_dcp
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.values import PerRank, StockCopy
 
 
 def has_equal_texts(value):

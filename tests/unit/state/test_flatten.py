@@ -23,13 +23,13 @@ from aio_ckpt.errors import (
     SourceChangedError,
     UnsupportedLeafError,
 )
+from aio_ckpt.leaves.values import LeafKind, PerRank, Shard
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.check_leaves import check_leaves
 from aio_ckpt.state.classify import CODES
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.skeleton import Container
-from aio_ckpt.state.values import LeafKind, PerRank, Shard
 
 
 def test_an_adamw_state_comes_back_exactly_and_is_taken_by_the_optimizer():

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tree_states import round_trip, same, stored
 
+from aio_ckpt.leaves.values import LeafKind, PerRank, StockCopy
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.dcp_paths import dcp_paths
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.names import is_below, skeleton_names
 from aio_ckpt.state.put_back import put_back
-from aio_ckpt.state.values import LeafKind, PerRank, StockCopy
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tree_states import dcp_values, same
 from aio_ckpt.errors import (
     EmptyStateError,
 )
+from aio_ckpt.leaves.values import LeafKind, PerRank
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.put_back import put_back
-from aio_ckpt.state.values import LeafKind, PerRank
 
 
 def test_put_back_sets_objects_in_place_and_leaves_tensors_and_stateful_values_alone():

@@ -15,9 +15,9 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
     UnsupportedLeafError,
 )
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.put_back import put_back
-from aio_ckpt.state.values import LeafKind
 
 
 def test_keys_of_different_type_never_make_equal_skeletons():

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.state.harmless import harmless_type
-from aio_ckpt.state.objects import decode_object, encode_object
+from aio_ckpt.leaves.harmless import harmless_type
+from aio_ckpt.leaves.objects import decode_object, encode_object
 
 __all__ = ["HELD_KEYS", "Key", "freeze_key", "frozen_keys", "key_text", "thaw_key"]
 

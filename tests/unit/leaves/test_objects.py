@@ -34,10 +34,10 @@ from aio_ckpt.errors import (
     UnsafeObjectError,
     UnsupportedLeafError,
 )
-from aio_ckpt.state import harmless
+from aio_ckpt.leaves import harmless
+from aio_ckpt.leaves.objects import ObjectEncoder, as_tensor, decode_object, encode_object, from_tensor, is_immutable
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.flatten import flatten
-from aio_ckpt.state.objects import ObjectEncoder, as_tensor, decode_object, encode_object, from_tensor, is_immutable
-from aio_ckpt.state.values import LeafKind
 
 ODD_VALUES = [
     None, True, 0, -1, 2**63, -(2**2000), 2**5000, -(3**4000), 0.1, -0.0, math.inf, 1 + 2j, "", "x\ud800", b"",
@@ -360,9 +360,9 @@ HOSTILE = [
     tagged("UUID", hex=3),
     tagged("UUID", hex="zz"),
     tagged("TorchVersion", text=1),
-    tagged("Enum", module="aio_ckpt.state.values", **{"class": "LeafKind"}, name="mro"),
-    tagged("Enum", module="aio_ckpt.state.values", **{"class": "PerRank"}, name="value"),
-    tagged("Enum", module="aio_ckpt.state.values", **{"class": "LeafKind"}, name=[]),
+    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, name="mro"),
+    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "PerRank"}, name="value"),
+    tagged("Enum", module="aio_ckpt.leaves.values", **{"class": "LeafKind"}, name=[]),
     tagged("int", hex=5),
     tagged("numpy.dtype", dtype="|O" * 3),
     tagged("ndarray", dtype=[("a", "|O")], shape=(1,), data=torch.zeros(8, dtype=torch.uint8)),

@@ -1,7 +1,7 @@
 """Objects (every leaf that is no tensor) to and from bytes, without running code when they are read.
 
 The bytes are a ``torch.save`` zip that ``torch.load(weights_only=True)`` takes. Harmless values that it refuses are
-stored as tagged dicts (:mod:`aio_ckpt.state.harmless`). A user's dict that has the tag as a key is stored as tagged
+stored as tagged dicts (:mod:`aio_ckpt.leaves.harmless`). A user's dict that has the tag as a key is stored as tagged
 pairs, so it comes back too. Any other value is stored as pickle stores it, and needs trust when it is read.
 """
 
@@ -25,7 +25,7 @@ from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, UnsafeObjectEr
 from aio_ckpt.format.pickle_scan import check_calls
 from aio_ckpt.format.tensor_pickle import STORAGE_ELEMENT_BYTES
 from aio_ckpt.format.tensor_zip import records_of
-from aio_ckpt.state.harmless import (
+from aio_ckpt.leaves.harmless import (
     BY_KIND,
     TAG,
     ClassNotImportedError,
@@ -34,7 +34,7 @@ from aio_ckpt.state.harmless import (
     harmless_type,
     is_short,
 )
-from aio_ckpt.state.values import LeafKind, Shard, StockCopy
+from aio_ckpt.leaves.values import LeafKind, Shard, StockCopy
 
 __all__ = [
     "MAX_DEPTH",

@@ -17,15 +17,15 @@ from tree_states import round_trip, stored
 from wrapper_tensors import Blockwise, Nested, Tagged, Token, blockwise, nested
 
 from aio_ckpt.errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedLeafError
+from aio_ckpt.leaves.compound import difference, put_together, take_apart
+from aio_ckpt.leaves.objects import encode_object
+from aio_ckpt.leaves.values import PerRank
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.check_leaves import check_leaves
-from aio_ckpt.state.compound import difference, put_together, take_apart
 from aio_ckpt.state.flatten import flatten, read_template
 from aio_ckpt.state.names import compound_notes
-from aio_ckpt.state.objects import encode_object
 from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
-from aio_ckpt.state.values import PerRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
 

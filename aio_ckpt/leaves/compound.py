@@ -26,9 +26,9 @@ from aio_ckpt._torch import (
     sparse_coo_parts,
 )
 from aio_ckpt.errors import AioCkptError
-from aio_ckpt.state.containers import Notes, named_type
-from aio_ckpt.state.objects import decode_object, encode_object
-from aio_ckpt.state.tensor_memory import has_own_memory
+from aio_ckpt.leaves.containers import Notes, named_type
+from aio_ckpt.leaves.objects import decode_object, encode_object
+from aio_ckpt.leaves.tensor_memory import has_own_memory
 
 __all__ = [
     "CompoundTensor",

@@ -17,13 +17,13 @@ from torch import nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from tree_states import Moments, Point, same, stored, t, through_skeleton
 
+from aio_ckpt.leaves.objects import decode_object, encode_object
+from aio_ckpt.leaves.values import LeafKind
 from aio_ckpt.state.build import build, build_below
 from aio_ckpt.state.flatten import flatten
 from aio_ckpt.state.names import skeleton_names
-from aio_ckpt.state.objects import decode_object, encode_object
 from aio_ckpt.state.put_back import put_back
 from aio_ckpt.state.skeleton import decode_skeleton, encode_skeleton
-from aio_ckpt.state.values import LeafKind
 
 
 class NamedList(list):
@@ -158,7 +158,7 @@ HOSTILE_TYPES = [
     "this:d",
     "collections:defaultdict",
     "torch.nn.modules.module:Module",
-    "aio_ckpt.state.values:LeafKind",
+    "aio_ckpt.leaves.values:LeafKind",
 ]
 
 

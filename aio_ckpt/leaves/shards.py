@@ -6,7 +6,7 @@ import torch
 
 from aio_ckpt._torch import ShardedTensor
 from aio_ckpt.errors import UnsupportedLeafError
-from aio_ckpt.state.values import OwnedShard
+from aio_ckpt.leaves.values import OwnedShard
 
 __all__ = ["ShardedTensor", "shard_of"]
 

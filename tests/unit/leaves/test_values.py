@@ -8,7 +8,7 @@ import torch
 from aio_ckpt.errors import (
     ConfigError,
 )
-from aio_ckpt.state.values import Shard
+from aio_ckpt.leaves.values import Shard
 
 
 @pytest.mark.parametrize(

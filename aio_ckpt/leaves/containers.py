@@ -27,8 +27,8 @@ import torch
 
 from aio_ckpt._torch import PYTREE_NODES
 from aio_ckpt.errors import AioCkptError, CorruptCheckpointError, SourceChangedError
-from aio_ckpt.state.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
-from aio_ckpt.state.objects import decode_object, encode_object, type_name
+from aio_ckpt.leaves.harmless import FACTORIES, ClassNotImportedError, find_class, is_named_tuple
+from aio_ckpt.leaves.objects import decode_object, encode_object, type_name
 
 __all__ = [
     "Form",
@@ -260,7 +260,7 @@ def decode_metadata(data: bytes, *, name: str, trusted: bool) -> Any:
     """Return the versions that :func:`encode_metadata` was given.
 
     Raises:
-        UnsafeObjectError, CorruptCheckpointError: as :func:`aio_ckpt.state.objects.decode_object`.
+        UnsafeObjectError, CorruptCheckpointError: as :func:`aio_ckpt.leaves.objects.decode_object`.
     """
     name = f"{name}._metadata"
     if _is_object(data):

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from aio_ckpt._torch import local_tensor
 from aio_ckpt.format.manifests import IntArray
-from aio_ckpt.state.values import Shard, Target
+from aio_ckpt.leaves.values import Shard, Target
 
 __all__ = [
     "are_apart",
