@@ -28,6 +28,7 @@ def options(folder: Path, *more: str) -> GpuOptions:
     return parse(["--dir", str(folder), "--gb", "0.005", "--repeats", "1", "--step-ms", "2", *more])
 
 
+@pytest.mark.slow
 def test_every_contender_is_a_row_also_one_that_cannot_run(tmp_path: Path) -> None:
     run(options(tmp_path, "--only", "aio-default,nvrx-tuned", "--without", "raw", "--label", "dry"))
     [path] = (tmp_path / "bench-results").iterdir()

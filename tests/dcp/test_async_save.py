@@ -334,14 +334,14 @@ def test_a_failed_save_tells_its_future_and_gives_the_memory_back(tmp_path: Path
         assert stats_of(stager)[1] == 0
 
 
-def test_fifty_async_saves_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
+def test_async_saves_leave_no_thread_and_no_file_open(tmp_path: Path) -> None:
     def turn() -> None:
         dcp.async_save({"w": torch.rand(1000)}, storage_writer=Writer(tmp_path / "a")).result(TIMEOUT)
         wait_for_executors()
 
     turn()
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(50):
+    for _ in range(20):
         turn()
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 

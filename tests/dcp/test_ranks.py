@@ -177,7 +177,7 @@ def save_async(rank: int, count: int, path: Path, own_stager: bool, budgets: tup
         (False, (None, None)),
         pytest.param(True, (None, None), marks=needs_stagers),
         pytest.param(False, (LEAST_BUDGET_BYTES, None), id="the leader in waves"),
-        pytest.param(False, (None, LEAST_BUDGET_BYTES), id="the other in waves"),
+        pytest.param(False, (None, LEAST_BUDGET_BYTES), id="the other in waves", marks=pytest.mark.slow),
     ],
 )
 def test_async_saves_of_ranks_hold_what_was_there_at_the_call(
@@ -216,7 +216,13 @@ def save_with_a_full_disk(rank: int, count: int, path: Path, name: str, where: s
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), [("create_data_file", "*"), ("write", "*"), ("sync", "*"), ("write_file", "aio_ckpt.*.bin")]
+    ("name", "where"),
+    [
+        pytest.param("create_data_file", "*", marks=pytest.mark.slow),
+        ("write", "*"),
+        pytest.param("sync", "*", marks=pytest.mark.slow),
+        ("write_file", "aio_ckpt.*.bin"),
+    ],
 )
 def test_a_full_disk_on_one_rank_is_told_to_all_and_the_old_checkpoint_stays(
     four: Ranks, tmp_path: Path, name: str, where: str
@@ -251,7 +257,12 @@ def save_and_die(rank: int, count: int, path: Path, victim: int, name: str, wher
 
 
 @pytest.mark.parametrize(
-    ("victim", "name", "where"), [(1, "write", "*"), (0, "write", "*"), (0, "replace", ".metadata.tmp-*")]
+    ("victim", "name", "where"),
+    [
+        (1, "write", "*"),
+        pytest.param(0, "write", "*", marks=pytest.mark.slow),
+        (0, "replace", ".metadata.tmp-*"),
+    ],
 )
 def test_a_rank_that_is_killed_leaves_the_old_checkpoint(
     two: Ranks, tmp_path: Path, victim: int, name: str, where: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["examples"]
+__all__ = ["examples", "gate_stride"]
 
 GATE_EXAMPLES = 25
 NIGHTLY_EXAMPLES = 100
@@ -26,5 +26,13 @@ settings.load_profile("gate")
 
 def examples(nightly: int) -> settings:
     """Settings of a property: ``nightly`` examples in the nightly run, at most ``GATE_EXAMPLES`` in the gate."""
-    is_gate = settings.default.max_examples <= GATE_EXAMPLES
-    return settings(max_examples=min(nightly, GATE_EXAMPLES) if is_gate else nightly)
+    return settings(max_examples=min(nightly, GATE_EXAMPLES) if _is_gate() else nightly)
+
+
+def gate_stride(stride: int) -> int:
+    """Step between the points that a test tries: ``stride`` in the gate, 1 (each point) in the nightly run."""
+    return stride if _is_gate() else 1
+
+
+def _is_gate() -> bool:
+    return settings.default.max_examples <= GATE_EXAMPLES

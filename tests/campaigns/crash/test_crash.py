@@ -60,7 +60,7 @@ def campaign(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any], T
 # -- campaigns ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(120, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [10, pytest.param(120, marks=pytest.mark.campaign)])
 def test_after_kill_9_training_resumes_from_a_whole_checkpoint_never_older_than_the_last_resolved_save(
     tmp_path: Path, kills: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_after_a_power_loss_what_save_called_durable_is_there_and_whole(tmp_path
     assert tallies["torch.save", "ext4 shutdown 2, right after resolved"]["survived"] == 0
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.campaign)])
 def test_a_campaign_that_is_ended_leaves_no_mount_no_loop_device_and_no_process(
     tmp_path: Path, end: signal.Signals
 ) -> None:

@@ -125,10 +125,10 @@ def _work(change: Callable[[Work], Work]) -> Iterator[None]:
         yield
 
 
-def dying_work(folder: Path) -> Iterator[Point]:
+def dying_work(folder: Path, *, stride: int = 1) -> Iterator[Point]:
     """The n-th piece of work of a save raises ``SystemExit``, which ends a thread that does not hold it."""
     with _ground(folder) as ground:
-        for number in itertools.count(1):
+        for number in itertools.count(1, stride):
             nth = Nth(number)
 
             def dies(fn: Work, nth: Nth = nth) -> Work:
@@ -173,9 +173,9 @@ def hanging_work(folder: Path) -> Iterator[Point]:
                 yield _judged(ground, f"work {number} of a save hangs", outcome, wrong, _KEPT, may_show=True)
 
 
-def shut_down_executors(folder: Path) -> Iterator[Point]:
+def shut_down_executors(folder: Path, *, stride: int = 1) -> Iterator[Point]:
     """The engine's threads are shut down under the n-th piece of work: another engine goes on."""
-    for number in itertools.count(1):
+    for number in itertools.count(1, stride):
         with _ground(folder / str(number), saves=1) as ground:
             nth = Nth(number)
 
