@@ -28,6 +28,7 @@ from aio_ckpt.commit.manifests import (
 )
 from aio_ckpt.commit.quarantine import Quarantine
 from aio_ckpt.engine.context import EngineContext
+from aio_ckpt.engine.full_disk import explain_full_disk
 from aio_ckpt.engine.stages import PendingSave, WrittenRank
 from aio_ckpt.errors import AioCkptError, SaveCancelledError, StallError, WriteError
 from aio_ckpt.format.manifests import METADATA_FILE, FileEntry, data_file_name, rank_manifest_name
@@ -89,6 +90,7 @@ class SavePipeline:
             stage = save.failing_stage
             note_stage(cause, stage)
             with anyio.CancelScope(shield=True):
+                await explain_full_disk(cause, self.ctx, save.captured.image.chunks[-1].stop)
                 cause = await self._clean_up(save, cause, stage)
                 await keep_trace(self.ctx, save, cause)
             if cause is error:

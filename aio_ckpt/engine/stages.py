@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.reports import StageTimings
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
 from aio_ckpt.runtime.futures import ThreadTracker
+from aio_ckpt.runtime.log_records import is_logged, log_step
 from aio_ckpt.snapshot.image import Image
 from aio_ckpt.snapshot.progress import CaptureProgress
 from aio_ckpt.state.objects import ObjectBytes
@@ -219,6 +221,16 @@ class PendingSave:
         self.activity = activity
         self.stage = stage or self.stage
         self.call.trace.stage(activity)
+        if is_logged(logging.DEBUG):
+            log_step(
+                logging.DEBUG,
+                self.step,
+                self.round.rank,
+                "step %d, %.3f s after save(): %s",
+                self.step,
+                self.timer.elapsed(),
+                activity,
+            )
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""
