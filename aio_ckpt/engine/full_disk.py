@@ -10,7 +10,7 @@ from aio_ckpt.engine.context import EngineContext
 from aio_ckpt.errors import WriteError
 from aio_ckpt.reports import amount
 
-__all__ = ["explain_full_disk"]
+__all__ = ["explain_full_disk", "explained"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LOOK_SECS = 2.0
@@ -30,7 +30,7 @@ async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_byt
             free_bytes = await ctx.storage.free_bytes(ctx.root)
         except Exception:  # noqa: BLE001 - the save has failed already; its own error is the one to tell
             free_bytes = None
-    error.strerror = _explained(
+    error.strerror = explained(
         error.strerror,
         needed_bytes,
         free_bytes,
@@ -40,7 +40,7 @@ async def explain_full_disk(error: BaseException, ctx: EngineContext, needed_byt
     )
 
 
-def _explained(
+def explained(
     text: str | None, needed_bytes: int, free_bytes: int | None, *, whose: str, is_quota: bool, keep_last: int | None
 ) -> str:
     """Return the text of the error with what is needed, what is free and the remedy."""

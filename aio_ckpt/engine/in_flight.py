@@ -368,6 +368,7 @@ class InFlight:
                 stall_timeout_secs=self._pipeline.slot_timeout_secs(image.slots * image.chunk_bytes),
                 trace=save.call.trace,
             )
+            save.debug("save() returns")
             self._finish(save, work, is_staged=is_staged)
         except BaseException as error:
             if work is not None:
@@ -382,6 +383,7 @@ class InFlight:
         def finish() -> None:
             work.finish()
             save.timer.reached("staged")
+            save.debug("everything is staged")
             save.ticket.staged.resolve(None)
 
         lease, staged = save.captured.image.lease, save.ticket.staged

@@ -35,6 +35,7 @@ from aio_ckpt.ranks.save_ledger import ContentSums, PlanMsg
 from aio_ckpt.ranks.save_round import SaveRound
 from aio_ckpt.rescue import Rescue
 from aio_ckpt.runtime.deadline import NO_DEADLINE, Deadline
+from aio_ckpt.runtime.log_records import log_step
 from aio_ckpt.runtime.portal import Lock, Portal
 from aio_ckpt.runtime.trace import CALLER
 from aio_ckpt.snapshot.image import Image, arena_spec, lease_image
@@ -386,7 +387,10 @@ class SaveFrontend:
             return
         self._has_told_waves = True
         image_bytes, budget_bytes = image.chunks[-1].stop, self.lifetime.budget_bytes
-        _log.warning(
+        log_step(
+            logging.WARNING,
+            step,
+            self._ctx.rank,
             "step %d: %d bytes are saved in waves, as budget_bytes=%d holds no more: save() returns when the last wave "
             "is captured, which takes as long as the disk needs for the others%s; raise budget_bytes where there is "
             "memory. Told once",

@@ -221,16 +221,13 @@ class PendingSave:
         self.activity = activity
         self.stage = stage or self.stage
         self.call.trace.stage(activity)
+        self.debug(activity)
+
+    def debug(self, text: str) -> None:
+        """Log one DEBUG line of this save, with the time since its call."""
         if is_logged(logging.DEBUG):
-            log_step(
-                logging.DEBUG,
-                self.step,
-                self.round.rank,
-                "step %d, %.3f s after save(): %s",
-                self.step,
-                self.timer.elapsed(),
-                activity,
-            )
+            secs, told = self.timer.elapsed(), "step %d, %.3f s after save(): %s"
+            log_step(logging.DEBUG, self.step, self.round.rank, told, self.step, secs, text)
 
     async def cancel(self) -> bool:
         """Cancel the save, on the loop; False if it is too late."""
