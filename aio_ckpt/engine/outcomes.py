@@ -29,12 +29,12 @@ def log_commit(report: SaveReport, *, rank: int, world_size: int) -> None:
             level,
             report.step,
             rank,
-            "step %d committed: %s; save() blocked %s, staged after %s, durable after %s",
+            "step %d committed: %s durable after %s; save() blocked %s, staged after %s",
             report.step,
-            _moved(report.image_bytes, timings.committed_secs, rank, world_size),
+            _size(report.image_bytes, rank, world_size),
+            _took(report.image_bytes, timings.committed_secs),
             duration(timings.blocked_secs),
             duration(timings.staged_secs),
-            duration(timings.committed_secs),
         )
 
 
@@ -51,8 +51,8 @@ def log_load(report: LoadReport | ReadReport, secs: float, *, rank: int, world_s
             "%s %s: %s in %s, %s",
             str(report.path) if report.step < 0 else f"step {report.step}",
             "loaded" if isinstance(report, LoadReport) else "read",
-            _moved(report.bytes_read, secs, rank, world_size),
-            duration(secs),
+            _size(report.bytes_read, rank, world_size),
+            _took(report.bytes_read, secs),
             "verified" if report.verified else "not verified",
         )
 
@@ -108,8 +108,11 @@ def duration(secs: float) -> str:
     return f"{secs:.2f} s" if secs < 99.995 else f"{secs:.0f} s"
 
 
-def _moved(nbytes: int, secs: float, rank: int, world_size: int) -> str:
-    """Return bytes and rate for a log line: ``8.53 GB by rank 0 of 8 (2.66 GB/s)``."""
-    whose = "" if world_size == 1 else f" by rank {rank} of {world_size}"
-    rate = nbytes / 1e9 / secs if secs > 0 else 0.0
-    return f"{amount(nbytes)}{whose} ({rate:.3g} GB/s)"
+def _size(nbytes: int, rank: int, world_size: int) -> str:
+    """Return bytes for a log line: ``8.53 GB``, or ``8.53 GB by rank 0 of 8``."""
+    return amount(nbytes) if world_size == 1 else f"{amount(nbytes)} by rank {rank} of {world_size}"
+
+
+def _took(nbytes: int, secs: float) -> str:
+    """Return time and rate for a log line: ``3.21 s (2.66 GB/s)``."""
+    return f"{duration(secs)} ({amount(nbytes / max(secs, 1e-9))}/s)"

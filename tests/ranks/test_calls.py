@@ -225,11 +225,11 @@ def save_fail_and_load(rank: int, count: int, root: Path) -> tuple[list[str], li
 def test_rank_0_alone_logs_a_commit_and_a_load_and_every_rank_logs_a_failure(two: Ranks, tmp_path: Path) -> None:
     (one, told_one), (other, told_other) = two.run(save_fail_and_load, tmp_path)
     commit, failure, load = one
-    assert re.match(r"INFO step 1 committed: [\d.]+ kB by rank 0 of 2 \(.* GB/s\); save\(\) blocked ", commit)
+    assert re.match(r"INFO step 1 committed: [\d.]+ kB by rank 0 of 2 durable after .*B/s\); save", commit)
     assert failure.startswith("ERROR the save of step 2 failed: PeerFailedError: rank 1 failed")
     assert "No space: this save of rank 1 of 2 needs " in failure
     assert failure.endswith("; the newest committed step is 1")
-    assert re.match(r"INFO step 1 loaded: [\d.]+ kB by rank 0 of 2 \(.* GB/s\) in .*, verified", load)
+    assert re.match(r"INFO step 1 loaded: [\d.]+ kB by rank 0 of 2 in .*B/s\), verified", load)
     (failure,) = other
     assert re.match(r"ERROR the save of step 2 failed: .*No space.* \(rank 1, stage write\); the newest ", failure)
     assert told_one == told_other == [1]
