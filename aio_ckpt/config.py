@@ -152,7 +152,8 @@ class EngineConfig:
     """Check the sums of every byte that a load reads, or never."""
 
     on_failure: FailurePolicy = "raise"
-    """A save that failed unawaited: raised once by the next ``save()`` or ``close()``, or only logged."""
+    """A save that failed unawaited: raised once by the next ``save()``, which saves all the same, or by ``close()``; or
+    only logged."""
 
     on_commit: Callable[[SaveReport], object] | None = None
     """Function that is called with the report of each save of this engine that is committed, on every rank. It runs on

@@ -5,7 +5,6 @@ Invariant: no function of this module raises. A log handler or a callback that f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,18 +23,17 @@ def log_commit(report: SaveReport, *, rank: int, world_size: int) -> None:
     level, timings = logging.DEBUG if rank else logging.INFO, report.timings
     if not is_logged(level):
         return
-    with contextlib.suppress(Exception):
-        log_step(
-            level,
-            report.step,
-            rank,
-            "step %d committed: %s durable after %s; save() blocked %s, staged after %s",
-            report.step,
-            _size(report.image_bytes, rank, world_size),
-            _took(report.image_bytes, timings.committed_secs),
-            duration(timings.blocked_secs),
-            duration(timings.staged_secs),
-        )
+    log_step(
+        level,
+        report.step,
+        rank,
+        "step %d committed: %s durable after %s; save() blocked %s, staged after %s",
+        report.step,
+        _size(report.image_bytes, rank, world_size),
+        _took(report.image_bytes, timings.committed_secs),
+        duration(timings.blocked_secs),
+        duration(timings.staged_secs),
+    )
 
 
 def log_load(report: LoadReport | ReadReport, secs: float, *, rank: int, world_size: int) -> None:
@@ -43,18 +41,17 @@ def log_load(report: LoadReport | ReadReport, secs: float, *, rank: int, world_s
     level = logging.DEBUG if rank else logging.INFO
     if not is_logged(level):
         return
-    with contextlib.suppress(Exception):
-        log_step(
-            level,
-            report.step,
-            rank,
-            "%s %s: %s in %s, %s",
-            str(report.path) if report.step < 0 else f"step {report.step}",
-            "loaded" if isinstance(report, LoadReport) else "read",
-            _size(report.bytes_read, rank, world_size),
-            _took(report.bytes_read, secs),
-            "verified" if report.verified else "not verified",
-        )
+    log_step(
+        level,
+        report.step,
+        rank,
+        "%s %s: %s in %s, %s",
+        str(report.path) if report.step < 0 else f"step {report.step}",
+        "loaded" if isinstance(report, LoadReport) else "read",
+        _size(report.bytes_read, rank, world_size),
+        _took(report.bytes_read, secs),
+        "verified" if report.verified else "not verified",
+    )
 
 
 def log_failure(error: BaseException, *, step: int, stage: str, rank: int, newest: int | None) -> None:
@@ -66,19 +63,18 @@ def log_failure(error: BaseException, *, step: int, stage: str, rank: int, newes
     if isinstance(error, AioCkptError):
         is_in_doubt, told_stage = error.in_doubt, error.stage or stage
     good = "no step is committed yet" if newest is None else f"the newest committed step is {newest}"
-    with contextlib.suppress(Exception):
-        log_step(
-            logging.ERROR,
-            step,
-            rank,
-            "the save of step %d failed: %s (rank %d, stage %s); %s%s",
-            step,
-            named(error),
-            rank,
-            told_stage,
-            f"step {step} may still become visible; without it, " if is_in_doubt else "",
-            good,
-        )
+    log_step(
+        logging.ERROR,
+        step,
+        rank,
+        "the save of step %d failed: %s (rank %d, stage %s); %s%s",
+        step,
+        named(error),
+        rank,
+        told_stage,
+        f"step {step} may still become visible; without it, " if is_in_doubt else "",
+        good,
+    )
 
 
 def call_back(name: str, callback: Callable[[T], object] | None, value: T, *, step: int, rank: int) -> None:
@@ -88,9 +84,8 @@ def call_back(name: str, callback: Callable[[T], object] | None, value: T, *, st
     try:
         callback(value)
     except BaseException as error:  # noqa: BLE001 - SystemExit would end the engine's loop
-        with contextlib.suppress(Exception):
-            text = "%s raised at step %d, which changes nothing for the save: %s"
-            log_step(logging.ERROR, step, rank, text, name, step, named(error))
+        text = "%s raised at step %d, which changes nothing for the save: %s"
+        log_step(logging.ERROR, step, rank, text, name, step, named(error))
 
 
 def named(error: BaseException) -> str:

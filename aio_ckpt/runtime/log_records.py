@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 __all__ = ["is_logged", "log_step"]
@@ -17,6 +18,8 @@ def is_logged(level: int) -> bool:
 def log_step(level: int, step: int, rank: int, message: str, *args: object) -> None:
     """Log ``message % args`` with ``level``. The attributes ``step`` and ``rank`` of the record hold the two numbers.
 
-    Pass errors as text: a handler that keeps records would keep a traceback, and so the caller's state.
+    Pass errors as text: a handler that keeps records would keep a traceback, and so the caller's state. A handler that
+    raises breaks nothing.
     """
-    _log.log(level, message, *args, extra={"step": step, "rank": rank}, stacklevel=2)
+    with contextlib.suppress(Exception):
+        _log.log(level, message, *args, extra={"step": step, "rank": rank}, stacklevel=2)
